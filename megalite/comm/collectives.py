@@ -1,0 +1,132 @@
+"""Collectives over an `Axis`.
+
+The branch on axes of size 1 lives here and nowhere else: over such an axis every function is the identity and no process group is
+touched. Names that end in `_` work in place; the others return new tensors. `async_op=True` returns a handle whose `wait()` must be
+called before the result is read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.comm.mesh import Axis
+
+ReduceOp = Literal["sum", "max", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed these two; 2.11 has only the older names
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Handle(Protocol):
+    """Something to wait for."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """The handle of work that is complete already."""
+
+    def wait(self) -> None:
+        return None
+
+
+def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool = False) -> Handle:
+    """x = op over the axis of x, in place."""
+    if axis.size == 1:
+        return Done()
+    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=async_op)
+    return work if async_op else Done()
+
+
+def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOp = "sum") -> Tensor:
+    """op over the axis of x; a new tensor (x itself over an axis of size 1)."""
+    if axis.size == 1:
+        return x
+    result = x.clone(memory_format=torch.contiguous_format)
+    all_reduce_(result, axis, op=op)
+    return result
+
+
+def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
+    """out = the ranks' x one after the other along dim 0. `out` may contain x at its own place."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+    work = _all_gather_single(out, x.contiguous(), group=axis.group, async_op=async_op)
+    return work if async_op else Done()
+
+
+def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
+    """out = this rank's part along dim 0 of the sum over the axis of x."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+    work = _reduce_scatter_single(out, x.contiguous(), op=dist.ReduceOp.SUM, group=axis.group, async_op=async_op)
+    return work if async_op else Done()
+
+
+def all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` -> `[size * n, ...]`: the ranks' x one after the other along dim 0."""
+    if axis.size == 1:
+        return x
+    out = torch.empty((axis.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+    all_gather_into(out, x, axis)
+    return out
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` -> `[n / size, ...]`: this rank's part along dim 0 of the sum over the axis."""
+    if axis.size == 1:
+        return x
+    out = torch.empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    reduce_scatter_into(out, x, axis)
+    return out
+
+
+def broadcast_(x: Tensor, axis: Axis, *, source: int = 0) -> None:
+    """x = the x of the rank at coordinate `source`, in place."""
+    if axis.size > 1:
+        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+
+
+def barrier(axis: Axis) -> None:
+    """Returns when every rank of the axis has come here."""
+    if axis.size > 1:
+        token = torch.zeros(1, device=_device_of(axis))
+        all_reduce_(token, axis)
+
+
+def all_gather_json(value: Any, axis: Axis) -> list[Any]:
+    """The JSON values of all ranks, in the order of the axis. (Text on the wire: nothing that arrives is ever executed.)"""
+    if axis.size == 1:
+        return [value]
+    device = _device_of(axis)
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = all_gather(torch.tensor([raw.numel()], device=device), axis).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: raw.numel()] = raw
+    rows = all_gather(padded[None], axis).cpu().numpy()
+    return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+
+def agree_max(value: float, axis: Axis) -> float:
+    """The largest of the ranks' numbers: the same decision everywhere."""
+    if axis.size == 1:
+        return value
+    box = torch.tensor([value], dtype=torch.float64, device=_device_of(axis))
+    all_reduce_(box, axis, op="max")
+    return float(box.item())
+
+
+def _device_of(axis: Axis) -> torch.device:
+    backend = dist.get_backend(axis.group)
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -1,0 +1,111 @@
+"""Where a parameter's gradient goes: the seam between the layers, which produce it, and the buckets, which own the memory.
+
+Every trained parameter may carry a `GradSink` in `param.sink`: a view of a flat main-gradient buffer (fp32, or fp64 in fp64 mode). A layer
+that computes a weight gradient itself adds it straight into the sink (`addmm`: one pass over memory instead of three), what autograd
+computes arrives through a post-accumulate hook. When a sink has received everything that the last micro-batch owes it, it says so, and its
+bucket may be reduced while the rest of the backward is still running.
+
+`WeightGradQueue` splits a backward in two (Zero Bubble Pipeline Parallelism, arXiv 2401.10241): while it collects, layers put the
+computation of their weight gradient aside instead of doing it, and the executor runs it later as the action `W`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class GradSink:
+    """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
+
+    `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer of the same stage).
+    While `armed` (the last micro-batch of a batch), the sink counts them and calls `on_ready` after the last.
+    """
+
+    __slots__ = ("grad", "uses", "armed", "seen", "on_ready")
+
+    def __init__(self, grad: Tensor, *, uses: int = 1, on_ready: Callable[[], None] | None = None) -> None:
+        self.grad = grad
+        self.uses = uses
+        self.on_ready = on_ready
+        self.armed = False
+        self.seen = 0
+
+    def arm(self) -> None:
+        """The next `uses` contributions are the last of this batch."""
+        self.armed, self.seen = True, 0
+
+    def add(self, gradient: Tensor) -> None:
+        """grad += gradient (any float dtype)."""
+        self.grad.add_(gradient)
+        self.done()
+
+    def addmm(self, a: Tensor, b: Tensor) -> None:
+        """grad += a @ b for a 2-D view of `grad`: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the backend can."""
+        target = self.grad.view(a.shape[0], b.shape[1])
+        if a.dtype == target.dtype:
+            target.addmm_(a, b)
+        else:
+            target.add_(torch.mm(a, b))
+        self.done()
+
+    def done(self) -> None:
+        """Counts one contribution that was written into `grad` directly."""
+        if self.armed:
+            self.seen += 1
+            if self.seen == self.uses:
+                self.armed = False
+                if self.on_ready is not None:
+                    self.on_ready()
+
+
+def sink_of(parameter: Tensor) -> GradSink | None:
+    """The parameter's sink, or None where its gradient goes to `.grad` as usual."""
+    return getattr(parameter, "sink", None)
+
+
+def attach_sink(parameter: nn.Parameter, sink: GradSink) -> None:
+    """Routes all of the parameter's gradient into `sink`, whether a layer adds it itself or autograd accumulates it."""
+    if sink_of(parameter) is None:
+        parameter.register_post_accumulate_grad_hook(_move_into_sink)
+    parameter.sink = sink  # type: ignore[attr-defined]
+
+
+def _move_into_sink(parameter: Tensor) -> None:
+    sink = sink_of(parameter)
+    gradient = parameter.grad
+    assert sink is not None and gradient is not None
+    parameter.grad = None
+    sink.add(gradient)
+
+
+class WeightGradQueue:
+    """Holds weight-gradient computations back while `collecting`; one per stage."""
+
+    def __init__(self) -> None:
+        self._items: list[Callable[[], None]] | None = None
+
+    @property
+    def collecting(self) -> bool:
+        return self._items is not None
+
+    def put(self, compute: Callable[[], None]) -> None:
+        """Runs `compute` now, or keeps it for later while collecting."""
+        if self._items is None:
+            compute()
+        else:
+            self._items.append(compute)
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Callable[[], None]]]:
+        """Everything put inside the `with` ends up in the yielded list, in order, and has not run."""
+        assert self._items is None, "weight gradients are being collected already"
+        items: list[Callable[[], None]] = []
+        self._items = items
+        try:
+            yield items
+        finally:
+            self._items = None

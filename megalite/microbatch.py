@@ -1,0 +1,48 @@
+"""One micro-batch as every layer sees it.
+
+A layer has the signature `forward(x, batch) -> x`; `batch` is a `Microbatch`. The embedding reads the tokens, attention the positions and
+documents, the head the labels and the loss weights. Everything is `[b, s]`: activations are `[s, b, h]`, the transposition happens in the
+embedding and the head only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Tensors of `b` samples of length `s`.
+
+    tokens, labels: int64 `[b, s]`; `labels` is `tokens` one to the left.
+    positions: int64 `[b, s]`, the position of a token within its sequence (or document, with `--reset-position-ids`).
+    loss_mask: float32 `[b, s]`, 1 where the token's loss counts.
+    document_ids: int64 `[b, s]` or None; where given, attention stays within equal ids (`--reset-attention-mask`).
+    sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample and never on
+        the layout or on the order in which micro-batches happen to run.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    loss_mask: Tensor
+    sample_ids: Tensor
+    document_ids: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(b, s)."""
+        return self.tokens.shape[0], self.tokens.shape[1]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
+        """The same micro-batch on `device`."""
+        moved = {
+            field.name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
+            for field in dataclasses.fields(self)
+            for value in (getattr(self, field.name),)
+        }
+        return dataclasses.replace(self, **moved)
