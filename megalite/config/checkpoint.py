@@ -1,0 +1,30 @@
+"""The checkpoint section: what is saved, when, and what a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import option
+
+__all__ = ["CheckpointConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A run directory (`save`) holds config.yaml, metrics.jsonl and checkpoints `iter_0000100/`."""
+
+    save: str | None = option(None, "run directory for checkpoints, metrics and configuration", metavar="DIR")
+    save_interval: int | None = option(None, "iterations between checkpoints; unset: only at the end", ge=1)
+    async_save: bool = option(False, "write checkpoints in the background; the step waits only for the copy")
+    keep_last_n: int | None = option(None, "keep only the newest n checkpoints; unset: all", ge=1)
+    save_retain_interval: int | None = option(
+        None, "checkpoints at multiples of this iteration are never deleted", ge=1
+    )
+    load: str | None = option(
+        None, "directory to resume from; may be --save itself, which then may still be empty", metavar="DIR"
+    )
+    auto_resume: bool = option(False, "resume from the newest committed checkpoint of --save, if there is one")
+    ckpt_step: int | None = option(None, "iteration to load; unset: the newest committed", ge=0)
+    finetune: bool = option(False, "take only the weights of --load; iteration, data and optimizer start anew")
+    load_optim: bool = option(True, "load the optimizer state with the weights")
+    load_rng: bool = option(True, "go on with the checkpoint's seed, not with --seed")

@@ -1,0 +1,48 @@
+"""The data section: corpora, their split and blend, and the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import option
+
+__all__ = ["TOKENIZERS", "DataConfig"]
+
+TOKENIZERS = (
+    "ByteTokenizer",
+    "CharTokenizer",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data come from `.bin/.idx` prefixes, from a raw text or JSONL file, or from a generator (`mock_data`)."""
+
+    data_path: tuple[str, ...] = option(
+        (),
+        "prefixes of .bin/.idx files, a text or JSONL file, or weights and prefixes in turn: 0.3 a 0.7 b",
+        metavar="PATH",
+    )
+    train_data_path: tuple[str, ...] = option((), "as --data-path, for training only", metavar="PATH")
+    valid_data_path: tuple[str, ...] = option((), "as --data-path, for validation only", metavar="PATH")
+    test_data_path: tuple[str, ...] = option((), "as --data-path, for the final test only", metavar="PATH")
+    data_args_path: str | None = option(None, "file that holds what --data-path would", metavar="FILE")
+    split: str = option("969,30,1", "parts of --data-path for training, validation and test", metavar="A,B,C")
+    data_cache_path: str | None = option(
+        None, "folder of tokenised files and indices; unset: beside --save, else the user's cache", metavar="DIR"
+    )
+    mock_data: bool = option(False, "documents drawn from the seed: no file, no tokenizer needed")
+    tokenizer_type: str | None = option(None, "tokenizer of the data; unset: bytes for raw text", choices=TOKENIZERS)
+    tokenizer_model: str | None = option(
+        None, "tokenizer.json, its directory, or a sentencepiece model", metavar="PATH"
+    )
+    vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
+    reset_position_ids: bool = option(False, "positions begin again at 0 after an end of document")
+    reset_attention_mask: bool = option(False, "a token sees only its own document")
+    eod_mask_loss: bool = option(False, "no loss at positions whose input is an end of document")
+    num_workers: int = option(2, "threads that prepare batches ahead of each rank; 0: in the training loop", ge=0)

@@ -1,0 +1,30 @@
+"""The logging section: console, metrics.jsonl, trackers, profiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import option
+
+__all__ = ["LoggingConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Trackers are optional packages and never stop a training."""
+
+    log_interval: int = option(10, "iterations between log lines", ge=1)
+    log_params_norm: bool = option(False, "log the norm of the parameters")
+    log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are exactly zero")
+    tensorboard_dir: str | None = option(None, "write TensorBoard events here", metavar="DIR")
+    wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
+    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of --save")
+    wandb_entity: str | None = option(None, "account or team there")
+    wandb_save_dir: str | None = option(None, "folder of its local files; unset: --save", metavar="DIR")
+    profile: bool = option(False, "write a Chrome trace of some iterations with torch's profiler")
+    profile_step_start: int = option(10, "first iteration profiled", ge=0)
+    profile_step_end: int = option(12, "iteration before which the profile ends", ge=1)
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0)
+    trace_pipeline: str | None = option(
+        None, "write the measured pipeline timeline of the last iteration here (.svg, .json, .txt)", metavar="FILE"
+    )

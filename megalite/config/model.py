@@ -1,0 +1,144 @@
+"""The model section: the shape of the transformer, its precision details and what is recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config.schema import option, required
+
+__all__ = ["ACTIVATIONS", "FAMILY_DEFAULTS", "GATED_ACTIVATIONS", "ModelConfig"]
+
+ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
+GATED_ACTIVATIONS = ("swiglu", "geglu")
+
+#: What a family changes among the defaults; files and flags override it value by value.
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer. Fields left at None are derived; the properties below give the numbers."""
+
+    model_type: str = option(
+        "gpt",
+        "family, which sets defaults: gpt (learned positions, LayerNorm, GELU, biases, tied embeddings) or "
+        "llama (RoPE, RMSNorm, SwiGLU, no linear biases, untied)",
+        choices=("gpt", "llama"),
+    )
+    num_layers: int = required("transformer layers L", ge=1)
+    hidden_size: int = required("width h of the residual stream", ge=1)
+    ffn_hidden_size: int | None = option(
+        None, "width f of the MLP; unset: 4h, or int(4h * 2/3 / 64) * 64 with swiglu or geglu", ge=1
+    )
+    num_attention_heads: int = required("query heads a", ge=1)
+    num_query_groups: int | None = option(
+        None, "key/value heads g of grouped-query attention; unset: one per query head", ge=1
+    )
+    kv_channels: int | None = option(None, "width d of one attention head; unset: h / a", ge=1)
+    seq_length: int = required("tokens s of a training sample", ge=1)
+    max_position_embeddings: int | None = option(
+        None, "longest sequence the model can represent; unset: --seq-length", ge=1
+    )
+    position_embedding_type: str = option(
+        "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: float = option(10000.0, "base of the rotary frequencies", gt=0)
+    rotary_percent: float = option(1.0, "part of a head's channels that is rotated", gt=0, le=1)
+    normalization: str = option("LayerNorm", "normalisation layer", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = option(1e-5, "epsilon of the normalisation layers", gt=0)
+    activation: str = option(
+        "gelu", "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses", choices=ACTIVATIONS
+    )
+    add_bias_linear: bool = option(True, "biases in the linear layers")
+    add_qkv_bias: bool = option(False, "a bias in the query/key/value projection even where the others have none")
+    qk_layernorm: bool = option(False, "normalise queries and keys of each head before attention")
+    untie_embeddings_and_output_weights: bool = option(False, "give the output layer weights of its own")
+    hidden_dropout: float = option(0.0, "dropout of embeddings and residual branches", ge=0, lt=1)
+    attention_dropout: float = option(0.0, "dropout of attention weights", ge=0, lt=1)
+    init_method_std: float = option(
+        0.02, "standard deviation of initial weights; layers that write to the residual stream: / sqrt(2L)", ge=0
+    )
+    vocab_size: int = option(
+        0, "token ids; 0: taken from the tokenizer, which this may only enlarge (NullTokenizer needs it)", ge=0
+    )
+    make_vocab_size_divisible_by: int = option(
+        128, "the vocabulary is padded in memory to a multiple of this times the tensor-parallel size", ge=1
+    )
+    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32 (or wider)")
+    attention_softmax_in_fp32: bool = option(False, "compute attention scores and softmax in fp32 (or wider)")
+    recompute_granularity: str | None = option(
+        None,
+        "recompute in backward: selective (attention core) or full (whole layers); unset: nothing",
+        choices=("selective", "full"),
+    )
+    recompute_method: str | None = option(
+        None,
+        "for full: uniform (chunks of --recompute-num-layers layers, each recomputed from its input) or "
+        "block (the first --recompute-num-layers layers of each stage)",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = option(None, "layers of one chunk (uniform) or of a stage (block)", ge=1)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP's first projection has a gate and a value half."""
+        return self.activation in GATED_ACTIVATIONS
+
+    @property
+    def ffn_size(self) -> int:
+        """MLP width f with the default applied."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        # Two thirds keep a gated MLP's three matrices at the parameter count of the plain MLP's two.
+        return 4 * self.hidden_size * 2 // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Channels d of one attention head."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads g."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width a*d of all queries together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width g*d of all keys (or all values) together."""
+        return self.query_groups * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that RoPE rotates (the first ones)."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence: rows P of the learned position table."""
+        return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the query/key/value projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Rows of the embedding in memory: the vocabulary rounded up to the divisor times the tensor-parallel size."""
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.vocab_size // multiple) * multiple

@@ -1,0 +1,53 @@
+"""The optimizer section: update rule, learning-rate and weight-decay schedules, clipping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import option, required
+
+__all__ = ["OptimizerConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Schedules count samples inside, so that iterations of a growing batch weigh what they should."""
+
+    optimizer: str = option("adam", "adam is AdamW (decoupled weight decay); sgd has momentum", choices=("adam", "sgd"))
+    lr: float = required("peak learning rate", gt=0)
+    min_lr: float = option(0.0, "learning rate after the decay", ge=0)
+    lr_decay_style: str = option(
+        "linear",
+        "shape of the decay after warm-up",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = option(None, "iterations until --min-lr; unset: the training length", ge=1)
+    lr_decay_samples: int | None = option(None, "samples until --min-lr; unset: the training length", ge=1)
+    lr_warmup_iters: int = option(0, "iterations of linear warm-up", ge=0)
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", ge=0)
+    lr_warmup_fraction: float | None = option(None, "warm-up as a part of the decay length", ge=0, lt=1)
+    lr_warmup_init: float = option(0.0, "learning rate of the first step of warm-up", ge=0)
+    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the final decay", ge=1)
+    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the final decay", ge=1)
+    lr_wsd_decay_style: str = option(
+        "exponential",
+        "WSD: shape of the final decay",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
+    override_opt_param_scheduler: bool = option(
+        False, "on resume, schedules come from the flags even where the checkpoint differs"
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "on resume, schedules come from the checkpoint even where the flags differ"
+    )
+    weight_decay: float = option(0.01, "decoupled weight decay of matrices (never of norms and biases)", ge=0)
+    start_weight_decay: float | None = option(None, "weight decay at the start; unset: --weight-decay", ge=0)
+    end_weight_decay: float | None = option(None, "weight decay at the end; unset: --weight-decay", ge=0)
+    weight_decay_incr_style: str = option(
+        "constant", "way from the first to the second", choices=("constant", "linear", "cosine")
+    )
+    adam_beta1: float = option(0.9, "decay of Adam's first moment", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "Adam's epsilon", gt=0)
+    sgd_momentum: float = option(0.9, "momentum of sgd", ge=0, lt=1)
+    clip_grad: float = option(1.0, "global gradient norm above which gradients are scaled down", ge=0, zero="disables")

@@ -1,0 +1,111 @@
+"""The parallel section: how the model and the batch are spread over ranks, and by which pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megalite.config.schema import option
+
+__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "ParallelConfig"]
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "eager-1f1b",
+    "pipedream",
+    "2bw",
+    "interleaved",
+    "breadth-first",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "chimera",
+    "dualpipe-v",
+)
+SCHEDULE_ALIASES: Mapping[str, str] = {
+    "pipedream-flush": "1f1b",
+    "dapple": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "zbv": "zb-v",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """World = tensor x data x pipeline; tensor-parallel ranks are neighbours, then data-parallel, then pipeline."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1)
+    pipeline_model_parallel_size: int = option(1, "pipeline ranks p", ge=1)
+    virtual_pipeline_model_parallel_size: int | None = option(
+        None, "model chunks per pipeline rank; unset: what the schedule asks for", ge=1
+    )
+    sequence_parallel: bool = option(
+        False, "split norms, dropout and residuals along the sequence over the tensor-parallel ranks"
+    )
+    pipeline_schedule: str | None = option(
+        None,
+        "order of forwards, backwards and steps; unset: interleaved with several chunks per rank, else 1f1b",
+        choices=SCHEDULES,
+    )
+    pipeline_schedule_file: str | None = option(
+        None, "text file with a schedule of your own (see tools/show_schedule.py)", metavar="FILE"
+    )
+    pipeline_flush_steps: int = option(
+        0, "first iterations that an asynchronous schedule (2bw, pipedream) runs with a flush after each", ge=0
+    )
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first stage; the others share the rest evenly", ge=0
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last stage; the others share the rest evenly", ge=0
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None, "stages written out, e.g. 'Et*3|(tt|)*14tL': E embedding, t layer, L loss, | next stage"
+    )
+    zero_stage: int = option(
+        0,
+        "sharded over data-parallel ranks: 1 optimizer state and master weights, 2 gradients too, 3 weights too",
+        ge=0,
+        le=3,
+    )
+    num_distributed_optimizer_instances: int = option(
+        1, "groups of data-parallel ranks; ZeRO shards inside a group and replicates across groups", ge=1
+    )
+    overlap_grad_reduce: bool = option(True, "reduce gradients while the rest of backward runs")
+    overlap_param_gather: bool = option(True, "gather updated weights (ZeRO) while forward runs")
+    ddp_bucket_size: int | None = option(
+        None, "elements of one gradient bucket; unset: chosen by model size and data-parallel size", ge=1
+    )
+    grad_reduce_in_bf16: bool = option(False, "accumulate and reduce gradients of a bf16 model in bf16, not fp32")
+    nprocs: int | None = option(
+        None, "start this many local processes; unset: one, or what torchrun, SLURM or mpirun started", ge=1
+    )
+    device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
+    distributed_backend: str | None = option(None, "unset: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
+    distributed_timeout_minutes: float = option(
+        10.0, "a collective that waits longer ends the run (fractions allowed)", gt=0
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks per pipeline rank."""
+        if self.virtual_pipeline_model_parallel_size is not None:
+            return self.virtual_pipeline_model_parallel_size
+        return 2 if self.pipeline_schedule in ("zb-v", "dualpipe-v") else 1
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule with the default and aliases applied."""
+        if self.pipeline_schedule is not None:
+            return SCHEDULE_ALIASES.get(self.pipeline_schedule, self.pipeline_schedule)
+        return "interleaved" if self.num_chunks > 1 else "1f1b"
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas in a world of `world_size` ranks (which `model_parallel_size` must divide)."""
+        return world_size // self.model_parallel_size

@@ -1,0 +1,98 @@
+"""What a field of the configuration carries beside its type and default: help, choices and bounds.
+
+One schema serves the command line, YAML files, the saved `config.yaml` and the flag table of the documentation.
+A section is a frozen dataclass whose fields are made by `option` (with a default) or `required` (without)::
+
+    micro_batch_size: int = required("samples of one forward pass of one replica", ge=1)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+__all__ = ["Option", "option", "options_of", "required"]
+
+
+def option(default: Any, help: str, **facts: Any) -> Any:
+    """Declare a field with a default.
+
+    Args:
+        default: value when neither a file nor a flag gives one; None means "derived" or "off", as the help says.
+        help: one sentence for `--help` and the flag table.
+        facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `zero` (what 0 means, quoted in a
+            message), `saved=False` (left out of a saved config.yaml).
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **facts})
+
+
+def required(help: str, **facts: Any) -> Any:
+    """Declare a field that a file or a flag must give."""
+    return dataclasses.field(metadata={"help": help, "required": True, **facts})
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One field, ready for a parser.
+
+    Attributes:
+        section: name of the section (`model`, `parallel`, ...).
+        name: field name, Megatron's flag name with underscores.
+        kind: `int`, `float`, `str` or `bool`: the type of the value, or of one item of it.
+        many: the value is a tuple of `kind`.
+        optional: None is a legal value.
+    """
+
+    section: str
+    name: str
+    kind: type
+    many: bool
+    optional: bool
+    default: Any
+    facts: typing.Mapping[str, Any]
+
+    @property
+    def flag(self) -> str:
+        """The flag as users write it: `--micro-batch-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def required(self) -> bool:
+        """Whether a file or a flag must give the value."""
+        return bool(self.facts.get("required", False))
+
+    @property
+    def help(self) -> str:
+        """One sentence."""
+        return str(self.facts["help"])
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The legal texts, or None where the values are not a short list."""
+        choices: tuple[str, ...] | None = self.facts.get("choices")
+        return choices
+
+
+def options_of(section: str, cls: type) -> list[Option]:
+    """List the fields of a section dataclass as `Option`s, in the order they are written."""
+    hints = typing.get_type_hints(cls)
+    found = []
+    for field in dataclasses.fields(cls):
+        kind, many, optional = _simplify(hints[field.name])
+        default = None if field.default is dataclasses.MISSING else field.default
+        found.append(Option(section, field.name, kind, many, optional, default, field.metadata))
+    return found
+
+
+def _simplify(hint: Any) -> tuple[type, bool, bool]:
+    """Reduce `int`, `int | None`, `tuple[int, ...]` or `tuple[int, ...] | None` to (item type, many, optional)."""
+    optional = False
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        optional = True
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True, optional
+    assert hint in (int, float, str, bool), f"config fields are simple: {hint}"
+    return hint, False, optional

@@ -1,0 +1,82 @@
+"""The training section: batch, length, precision, evaluation, when to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.schema import option, required
+
+__all__ = ["TrainingConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """One iteration consumes one global batch = micro-batch x data-parallel size x micro-batches."""
+
+    micro_batch_size: int = required("samples of one forward pass of one replica", ge=1)
+    global_batch_size: int | None = option(
+        None, "samples of one iteration; unset: micro-batch x data-parallel size", ge=1
+    )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None,
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT, evenly over SAMPLES samples",
+        metavar="N",
+    )
+    step_batch_size_schedule: str | None = option(
+        None,
+        "global batch from given token counts on, instead of --global-batch-size: '0:768 250B:1536' (K, M, B, T)",
+        metavar="STEPS",
+    )
+    train_iters: int | None = option(None, "length of the whole training in iterations", ge=1)
+    train_samples: int | None = option(None, "length of the whole training in samples", ge=1)
+    train_tokens: int | None = option(None, "length of the whole training in tokens", ge=1)
+    seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)
+
+    bf16: bool = option(False, "parameters and activations in bf16, master weights and gradients in fp32")
+    fp16: bool = option(False, "parameters and activations in fp16 with loss scaling, the rest in fp32")
+    fp64: bool = option(False, "everything in fp64 (tests)")
+    loss_scale: float | None = option(None, "constant fp16 loss scale; unset: dynamic", gt=0)
+    initial_loss_scale: float = option(2.0**32, "first dynamic loss scale", gt=0)
+    min_loss_scale: float = option(1.0, "smallest dynamic loss scale", gt=0)
+    loss_scale_window: int = option(1000, "good iterations before the dynamic scale doubles", ge=1)
+    hysteresis: int = option(2, "overflows before the dynamic scale halves", ge=1)
+    float32_matmul_precision: str = option(
+        "highest",
+        "fp32 matrix products; auto times and checks the faster modes on this model's shapes at start",
+        choices=("highest", "high", "medium", "auto"),
+    )
+    compile: bool = option(False, "compile each transformer layer with torch.compile")
+    calculate_per_token_loss: bool = option(
+        False, "divide the summed loss by the tokens of the global batch, not micro-batch by micro-batch"
+    )
+    nonfinite: str = option(
+        "stop",
+        "a non-finite loss or gradient (fp16 overflow apart): stop before the update, or skip the update",
+        choices=("stop", "skip"),
+    )
+
+    eval_interval: int | None = option(None, "iterations between evaluations; unset: only at the end", ge=1)
+    eval_iters: int = option(100, "global batches of one evaluation; 0: never evaluate", ge=0)
+    full_validation: bool = option(False, "evaluate on the whole split, without overlap, not on --eval-iters batches")
+
+    exit_interval: int | None = option(None, "stop (and save) when the iteration is a multiple of this", ge=1)
+    exit_duration_in_mins: float | None = option(None, "stop (and save) after this many minutes", gt=0)
+    exit_signal_handler: bool = option(True, "on SIGTERM or SIGUSR1: save, exit with status 0")
+    iterations_to_skip: tuple[int, ...] = option(
+        (), "iterations whose data is passed over without a step", metavar="N", ge=1
+    )
+    skip_train: bool = option(False, "only evaluate")
+    dry_run: bool = option(
+        False, "check everything, print the resolved configuration and the plan, and exit", saved=False
+    )
+
+    def batch_size(self, data_parallel_size: int) -> int:
+        """Samples of a full global batch (after any ramp-up)."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        return self.micro_batch_size * data_parallel_size
+
+    def num_microbatches(self, data_parallel_size: int, global_batch_size: int | None = None) -> int:
+        """Micro-batches of one replica in an iteration of `global_batch_size` samples (default: the full batch)."""
+        samples = self.batch_size(data_parallel_size) if global_batch_size is None else global_batch_size
+        return samples // (self.micro_batch_size * data_parallel_size)
