@@ -1,12 +1,15 @@
-"""Where a parameter's gradient goes: the seam between the layers, which produce it, and the buckets, which own the memory.
+"""Where a parameter's gradient goes: the seam between the layers, which produce it, and the buckets, which own the
+memory.
 
-Every trained parameter may carry a `GradSink` in `param.sink`: a view of a flat main-gradient buffer (fp32, or fp64 in fp64 mode). A layer
-that computes a weight gradient itself adds it straight into the sink (`addmm`: one pass over memory instead of three), what autograd
-computes arrives through a post-accumulate hook. When a sink has received everything that the last micro-batch owes it, it says so, and its
-bucket may be reduced while the rest of the backward is still running.
+Every trained parameter may carry a `GradSink` in `param.sink`: a view of a flat main-gradient buffer (fp32, or fp64
+in fp64 mode). A layer that computes a weight gradient itself adds it straight into the sink (`addmm`: one pass over
+memory instead of three), what autograd computes arrives through a post-accumulate hook. When a sink has received
+everything that the last micro-batch owes it, it says so, and its bucket may be reduced while the rest of the
+backward is still running.
 
-`WeightGradQueue` splits a backward in two (Zero Bubble Pipeline Parallelism, arXiv 2401.10241): while it collects, layers put the
-computation of their weight gradient aside instead of doing it, and the executor runs it later as the action `W`.
+`WeightGradQueue` splits a backward in two (Zero Bubble Pipeline Parallelism, arXiv 2401.10241): while it collects,
+layers put the computation of their weight gradient aside instead of doing it, and the executor runs it later as the
+action `W`.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from torch import Tensor, nn
 class GradSink:
     """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
 
-    `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer of the same stage).
-    While `armed` (the last micro-batch of a batch), the sink counts them and calls `on_ready` after the last.
+    `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer
+    of the same stage). While `armed` (the last micro-batch of a batch), the sink counts them and calls `on_ready`
+    after the last.
     """
 
     __slots__ = ("grad", "uses", "armed", "seen", "on_ready")
@@ -44,7 +48,8 @@ class GradSink:
         self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
-        """grad += a @ b for a 2-D view of `grad`: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the backend can."""
+        """grad += a @ b for a 2-D view of `grad`: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where
+        the backend can."""
         target = self.grad.view(a.shape[0], b.shape[1])
         if a.dtype == target.dtype:
             target.addmm_(a, b)

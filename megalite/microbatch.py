@@ -1,8 +1,8 @@
 """One micro-batch as every layer sees it.
 
-A layer has the signature `forward(x, batch) -> x`; `batch` is a `Microbatch`. The embedding reads the tokens, attention the positions and
-documents, the head the labels and the loss weights. Everything is `[b, s]`: activations are `[s, b, h]`, the transposition happens in the
-embedding and the head only.
+A layer has the signature `forward(x, batch) -> x`; `batch` is a `Microbatch`. The embedding reads the tokens,
+attention the positions and documents, the head the labels and the loss weights. Everything is `[b, s]`: activations
+are `[s, b, h]`, the transposition happens in the embedding and the head only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Microbatch:
     positions: int64 `[b, s]`, the position of a token within its sequence (or document, with `--reset-position-ids`).
     loss_mask: float32 `[b, s]`, 1 where the token's loss counts.
     document_ids: int64 `[b, s]` or None; where given, attention stays within equal ids (`--reset-attention-mask`).
-    sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample and never on
+    sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample
+    and never on
         the layout or on the order in which micro-batches happen to run.
     """
 

@@ -4,8 +4,9 @@
     mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere
     layout.py       Placement and TensorShard: every tensor knows its place
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
-    autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence parallelism (arXiv 2205.05198)
-    p2p.py          channels between pipeline stages
+    autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence parallelism (arXiv
+    2205.05198) p2p.py          channels between pipeline stages
 
-Invariant: with every axis of size 1 nothing here touches a process group, so the single-process run is the reference of every test.
+Invariant: with every axis of size 1 nothing here touches a process group, so the single-process run is the reference
+of every test.
 """

@@ -8,7 +8,8 @@
     own slice of dim 0  all-gather dim 0    split_sequence            sequence parallelism
     all-gather dim 0    own slice of dim 0  join_sequence             sequence parallelism
 
-Activations are sequence first (`[s, b, h]`), so all of them work on dim 0 and need no copy. Over an axis of size 1 they are the identity.
+Activations are sequence first (`[s, b, h]`), so all of them work on dim 0 and need no copy. Over an axis of size 1
+they are the identity.
 """
 
 from __future__ import annotations

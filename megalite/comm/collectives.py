@@ -1,8 +1,8 @@
 """Collectives over an `Axis`.
 
-The branch on axes of size 1 lives here and nowhere else: over such an axis every function is the identity and no process group is
-touched. Names that end in `_` work in place; the others return new tensors. `async_op=True` returns a handle whose `wait()` must be
-called before the result is read.
+The branch on axes of size 1 lives here and nowhere else: over such an axis every function is the identity and no
+process group is touched. Names that end in `_` work in place; the others return new tensors. `async_op=True` returns
+a handle whose `wait()` must be called before the result is read.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def barrier(axis: Axis) -> None:
 
 
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
-    """The JSON values of all ranks, in the order of the axis. (Text on the wire: nothing that arrives is ever executed.)"""
+    """The JSON values of all ranks, in the order of the axis. (Text on the wire: nothing that arrives is ever
+    executed.)"""
     if axis.size == 1:
         return [value]
     device = _device_of(axis)

@@ -1,9 +1,10 @@
 """Every tensor knows its place: rectangles of logical tensors.
 
-A *logical tensor* is a parameter (or a moment of it) of the whole model, as one process without padding would hold it. What a rank holds
-of it is a rectangle: tensor parallelism cuts rows or columns, ZeRO cuts contiguous ranges of a flat buffer, and a contiguous range of a
-row-major tensor is at most `2 * ndim - 1` rectangles. Checkpoints, resharding, gradient-norm counting and conversion all speak this
-one language, so none of them needs to know another.
+A *logical tensor* is a parameter (or a moment of it) of the whole model, as one process without padding would hold
+it. What a rank holds
+of it is a rectangle: tensor parallelism cuts rows or columns, ZeRO cuts contiguous ranges of a flat buffer, and a
+contiguous range of a row-major tensor is at most `2 * ndim - 1` rectangles. Checkpoints, resharding, gradient-norm
+counting and conversion all speak this one language, so none of them needs to know another.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ class Placement:
     """Which rectangle of its logical tensor a local parameter holds, and what that means for its gradient.
 
     global_shape: shape of the logical tensor, without padding.
-    offset: where the local rectangle begins. The local shape may reach past `global_shape` (vocabulary padding); what lies outside is
+    offset: where the local rectangle begins. The local shape may reach past `global_shape` (vocabulary padding);
+    what lies outside is
         zero, is never stored and never counted.
     tp_replicated: every tensor-parallel rank holds the same rectangle.
-    tp_partial_grad: each tensor-parallel rank computes only its share of the gradient, which must be summed over the axis
+    tp_partial_grad: each tensor-parallel rank computes only its share of the gradient, which must be summed over the
+    axis
         (norms under sequence parallelism, query/key norms of split heads).
     decay: weight decay applies (matrices and embeddings: yes; biases and norms: no).
     init_std: standard deviation of the normal initial values; None: constant `init_value`.
@@ -70,7 +73,8 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """`offset .. offset + shape` inside a row-major local tensor, and `start .. start + numel` of the flat range that covers it."""
+    """`offset .. offset + shape` inside a row-major local tensor, and `start .. start + numel` of the flat range
+    that covers it."""
 
     offset: Shape
     shape: Shape
@@ -122,7 +126,8 @@ def crop(rectangle: Rectangle, valid_shape: Shape) -> tuple[Shape, Shape] | None
 def shards_of_range(
     name: str, placement: Placement, local_shape: Shape, flat: Tensor, start: int, *, replica: int = 0
 ) -> list[TensorShard]:
-    """TensorShards for `flat`, the values `start .. start + len(flat)` of a parameter of `local_shape` (views, padding left out)."""
+    """TensorShards for `flat`, the values `start .. start + len(flat)` of a parameter of `local_shape` (views,
+    padding left out)."""
     valid = placement.valid_shape(local_shape)
     shards = []
     for rectangle in range_to_rectangles(local_shape, start, start + flat.numel()):

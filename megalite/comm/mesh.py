@@ -1,7 +1,8 @@
 """A parallel axis is a value.
 
-`Axis` names one direction of the grid of ranks and carries its process group; `ParallelMesh` is the grid. Both are built once and passed
-to whoever needs them. An axis of size 1 has no group and costs nothing, so the same code in one process is the reference.
+`Axis` names one direction of the grid of ranks and carries its process group; `ParallelMesh` is the grid. Both are
+built once and passed to whoever needs them. An axis of size 1 has no group and costs nothing, so the same code in
+one process is the reference.
 
 Ranks are laid out with the tensor axis innermost, then data, then pipeline (Megatron's tp-dp-pp order):
 
@@ -50,10 +51,11 @@ class Axis:
 class ParallelMesh:
     """The grid of ranks.
 
-    world: all ranks. tp, dp, pp: this rank's lines through the grid. model: tp x pp at this dp coordinate (one whole copy of the model).
-    dp is the product of `dp_replicate` and `dp_shard` (hybrid sharding; ZeRO shards over dp_shard, neighbours first).
-    pp_down, pp_up: the same ranks as pp with their own communicators, one per direction, so that activations and gradients that cross
-    between two ranks cannot block each other.
+    world: all ranks. tp, dp, pp: this rank's lines through the grid. model: tp x pp at this dp coordinate (one whole
+    copy of the model). dp is the product of `dp_replicate` and `dp_shard` (hybrid sharding; ZeRO shards over
+    dp_shard, neighbours first).
+    pp_down, pp_up: the same ranks as pp with their own communicators, one per direction, so that activations and
+    gradients that cross between two ranks cannot block each other.
     """
 
     world: Axis
@@ -114,10 +116,11 @@ class ParallelMesh:
         return cls(world=world, **axes)
 
     def pipeline_subaxis(self, name: str, coordinates: Sequence[Sequence[int]]) -> Axis:
-        """An axis through some pipeline coordinates (tied embeddings: first and last; Chimera: the replicas of a stage).
+        """An axis through some pipeline coordinates (tied embeddings: first and last; Chimera: the replicas of a
+        stage).
 
-        Collective over the world: every rank passes the same list of disjoint coordinate lists. A rank that is in none of them gets an
-        axis of size 1.
+        Collective over the world: every rank passes the same list of disjoint coordinate lists. A rank that is in
+        none of them gets an axis of size 1.
         """
         if self.world.size == 1:
             return Axis.single(name)

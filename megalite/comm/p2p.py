@@ -1,0 +1,208 @@
+"""Channels between pipeline ranks.
+
+A channel carries tensors whose shapes both ends know; no shape ever travels. Messages from one rank to another arrive in
+the order in which they were sent (the schedule validator proves that both ends agree on that order), so neither tags nor
+matching are needed: NCCL has none, gloo gets a running number.
+
+    TorchChannel     between processes; one communicator for messages to higher ranks, one for messages to lower ranks, so
+                     that activations and gradients that cross cannot block each other
+    LoopbackChannel  all ranks in one process, for tests and for teaching
+
+With `headers=True` a small message that says what follows (kind, stage, micro-batch, shape) goes ahead of each tensor, and
+whoever receives something else than the schedule says raises RuntimeFailure naming rank, stage and micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.comm.mesh import Axis
+from megalite.errors import RuntimeFailure
+
+_HEADER_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and device of a tensor that crosses between stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a message is: `kind` 'F' or 'B', the stage that will use it, the global micro-batch id."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} for stage {self.stage}, micro-batch {self.microbatch}"
+
+
+class Incoming(Protocol):
+    """A receive that has been posted."""
+
+    def ready(self) -> bool:
+        """Whether `wait` returns at once. (Only the loopback channel ever says no: across processes waiting blocks.)"""
+        ...
+
+    def wait(self) -> Tensor: ...
+
+
+class Channel(Protocol):
+    def send(self, x: Tensor, *, peer: int, label: Label) -> None:
+        """Starts sending; the tensor must not change until it has left."""
+        ...
+
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming: ...
+
+    def flush(self) -> None:
+        """Returns when everything sent has left."""
+        ...
+
+
+def _encode(label: Label, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    words = [ord(label.kind), label.stage, label.microbatch, len(shape), *shape]
+    return torch.tensor(words + [0] * (_HEADER_LENGTH - len(words)), dtype=torch.int64, device=device)
+
+
+def _check(header: Tensor, label: Label, shape: tuple[int, ...], *, rank: int, peer: int) -> None:
+    kind, stage, microbatch, dims, *extents = header.tolist()
+    found, found_shape = Label(chr(kind), stage, microbatch), tuple(extents[:dims])
+    if (found, found_shape) != (label, shape):
+        raise RuntimeFailure(
+            f"pipeline rank {rank}: expected {label} of shape {list(shape)} from rank {peer}, "
+            f"got {found} of shape {list(found_shape)}: the two ranks follow different schedules"
+        )
+
+
+class TorchChannel:
+    """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones)."""
+
+    def __init__(self, down: Axis, up: Axis, *, headers: bool = False) -> None:
+        self._down, self._up, self._headers = down, up, headers
+        self._sent: defaultdict[int, int] = defaultdict(int)
+        self._received: defaultdict[int, int] = defaultdict(int)
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
+
+    def _line(self, source: int, target: int) -> Axis:
+        return self._down if target > source else self._up
+
+    def send(self, x: Tensor, *, peer: int, label: Label) -> None:
+        if self._headers:
+            self._isend(_encode(label, tuple(x.shape), x.device), peer)
+        self._isend(x.contiguous(), peer)
+        while self._in_flight and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
+
+    def _isend(self, x: Tensor, peer: int) -> None:
+        line = self._line(self._down.rank, peer)
+        self._sent[peer] += 1
+        work = dist.isend(x, line.ranks[peer], group=line.group, tag=self._sent[peer])
+        self._in_flight.append((work, x))
+
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming:
+        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=spec.device) if self._headers else None
+        header_work = self._irecv(header, peer) if header is not None else None
+        buffer = spec.empty()
+        return _Posted(buffer, self._irecv(buffer, peer), header, header_work, label, self._down.rank, peer)
+
+    def _irecv(self, buffer: Tensor, peer: int) -> Any:
+        line = self._line(peer, self._down.rank)
+        self._received[peer] += 1
+        return dist.irecv(buffer, line.ranks[peer], group=line.group, tag=self._received[peer])
+
+    def flush(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
+
+
+@dataclass
+class _Posted:
+    buffer: Tensor
+    work: Any
+    header: Tensor | None
+    header_work: Any
+    label: Label
+    rank: int
+    peer: int
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        try:
+            if self.header is not None:
+                self.header_work.wait()
+                _check(self.header, self.label, tuple(self.buffer.shape), rank=self.rank, peer=self.peer)
+            self.work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RuntimeFailure(
+                f"pipeline rank {self.rank}: waiting for {self.label} from pipeline rank {self.peer} failed: {reason}"
+            ) from error
+        return self.buffer
+
+
+@dataclass
+class LoopbackHub:
+    """The wires of all ranks of one process: a queue for each ordered pair."""
+
+    wires: dict[tuple[int, int], deque[tuple[Label, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
+
+
+class LoopbackChannel:
+    """One rank's end of a `LoopbackHub`. What is sent is copied, as on a real wire."""
+
+    def __init__(self, hub: LoopbackHub, rank: int) -> None:
+        self._hub, self._rank = hub, rank
+        self._expected: defaultdict[int, deque[_LoopbackPosted]] = defaultdict(deque)
+
+    def send(self, x: Tensor, *, peer: int, label: Label) -> None:
+        self._hub.wires[self._rank, peer].append((label, x.detach().clone()))
+
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming:
+        posted = _LoopbackPosted(self, spec, peer, label)
+        self._expected[peer].append(posted)
+        return posted
+
+    def deliver(self, peer: int) -> None:
+        """Hands what has arrived from `peer` to the posted receives, first come first served."""
+        wire, expected = self._hub.wires[peer, self._rank], self._expected[peer]
+        while wire and expected:
+            label, x = wire.popleft()
+            posted = expected.popleft()
+            _check(_encode(label, tuple(x.shape), x.device), posted.label, posted.spec.shape, rank=self._rank, peer=peer)
+            posted.value = x
+
+    def flush(self) -> None:
+        return None
+
+
+class _LoopbackPosted:
+    def __init__(self, channel: LoopbackChannel, spec: TensorSpec, peer: int, label: Label) -> None:
+        self.channel, self.spec, self.peer, self.label = channel, spec, peer, label
+        self.value: Tensor | None = None
+
+    def ready(self) -> bool:
+        self.channel.deliver(self.peer)
+        return self.value is not None
+
+    def wait(self) -> Tensor:
+        if not self.ready():
+            raise RuntimeFailure(f"{self.label} from rank {self.peer} was waited for before it was sent")
+        assert self.value is not None
+        return self.value

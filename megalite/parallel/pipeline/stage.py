@@ -1,0 +1,126 @@
+"""A stage: consecutive layers, run forward and backward one micro-batch at a time.
+
+A stage knows nothing of schedules and of wires. It keeps what a micro-batch's backward needs between `forward` and
+`backward`, and only that: the output's storage is released as soon as it has been sent, the edge of the autograd graph
+stays (Megatron-LM calls this deallocating the pipeline output).
+
+Weights come in versions: `modules[slot]` are module instances with parameters of their own, and version u lives in slot
+`u % len(modules)`. A backward runs on the very tensors that its forward used. If somebody has overwritten them meanwhile,
+autograd's version counter raises: PipeDream-2BW's invariant is checked at run time for nothing.
+
+The split backward (Zero Bubble, arXiv 2401.10241) collects the computation of weight gradients (`megalite.gradient`) while
+the input's gradient is computed, and runs it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalite.comm.p2p import TensorSpec
+from megalite.gradient import WeightGradQueue
+from megalite.microbatch import Microbatch
+
+
+class LayerStack(nn.Module):
+    """Named layers in order, each `forward(x, batch) -> x`; the names are the logical prefixes (`layers.3`)."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.names = list(layers)
+        self.stack = nn.ModuleList(layers.values())
+
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+        for layer in self.stack:
+            x = layer(x, batch)
+        assert x is not None, "a stage has at least one layer"
+        return x
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        return list(zip(self.names, self.stack, strict=True))
+
+
+@dataclass
+class _InFlight:
+    """What one micro-batch leaves behind between its forward and its backward."""
+
+    x: Tensor | None
+    end: GradientEdge | Tensor
+
+
+class Stage:
+    """One model chunk of one rank.
+
+    modules: one LayerStack per weight-version slot.
+    weight_grads: the queue that the stage's layers put weight-gradient computations into.
+    spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
+    is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[LayerStack],
+        weight_grads: WeightGradQueue,
+        *,
+        spec: TensorSpec,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        self.modules = list(modules)
+        self.spec = spec
+        self.is_first, self.is_last = is_first, is_last
+        self._weight_grads = weight_grads
+        self._in_flight: dict[int, _InFlight] = {}
+        self._deferred: dict[int, list[Callable[[], None]]] = {}
+
+    def module(self, version: int) -> LayerStack:
+        """The layers that hold weight version `version`."""
+        return self.modules[version % len(self.modules)]
+
+    def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
+        """Runs the layers; returns the output `[s, b, h]`, or on the last stage the summed loss (both detached).
+
+        factor: what the micro-batch's summed loss is multiplied with before its backward (0-dim tensor).
+        """
+        if x is not None:
+            x = x.detach().requires_grad_()
+        out = self.module(version)(x, batch)
+        if self.is_last:
+            self._in_flight[microbatch] = _InFlight(x, out * factor)
+            return out.detach()
+        if out._base is not None:  # a view would keep its whole base alive after the send
+            out = out.clone()
+        self._in_flight[microbatch] = _InFlight(x, get_gradient_edge(out))
+        return out.detach()
+
+    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """Whole backward; `dy` is None on the last stage. Returns the input's gradient, None on the first stage."""
+        saved = self._in_flight.pop(microbatch)
+        torch.autograd.backward(saved.end, dy)
+        return None if saved.x is None else saved.x.grad
+
+    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+        """The first half of a split backward: the input's gradient, and those of biases and norms."""
+        with self._weight_grads.collect() as deferred:
+            dx = self.backward(microbatch, dy)
+        self._deferred[microbatch] = deferred
+        return dx
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The second half: the gradients of the matrices, in the order in which the first half met them."""
+        for compute in self._deferred.pop(microbatch):
+            compute()
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor | None, batch: Microbatch, *, version: int) -> Tensor:
+        """Forward without a backward: the output, or the summed loss on the last stage."""
+        return self.module(version)(x, batch)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches between forward and backward."""
+        return len(self._in_flight)
