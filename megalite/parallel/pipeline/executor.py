@@ -1,0 +1,299 @@
+"""The executor: one interpreter of actions for every schedule.
+
+It walks one rank's list of actions in order. It does not know which schedule it runs, whether batches overlap, or
+whether
+there is more than one rank: a single process runs the same F, B, REDUCE and STEP. The state that a batch leaves behind
+(activations of forwards that were begun early, receives that were posted early, tensors not yet sent) stays in the
+executor, so the next batch's list continues where this one's ended: asynchronous schedules such as PipeDream-2BW
+need nothing special.
+
+What an action means outside the pipeline (gradient reduction, optimizer step, gathered weights) the executor is
+given as `Events`. Micro-batches come from a `Source` by their global number; the executor drops them after their
+last use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from megalite.comm.p2p import Channel, Incoming, Label
+from megalite.errors import RuntimeFailure
+from megalite.faults import fault_point
+from megalite.microbatch import Microbatch
+from megalite.parallel.pipeline.stage import Stage
+from megalite.schedule import action as kinds
+from megalite.schedule.action import Action
+from megalite.schedule.placement import Placement
+
+StageKey = tuple[int, int]
+"""(stage, replica)"""
+
+
+class Source(Protocol):
+    """Where micro-batches come from."""
+
+    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
+        """The micro-batch with this global number, and the factor of its summed loss (0-dim tensor)."""
+        ...
+
+
+class Events(Protocol):
+    """What the actions mean outside the pipeline."""
+
+    def before_forward(self, version: int) -> None:
+        """A forward is about to use weight version `version` (-1: the newest); it must be complete."""
+        ...
+
+    def before_backward(self) -> None:
+        """A backward is about to add to the gradients; those of the update before must have been consumed."""
+        ...
+
+    def arm(self, stage: StageKey) -> None:
+        """The next backward of the stage is the last one of its batch."""
+        ...
+
+    def reduce(self, stage: StageKey, update: int) -> None: ...
+
+    def step(self, stage: StageKey, update: int) -> None: ...
+
+    def unshard(self, stage: StageKey) -> None: ...
+
+    def reshard(self, stage: StageKey) -> None: ...
+
+    def newest_version(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """One action as it was executed: seconds of a monotonic clock."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class _State:
+    """Everything that lives across actions (and across batches)."""
+
+    posted: dict[tuple[str, int, int, int], Incoming] = field(default_factory=dict)
+    ready: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
+    outgoing: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
+    batches: dict[int, tuple[Microbatch, Tensor]] = field(default_factory=dict)
+    forwards: Counter[int] = field(default_factory=Counter)
+
+
+class Executor:
+    """Runs one rank's actions.
+
+    rank: pipeline rank. stages: this rank's stages by (stage, replica). placement: who holds the others.
+    synchronize: called before clocks are read while tracing (a GPU's stream must have caught up), None on the CPU.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: Mapping[StageKey, Stage],
+        placement: Placement,
+        channel: Channel,
+        events: Events,
+        *,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.stages = dict(stages)
+        self.placement = placement
+        self.trace: list[Span] | None = None
+        self.num_executed = 0
+        self._channel = channel
+        self._events = events
+        self._synchronize = synchronize
+        self._state = _State()
+        self._losses: dict[int, Tensor] = {}
+        self._handlers: dict[str, Callable[[Action, Source], None]] = {
+            kinds.FORWARD: self._forward,
+            kinds.BACKWARD: self._backward,
+            kinds.BACKWARD_INPUT: self._backward,
+            kinds.BACKWARD_WEIGHT: self._backward_weight,
+            kinds.SEND_F: self._send,
+            kinds.SEND_B: self._send,
+            kinds.RECV_F: self._post,
+            kinds.RECV_B: self._post,
+            kinds.REDUCE: lambda action, source: events.reduce(_key(action), action.microbatch),
+            kinds.STEP: lambda action, source: events.step(_key(action), action.microbatch),
+            kinds.UNSHARD: lambda action, source: events.unshard(_key(action)),
+            kinds.RESHARD: lambda action, source: events.reshard(_key(action)),
+        }
+
+    def run(self, actions: Sequence[Action], source: Source) -> dict[int, Tensor]:
+        """Runs the actions; returns the summed losses of the micro-batches whose last stage ran here, by number."""
+        for _ in self.steps(actions, source):
+            raise RuntimeFailure(f"pipeline rank {self.rank}: a receive was waited for in vain")
+        return self.take_losses()
+
+    def take_losses(self) -> dict[int, Tensor]:
+        losses, self._losses = self._losses, {}
+        return losses
+
+    def steps(self, actions: Sequence[Action], source: Source) -> Iterator[None]:
+        """The interpreter as a generator: yields where a loopback message has not been sent yet, and goes on when
+        resumed."""
+        armed = _last_backwards(actions)
+        for index, action in enumerate(actions):
+            parts = action.parts or (action,)
+            for part in parts:
+                while not self._can_run(part):
+                    yield
+                if index in armed:
+                    self._events.arm(_key(part))
+                self._execute(part, source)
+
+    def _execute(self, action: Action, source: Source) -> None:
+        handler = self._handlers.get(action.kind)
+        if handler is None:
+            raise RuntimeFailure(
+                f"the schedule has an action {action} of kind {action.kind!r} that nothing here can execute"
+            )
+        fault_point("action", kind=action.kind, stage=action.stage, microbatch=action.microbatch)
+        self.num_executed += 1
+        if self.trace is None:
+            handler(action, source)
+            return
+        start = self._clock()
+        handler(action, source)
+        self.trace.append(Span(action, start, self._clock()))
+
+    def _clock(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return time.perf_counter()
+
+    def finish(self) -> None:
+        """All messages have left. Raises RuntimeFailure if anything is still under way (a schedule that does not
+        drain)."""
+        self._channel.flush()
+
+    @property
+    def is_drained(self) -> bool:
+        """No micro-batch is between its forward and its backward, no message is expected."""
+        state = self._state
+        return not (state.posted or state.ready or state.outgoing or any(s.num_in_flight for s in self.stages.values()))
+
+    # one handler an action kind
+
+    def _forward(self, action: Action, source: Source) -> None:
+        stage = self.stages[_key(action)]
+        batch, factor = self._batch(action, source)
+        self._events.before_forward(action.version)
+        version = action.version if action.version != kinds.NONE else self._events.newest_version()
+        x = None if stage.is_first else self._take("F", action)
+        out = stage.forward(action.microbatch, x, batch, factor, version=version)
+        if stage.is_last:
+            self._losses[action.microbatch] = out
+        else:
+            self._pass_on("F", out, action, to=action.stage + 1)
+
+    def _backward(self, action: Action, source: Source) -> None:
+        stage = self.stages[_key(action)]
+        self._events.before_backward()
+        dy = None if stage.is_last else self._take("B", action)
+        whole = action.kind == kinds.BACKWARD
+        dx = (stage.backward if whole else stage.backward_input)(action.microbatch, dy)
+        if dx is not None:
+            self._pass_on("B", dx, action, to=action.stage - 1)
+
+    def _backward_weight(self, action: Action, source: Source) -> None:
+        self._events.before_backward()
+        self.stages[_key(action)].backward_weight(action.microbatch)
+
+    def _send(self, action: Action, source: Source) -> None:
+        kind, step = ("F", 1) if action.kind == kinds.SEND_F else ("B", -1)
+        target = action.stage + step
+        x = self._state.outgoing.pop((kind, target, action.replica, action.microbatch))
+        self._channel.send(x, peer=action.peer, label=Label(kind, target, action.microbatch))
+
+    def _post(self, action: Action, source: Source) -> None:
+        kind = "F" if action.kind == kinds.RECV_F else "B"
+        spec = self.stages[_key(action)].spec
+        label = Label(kind, action.stage, action.microbatch)
+        incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
+        self._state.posted[kind, action.stage, action.replica, action.microbatch] = incoming
+
+    # tensors on their way
+
+    def _can_run(self, action: Action) -> bool:
+        kind = {kinds.FORWARD: "F", kinds.BACKWARD: "B", kinds.BACKWARD_INPUT: "B"}.get(action.kind)
+        incoming = self._state.posted.get((kind or "", action.stage, action.replica, action.microbatch))
+        return incoming is None or incoming.ready()
+
+    def _take(self, kind: str, action: Action) -> Tensor:
+        slot = (kind, action.stage, action.replica, action.microbatch)
+        if slot in self._state.ready:
+            return self._state.ready.pop(slot)
+        if slot not in self._state.posted:
+            raise RuntimeFailure(f"pipeline rank {self.rank}: {action} has no input: the schedule never received it")
+        return self._state.posted.pop(slot).wait()
+
+    def _pass_on(self, kind: str, x: Tensor, action: Action, *, to: int) -> None:
+        here = self.placement.rank_of(to, action.replica) == self.rank
+        table = self._state.ready if here else self._state.outgoing
+        table[kind, to, action.replica, action.microbatch] = x
+
+    def _batch(self, action: Action, source: Source) -> tuple[Microbatch, Tensor]:
+        """The action's micro-batch; kept until its forward has been run by every stage of its replica on this rank."""
+        state, number = self._state, action.microbatch
+        if number not in state.batches:
+            state.batches[number] = source.get(number)
+        state.forwards[number] += 1
+        if state.forwards[number] < sum(replica == action.replica for _, replica in self.stages):
+            return state.batches[number]
+        del state.forwards[number]
+        return state.batches.pop(number)
+
+
+def run_loopback(
+    executors: Sequence[Executor], programs: Sequence[Sequence[Action]], sources: Sequence[Source]
+) -> None:
+    """Runs all ranks' actions in one process, each as far as its messages allow, round after round.
+
+    Raises RuntimeFailure where no rank can go on: the schedule deadlocks.
+    """
+    running = {i: e.steps(p, s) for i, (e, p, s) in enumerate(zip(executors, programs, sources, strict=True))}
+    stuck = 0
+    while running:
+        for index in list(running):
+            before = executors[index].num_executed
+            if next(running[index], StopIteration) is StopIteration:
+                del running[index]
+                stuck = 0
+            else:
+                stuck = 0 if executors[index].num_executed != before else stuck + 1
+            if stuck > 2 * len(executors):
+                raise RuntimeFailure("the schedule deadlocks: every rank waits for a message that nobody can send")
+
+
+def _key(action: Action) -> StageKey:
+    return action.stage, action.replica
+
+
+def _last_backwards(actions: Sequence[Action]) -> set[int]:
+    """Indices of the whole backwards that are the last computation of their stage before its REDUCE."""
+    last: set[int] = set()
+    open_stages: set[StageKey] = set()
+    for index in range(len(actions) - 1, -1, -1):
+        action = actions[index]
+        if action.kind == kinds.REDUCE:
+            open_stages.add(_key(action))
+            continue
+        for part in action.computations():
+            if part.kind in (kinds.BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT) and _key(part) in open_stages:
+                open_stages.discard(_key(part))
+                if part.kind == kinds.BACKWARD and part is action:
+                    last.add(index)
+    return last
