@@ -1,0 +1,153 @@
+"""Actions: the words that a pipeline schedule is written in.
+
+A schedule is data: one list of actions per rank. An action names *what* (kind), *where* (stage, and replica for
+bidirectional schedules), *for which micro-batch*, and *with which weight version*. Micro-batch ids are global over the
+run (batch t starts where batch t-1 ended), so schedules that never drain, such as PipeDream-2BW, are expressible.
+
+Text form, read back by `parse_action`:
+
+    2F0            forward of micro-batch 0 on stage 2
+    2F8v1          the same with weight version 1
+    2.1F0          stage 2 of replica 1 (Chimera holds each stage more than once)
+    2SEND_F0>3     send its output to rank 3;   3RECV_F0<2  receive it from rank 2
+    2STEP4         optimizer update number 4 of stage 2
+    [2F4+2B1]      two actions that may run at the same time
+
+The set of kinds is open: a new kind is a new string that an executor understands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megalite.errors import ScheduleError
+
+FORWARD = "F"
+BACKWARD = "B"
+"""Whole backward: gradient of the input and of the weights."""
+BACKWARD_INPUT = "I"
+"""First half of a split backward: gradient of the input only (what the previous stage waits for)."""
+BACKWARD_WEIGHT = "W"
+"""Second half: gradient of the weights (nobody waits for it, so it fills bubbles)."""
+SEND_F = "SEND_F"
+RECV_F = "RECV_F"
+SEND_B = "SEND_B"
+RECV_B = "RECV_B"
+REDUCE = "REDUCE"
+"""Start the data-parallel reduction of one update's gradient; the STEP of that update waits for it."""
+STEP = "STEP"
+"""Optimizer update u of one stage: consumes gradient u, produces weight version u + 1."""
+UNSHARD = "UNSHARD"
+RESHARD = "RESHARD"
+OVERLAP = "OVERLAP"
+
+COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
+SEND_KINDS = frozenset({SEND_F, SEND_B})
+RECV_KINDS = frozenset({RECV_F, RECV_B})
+COMMUNICATION_KINDS = SEND_KINDS | RECV_KINDS
+NONE = -1
+
+
+class Action(NamedTuple):
+    """One thing that one rank does.
+
+    kind: one of the constants of this module, or a kind of your own.
+    stage: stage index, 0 .. num_stages - 1. For SEND_* the stage that produced the tensor, for RECV_* the one that uses
+    it.
+    microbatch: global micro-batch id; for REDUCE and STEP the update number; for UNSHARD and RESHARD the batch number.
+    version: weight version of a computation; NONE (-1) means "the newest".
+    peer: rank at the other end of a SEND or RECV, else NONE.
+    replica: which copy of the stage, 0 except in bidirectional schedules.
+    parts: the concurrent actions of an OVERLAP, else empty.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    version: int = NONE
+    peer: int = NONE
+    replica: int = 0
+    parts: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind == OVERLAP:
+            return "[" + "+".join(str(part) for part in self.parts) + "]"
+        stage = f"{self.stage}.{self.replica}" if self.replica else f"{self.stage}"
+        version = f"v{self.version}" if self.version != NONE else ""
+        peer = "" if self.peer == NONE else (">" if self.kind in SEND_KINDS else "<") + str(self.peer)
+        return f"{stage}{self.kind}{self.microbatch}{version}{peer}"
+
+    @property
+    def label(self) -> str:
+        """Short form for drawings: kind and micro-batch, `F3`; the stage and the version are left out."""
+        return "+".join(part.label for part in self.parts) if self.parts else f"{self.kind}{self.microbatch}"
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, B, I, W and for an OVERLAP of them."""
+        return self.kind in COMPUTE_KINDS or self.kind == OVERLAP
+
+    def computations(self) -> Iterator[Action]:
+        """The F, B, I, W inside: itself, its parts for an OVERLAP, nothing for any other kind."""
+        if self.kind == OVERLAP:
+            for part in self.parts:
+                yield from part.computations()
+        elif self.kind in COMPUTE_KINDS:
+            yield self
+
+
+def forward(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
+    return Action(FORWARD, stage, microbatch, version, replica=replica)
+
+
+def backward(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
+    return Action(BACKWARD, stage, microbatch, version, replica=replica)
+
+
+def backward_input(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
+    return Action(BACKWARD_INPUT, stage, microbatch, version, replica=replica)
+
+
+def backward_weight(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
+    return Action(BACKWARD_WEIGHT, stage, microbatch, version, replica=replica)
+
+
+def step(stage: int, update: int, *, replica: int = 0) -> Action:
+    return Action(STEP, stage, update, replica=replica)
+
+
+def overlap(*parts: Action) -> Action:
+    """Actions of one rank that may run at the same time (DualPipe's fused forward and backward)."""
+    return Action(OVERLAP, parts[0].stage, parts[0].microbatch, parts=parts)
+
+
+_SIMPLE = re.compile(r"(\d+)(?:\.(\d+))?([A-Z](?:[A-Z_]*[A-Z])?)(\d+)(?:v(\d+))?(?:([<>])(\d+))?")
+
+
+def parse_action(text: str) -> Action:
+    """Read the text form back. Raises ScheduleError that shows the text and an example of the form."""
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        return overlap(*(parse_action(part) for part in text[1:-1].split("+")))
+    match = _SIMPLE.fullmatch(text)
+    if match is None:
+        raise ScheduleError(
+            f"cannot read the action {text!r}; the form is STAGE KIND MICROBATCH, as in 2F0, 2B0, 2SEND_F0>3"
+        )
+    stage, replica, kind, microbatch, version, arrow, peer = match.groups()
+    if (kind in COMMUNICATION_KINDS) != (arrow is not None) or (
+        arrow is not None and (arrow == ">") != (kind in SEND_KINDS)
+    ):
+        raise ScheduleError(
+            f"action {text!r}: a SEND names its receiver as >RANK, a RECV its sender as <RANK, others neither"
+        )
+    return Action(
+        kind,
+        int(stage),
+        int(microbatch),
+        version=NONE if version is None else int(version),
+        peer=NONE if peer is None else int(peer),
+        replica=0 if replica is None else int(replica),
+    )

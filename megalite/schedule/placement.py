@@ -1,0 +1,73 @@
+"""Placement: which rank holds which stage.
+
+    loop  p=2, 4 stages         V  p=2, 4 stages           bidirectional  p=2, 2 stages, 2 replicas
+    rank 0: 0 2                 rank 0: 0 3                rank 0: stage 0 of replica 0, stage 1 of replica 1
+    rank 1: 1 3                 rank 1: 1 2                rank 1: stage 1 of replica 0, stage 0 of replica 1
+
+A placement says "rank" where later a mesh of ranks may stand (a stage with its own tensor-parallel width): everybody
+asks `rank_of` and `stages_of`, nobody computes `stage % p`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """name; num_ranks p; ranks[replica][stage] = the pipeline rank that holds this replica of this stage."""
+
+    name: str
+    num_ranks: int
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def num_replicas(self) -> int:
+        """How often each stage is held: 1, or 2f for Chimera with f pairs of pipelines."""
+        return len(self.ranks)
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """v: number of stages over number of ranks (replicas not counted)."""
+        return self.num_stages // self.num_ranks
+
+    def rank_of(self, stage: int, replica: int = 0) -> int:
+        return self.ranks[replica][stage]
+
+    def stages_of(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(stage, replica) pairs held by `rank`, in ascending order of replica, then stage."""
+        return tuple(
+            (stage, replica)
+            for replica, ranks in enumerate(self.ranks)
+            for stage, holder in enumerate(ranks)
+            if holder == rank
+        )
+
+
+def loop(num_ranks: int, num_chunks: int = 1) -> Placement:
+    """Stage s on rank s mod p: the plain pipeline (one chunk) and Megatron's interleaved one."""
+    return Placement("loop", num_ranks, (tuple(stage % num_ranks for stage in range(num_ranks * num_chunks)),))
+
+
+def vee(num_ranks: int) -> Placement:
+    """Two chunks per rank, down and up again: the first and the last stage share rank 0, so tied embeddings need no
+    wire.
+    """
+    return Placement("vee", num_ranks, (tuple([*range(num_ranks), *reversed(range(num_ranks))]),))
+
+
+def bidirectional(num_ranks: int, num_pairs: int = 1) -> Placement:
+    """Chimera: f pairs of opposite pipelines, each holding every stage once.
+
+    Replica 2i runs down, starting at rank i*p/f; replica 2i+1 is the same pipeline from end to start.
+    """
+    replicas = []
+    for pair in range(num_pairs):
+        offset = pair * num_ranks // num_pairs
+        down = tuple((offset + stage) % num_ranks for stage in range(num_ranks))
+        replicas += [down, tuple(reversed(down))]
+    return Placement("bidirectional", num_ranks, tuple(replicas))

@@ -1,0 +1,211 @@
+"""Program: a pipeline schedule as a value that one validator proves, one simulator prices, one renderer draws, one
+executor runs.
+
+A program is asked for one training iteration ("batch") of one rank at a time:
+
+    program.actions_for_batch(rank, program.batch(t, last=...))     # the list that the rank interprets in iteration t
+
+The concatenation of these lists over t is the whole run of the rank. A flush schedule has the same list in every
+iteration, only with larger ids. An asynchronous schedule (PipeDream, PipeDream-2BW) never drains: its iteration t ends
+with STEP t, and by then the rank has already begun batch t + 1:
+
+    rank 1 of 2BW, p=2, m=2     | batch 0 (cold)                      | batch 1             | batch 2 (last)     |
+                                | F0 B0 F1 B1 F2 B2 F3 B3 STEP0       | F4 B4 F5 B5 STEP1   | STEP2              |
+
+So whoever runs it needs the micro-batches of batch t + 1 during iteration t, and must know *before* iteration t whether
+there will be a batch t + 1: with `last=True` nothing of it is begun and the pipeline runs empty, so no message is left
+unmatched. After that (a stop, or a resume from a checkpoint), the next iteration is `first=True`: nothing is in flight,
+it begins with the warm-up. Versions do not depend on where a run was cut: forwards have no side effects, so a resumed
+run is the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from megalite.schedule.action import OVERLAP, REDUCE, RESHARD, STEP, UNSHARD, Action, step
+from megalite.schedule.placement import Placement
+
+
+class Batch(NamedTuple):
+    """One iteration as the schedule sees it.
+
+    iteration: t, counted over the run. start: global id of its first micro-batch. size: m_t, its number of
+    micro-batches.
+    next_size: m of batch t + 1, 0 if the pipeline runs empty with this batch. first: nothing is in flight when it
+    begins.
+    """
+
+    iteration: int
+    start: int
+    size: int
+    next_size: int
+    first: bool
+
+    @property
+    def end(self) -> int:
+        """Global id after its last micro-batch: the first one of batch t + 1."""
+        return self.start + self.size
+
+    @property
+    def following(self) -> Batch:
+        """Batch t + 1 of a run that goes on."""
+        return Batch(self.iteration + 1, self.end, self.next_size, self.next_size, first=False)
+
+
+class Peak(NamedTuple):
+    """Most activations alive at once on a rank, in chunks (one chunk of one micro-batch = 1).
+
+    full: held by micro-batches whose backward has not begun; weight_only: held after I until W (a little less each).
+    Declared as a bound `full * M_B + weight_only * M_W` that must hold for every 0 <= M_W <= M_B.
+    """
+
+    full: int
+    weight_only: int = 0
+
+
+Order = Callable[[int, Batch], list[Action]]
+"""(rank, batch) -> the rank's actions of this iteration, with global micro-batch ids and weight versions."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule for p ranks. Pure data and pure functions: no ranks, tensors or processes are needed to build it.
+
+    name: of the schedule. placement: which rank holds which stage. num_microbatches: m of `batch()` unless told
+    otherwise.
+    order: the iteration of a rank. asynchronous: iteration t begins batch t + 1.
+    update_per_microbatch: PipeDream's one optimizer update per micro-batch; else one per batch.
+    consistent: F and B of a micro-batch use the same weight version on every stage.
+    weight_versions: per rank, versions of a stage's weights alive at once. gradient_buffers: updates being accumulated
+    at once.
+    staleness: per stage, how many updates old the weights of a gradient are when it is applied.
+    peak_activations: per rank, for a batch of num_microbatches.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    order: Order
+    weight_versions: tuple[int, ...]
+    peak_activations: tuple[Peak, ...]
+    staleness: tuple[int, ...]
+    asynchronous: bool = False
+    update_per_microbatch: bool = False
+    consistent: bool = True
+    gradient_buffers: int = 1
+    has_communication: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def chunks_per_rank(self) -> int:
+        return self.placement.chunks_per_rank
+
+    @property
+    def activation_unit(self) -> Fraction:
+        """One chunk in units of "one micro-batch through all layers of one rank": 1/v."""
+        return Fraction(self.num_ranks, self.num_stages)
+
+    def batch(
+        self,
+        iteration: int,
+        *,
+        first: bool | None = None,
+        last: bool = False,
+        start: int | None = None,
+        size: int | None = None,
+        next_size: int | None = None,
+    ) -> Batch:
+        """Iteration t. Without `start` and sizes every batch has num_microbatches; first defaults to t == 0.
+
+        With a batch-size ramp-up give start (micro-batches before this batch), size, and next_size (of batch t + 1).
+        """
+        size = self.num_microbatches if size is None else size
+        next_size = size if next_size is None else next_size
+        return Batch(
+            iteration,
+            iteration * size if start is None else start,
+            size,
+            0 if last else next_size,
+            first=iteration == 0 if first is None else first,
+        )
+
+    def batches(self, sizes: int | Sequence[int]) -> tuple[Batch, ...]:
+        """A whole run: `sizes` is the number of batches, or the number of micro-batches of each."""
+        sizes = [self.num_microbatches] * sizes if isinstance(sizes, int) else list(sizes)
+        following = [*sizes[1:], 0]
+        return tuple(
+            Batch(t, sum(sizes[:t]), size, following[t], first=t == 0) for t, size in enumerate(sizes)
+        )  # fmt: skip
+
+    def actions_for_batch(self, rank: int, batch: Batch) -> list[Action]:
+        """What `rank` does in this iteration, in this order."""
+        return self.order(rank, batch)
+
+    def unroll(self, sizes: int | Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+        """The whole run of every rank (see `batches`)."""
+        batches = self.batches(sizes)
+        return tuple(
+            tuple(action for batch in batches for action in self.order(rank, batch)) for rank in range(self.num_ranks)
+        )
+
+    def update_of(self, microbatch: int, batch: Batch) -> int:
+        """Number of the optimizer update that takes the gradient of `microbatch`, seen from iteration `batch`."""
+        if self.update_per_microbatch:
+            return microbatch
+        if microbatch < batch.start:
+            return batch.iteration - 1
+        return batch.iteration if microbatch < batch.end else batch.iteration + 1
+
+    def with_order(self, order: Order, *, has_communication: bool | None = None) -> Program:
+        """The same program with a lowered order: what a pass returns."""
+        flag = self.has_communication if has_communication is None else has_communication
+        return replace(self, order=order, has_communication=flag)
+
+
+def shift(action: Action, batch: Batch) -> Action:
+    """Local ids of one batch (micro-batches 0 .. m-1) -> global ids; computations get the version of this batch."""
+    if action.kind == OVERLAP:
+        parts = tuple(shift(part, batch) for part in action.parts)
+        return action._replace(microbatch=parts[0].microbatch, parts=parts)
+    if action.kind in (STEP, REDUCE, UNSHARD, RESHARD):
+        return action._replace(microbatch=batch.iteration)
+    version = batch.iteration if action.is_compute else action.version
+    return action._replace(microbatch=action.microbatch + batch.start, version=version)
+
+
+def flush_program(
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    rank_order: Callable[[int, int], Iterable[Action]],
+    peak: Callable[[int, int], Peak],
+) -> Program:
+    """A synchronous schedule: every batch ends with an empty pipeline and one STEP per stage; one weight version.
+
+    rank_order(rank, m): the computations of one batch with local ids. peak(rank, m): its declared activations.
+    """
+
+    def order(rank: int, batch: Batch) -> list[Action]:
+        actions = [shift(action, batch) for action in rank_order(rank, batch.size)]
+        return actions + [step(stage, batch.iteration, replica=replica) for stage, replica in placement.stages_of(rank)]
+
+    return Program(
+        name=name,
+        placement=placement,
+        num_microbatches=num_microbatches,
+        order=order,
+        weight_versions=(1,) * placement.num_ranks,
+        peak_activations=tuple(peak(rank, num_microbatches) for rank in range(placement.num_ranks)),
+        staleness=(0,) * placement.num_stages,
+    )
