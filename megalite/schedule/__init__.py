@@ -1,0 +1,66 @@
+"""Pipeline schedules as data (pure Python, no torch).
+
+    generator -> Program -> passes -> Program -> validate, simulate, render, execute
+    (1f1b.py ...)           (SEND, RECV, REDUCE)
+
+    p=2, m=3     rank 0  F0 F1 .. B0-B0 F2 B1-B1 .. B2-B2
+    1f1b         rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 ..
+
+Use::
+
+    from megalite.schedule import build, lower, validate
+
+    program = lower(build("2bw", num_ranks=4, num_microbatches=8))      # ScheduleError if the shape is illegal
+    validate(program)                                                   # ScheduleError with a drawing if it is wrong
+    for t in range(num_batches):
+        batch = program.batch(t, first=t == 0, last=t == num_batches - 1)
+        for action in program.actions_for_batch(rank, batch):           # F B I W SEND_* RECV_* REDUCE STEP, ids global
+            ...
+
+Public names: Action and its constructors (`action.py`), Placement, Program and Batch, SCHEDULES, build, legal, warnings
+(`registry.py`), lower and the passes, validate, simulate, the renderers, load_program (text files), partition (layers
+to stages).
+
+Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule.
+Proof: tests/unit/schedule (closed forms of the papers, random shapes, mutations).
+"""
+
+from megalite.schedule.action import Action, parse_action
+from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
+from megalite.schedule.placement import Placement
+from megalite.schedule.program import Batch, Peak, Program
+from megalite.schedule.registry import (
+    ALIASES,
+    SCHEDULES,
+    build,
+    default_schedule,
+    find,
+    legal,
+    resolve_chunks,
+    warnings,
+)
+from megalite.schedule.shape import Schedule, Shape
+
+__all__ = [
+    "ALIASES",
+    "SCHEDULES",
+    "Action",
+    "Batch",
+    "Peak",
+    "Placement",
+    "Program",
+    "Schedule",
+    "Shape",
+    "build",
+    "default_schedule",
+    "find",
+    "insert_communication",
+    "insert_reduce",
+    "insert_unshard",
+    "legal",
+    "lower",
+    "merge_backward",
+    "parse_action",
+    "resolve_chunks",
+    "warnings",
+]

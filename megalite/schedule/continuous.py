@@ -1,0 +1,50 @@
+"""The endless 1F1B stream that PipeDream and PipeDream-2BW share: nothing ever drains, an iteration is a window on the
+stream.
+
+Rank r runs w = p-1-r forwards ahead. After the warm-up, slot k is F(k + w), B(k). The window of batch t on rank r
+covers slots
+
+    start(t) + delay(t)  ..  end(t) + delay(t+1) - 1
+
+where `delay` is how many slots after the last backward of a batch its STEP stands. Slots past the batch's own end are
+work on batch t + 1 that hides the reduction and the norm of batch t. In a last window they, and all forwards of batch t
++ 1, are left out.
+"""
+
+from collections.abc import Callable, Iterator
+
+from megalite.schedule.action import Action, backward, forward, step
+from megalite.schedule.program import Batch
+
+
+def window(
+    stage: int,
+    batch: Batch,
+    *,
+    warmup: int,
+    delay: Callable[[int], int],
+    version: Callable[[int, Batch], int],
+    step_per_microbatch: bool,
+) -> Iterator[Action]:
+    """Iteration `batch` of the rank that holds `stage`.
+
+    delay(size): slots into a batch of `size` micro-batches before the STEP of the previous batch.
+    version(microbatch, batch): weight version of a micro-batch of this or the next batch.
+    """
+
+    def compute(build: Callable[..., Action], microbatch: int) -> Action:
+        return build(stage, microbatch, version=version(microbatch, batch))
+
+    last_forward = batch.end + batch.next_size
+    if batch.first:
+        yield from (compute(forward, k) for k in range(batch.start, min(batch.start + warmup, last_forward)))
+    begin = batch.start if batch.first else batch.start + delay(batch.size)
+    end = batch.end + delay(batch.next_size) if batch.next_size else batch.end
+    for k in range(begin, end):
+        if k + warmup < last_forward:
+            yield compute(forward, k + warmup)
+        yield compute(backward, k)
+        if step_per_microbatch:
+            yield step(stage, k)
+    if not step_per_microbatch:
+        yield step(stage, batch.iteration)

@@ -1,0 +1,30 @@
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
+
+    p=3, m=3, backward twice as long as forward
+    rank 0  F0 F1 F2 .. .. .. .. .. .. B0-B0 B1-B1 B2-B2
+    rank 1  .. F0 F1 F2 .. .. .. B0-B0 B1-B1 B2-B2 .. ..
+    rank 2  .. .. F0 F1 F2 B0-B0 B1-B1 B2-B2 .. .. .. ..
+
+Idle per rank (p-1)(tF+tB); every rank holds the activations of all m micro-batches. Backwards run in the order of the
+forwards, so gradients are summed in the same order as without a pipeline.
+"""
+
+from collections.abc import Iterator
+
+from megalite.schedule.action import Action, backward, forward
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+def rank_order(rank: int, m: int) -> Iterator[Action]:
+    """One batch of `rank`, which holds stage `rank`."""
+    yield from (forward(rank, k) for k in range(m))
+    yield from (backward(rank, k) for k in range(m))
+
+
+def build(shape: Shape) -> Program:
+    return flush_program("gpipe", loop(shape.p), shape.m, rank_order, lambda rank, m: Peak(m))
+
+
+SCHEDULE = Schedule("gpipe", "GPipe: all forwards, then all backwards", "Huang et al. 2019, arXiv:1811.06965", build)

@@ -1,0 +1,48 @@
+"""1F1B, also called PipeDream-Flush and DAPPLE (Narayanan et al. 2021, arXiv:2006.09503; Fan et al. 2021,
+arXiv:2007.01045).
+
+    p=3, m=4, backward twice as long as forward
+    rank 0  F0 F1 F2 .. .. .. B0-B0 F3 B1-B1 .. B2-B2 .. B3-B3
+    rank 1  .. F0 F1 .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3 .. ..
+    rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 .. .. ..
+
+The bubble of GPipe, (p-1)(tF+tB) per rank, but rank r holds only min(m, p-r) micro-batches: a backward runs as soon as
+it can.
+"""
+
+from collections.abc import Iterator
+
+from megalite.schedule.action import Action, backward, forward
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that remain."""
+    warmup = min(warmup, m)
+    yield from (forward(stage, k) for k in range(warmup))
+    for k in range(m):
+        if warmup + k < m:
+            yield forward(stage, warmup + k)
+        yield backward(stage, k)
+
+
+def build(shape: Shape) -> Program:
+    p = shape.p
+    return flush_program(
+        "1f1b",
+        loop(p),
+        shape.m,
+        lambda rank, m: one_f_one_b(rank, m, warmup=p - 1 - rank),
+        lambda rank, m: Peak(min(m, p - rank)),
+    )
+
+
+SCHEDULE = Schedule(
+    "1f1b",
+    "1F1B: one forward, one backward in turn, a flush per batch",
+    "Narayanan et al. 2021, arXiv:2006.09503",
+    build,
+    aliases=("pipedream-flush", "dapple"),
+)
