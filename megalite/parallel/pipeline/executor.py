@@ -31,6 +31,8 @@ from megalite.schedule import action as kinds
 from megalite.schedule.action import Action
 from megalite.schedule.placement import Placement
 
+_BACKWARD_KINDS = frozenset({kinds.BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT})
+
 StageKey = tuple[int, int]
 """(stage, replica)"""
 
@@ -46,16 +48,12 @@ class Source(Protocol):
 class Events(Protocol):
     """What the actions mean outside the pipeline."""
 
-    def before_forward(self, version: int) -> None:
-        """A forward is about to use weight version `version` (-1: the newest); it must be complete."""
+    def newest_version(self) -> int:
+        """The version that an action without one uses: that of the newest weights."""
         ...
 
-    def before_backward(self) -> None:
-        """A backward is about to add to the gradients; those of the update before must have been consumed."""
-        ...
-
-    def arm(self, stage: StageKey) -> None:
-        """The next backward of the stage is the last one of its batch."""
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+        """The stage is about to add the micro-batch's gradient; `last`: it is the last contribution to its update."""
         ...
 
     def reduce(self, stage: StageKey, update: int) -> None: ...
@@ -65,8 +63,6 @@ class Events(Protocol):
     def unshard(self, stage: StageKey) -> None: ...
 
     def reshard(self, stage: StageKey) -> None: ...
-
-    def newest_version(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -144,14 +140,13 @@ class Executor:
     def steps(self, actions: Sequence[Action], source: Source) -> Iterator[None]:
         """The interpreter as a generator: yields where a loopback message has not been sent yet, and goes on when
         resumed."""
-        armed = _last_backwards(actions)
+        last = _last_backwards(actions)
         for index, action in enumerate(actions):
-            parts = action.parts or (action,)
-            for part in parts:
+            for part in action.parts or (action,):
                 while not self._can_run(part):
                     yield
-                if index in armed:
-                    self._events.arm(_key(part))
+                if part.kind in _BACKWARD_KINDS:
+                    self._events.before_backward(_key(part), part.microbatch, last=index in last)
                 self._execute(part, source)
 
     def _execute(self, action: Action, source: Source) -> None:
@@ -190,7 +185,6 @@ class Executor:
     def _forward(self, action: Action, source: Source) -> None:
         stage = self.stages[_key(action)]
         batch, factor = self._batch(action, source)
-        self._events.before_forward(action.version)
         version = action.version if action.version != kinds.NONE else self._events.newest_version()
         x = None if stage.is_first else self._take("F", action)
         out = stage.forward(action.microbatch, x, batch, factor, version=version)
@@ -201,7 +195,6 @@ class Executor:
 
     def _backward(self, action: Action, source: Source) -> None:
         stage = self.stages[_key(action)]
-        self._events.before_backward()
         dy = None if stage.is_last else self._take("B", action)
         whole = action.kind == kinds.BACKWARD
         dx = (stage.backward if whole else stage.backward_input)(action.microbatch, dy)
@@ -209,7 +202,6 @@ class Executor:
             self._pass_on("B", dx, action, to=action.stage - 1)
 
     def _backward_weight(self, action: Action, source: Source) -> None:
-        self._events.before_backward()
         self.stages[_key(action)].backward_weight(action.microbatch)
 
     def _send(self, action: Action, source: Source) -> None:
@@ -292,7 +284,7 @@ def _last_backwards(actions: Sequence[Action]) -> set[int]:
             open_stages.add(_key(action))
             continue
         for part in action.computations():
-            if part.kind in (kinds.BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT) and _key(part) in open_stages:
+            if part.kind in _BACKWARD_KINDS and _key(part) in open_stages:
                 open_stages.discard(_key(part))
                 if part.kind == kinds.BACKWARD and part is action:
                     last.add(index)

@@ -1,0 +1,109 @@
+"""Feed: hands the pipeline its micro-batches by global number, and says how much each one's loss weighs.
+
+The sampler is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
+reads the same samples by itself and nothing is broadcast.
+
+The factor of a micro-batch turns its summed loss into its share of the batch's loss; gradients then need only be
+added up:
+
+    default                         factor = loss_scale / (tokens of the micro-batch * m * dp)      mean of
+    micro-batch means --calculate-per-token-loss      factor = loss_scale / (tokens of the whole global batch)
+    mean over tokens
+
+A token counts where the loss mask is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.comm.collectives import all_reduce_
+from megalite.comm.mesh import Axis
+from megalite.microbatch import Microbatch
+
+
+class Loader(Protocol):
+    """What the data room gives: this replica's micro-batches of the next global batch."""
+
+    def next_batch(self, global_batch_size: int) -> list[Microbatch]: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch: its number, its first micro-batch's global number, this replica's micro-batches and their
+    weights."""
+
+    number: int
+    first: int
+    samples: int
+    loss_scale: float
+    microbatches: list[Microbatch]
+    factors: list[Tensor]
+
+
+class Feed:
+    """Fetches batches on demand and forgets them when asked to.
+
+    batch_size: batch number -> samples of the global batch. loss_scale: the scale that a batch begun now is computed with.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        dp: Axis,
+        per_token: bool,
+        device: torch.device,
+        loss_dtype: torch.dtype,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._loader = loader
+        self._dp = dp
+        self._per_token = per_token
+        self._device = device
+        self._loss_dtype = loss_dtype
+        self._loss_scale = loss_scale
+        self._plan: dict[int, tuple[int, int]] = {}
+        self._batches: dict[int, Batch] = {}
+
+    def plan(self, number: int, *, first: int, samples: int) -> None:
+        """Announces batch `number`: its micro-batches are numbered from `first`, it holds `samples` samples over all
+        replicas."""
+        self._plan[number] = (first, samples)
+
+    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
+        """The micro-batch with this global number and the factor of its summed loss."""
+        number = max(n for n, (first, _) in self._plan.items() if first <= microbatch)
+        batch = self.batch(number)
+        index = microbatch - batch.first
+        return batch.microbatches[index], batch.factors[index]
+
+    def batch(self, number: int) -> Batch:
+        """The batch with this number, fetched in order."""
+        if number not in self._batches:
+            first, samples = self._plan[number]
+            local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
+            scale = self._loss_scale()
+            self._batches[number] = Batch(number, first, samples, scale, local, self._factors(local, scale))
+        return self._batches[number]
+
+    def forget(self, number: int) -> None:
+        """Releases everything up to batch `number`."""
+        for old in [n for n in self._plan if n <= number]:
+            self._plan.pop(old)
+            self._batches.pop(old, None)
+
+    def _factors(self, microbatches: list[Microbatch], scale: float) -> list[Tensor]:
+        tokens = torch.stack([mb.loss_mask.to(self._loss_dtype).sum() for mb in microbatches])
+        if self._per_token:
+            total = tokens.sum()
+            all_reduce_(total, self._dp)
+            weights = torch.ones_like(tokens) / total.clamp(min=1)
+        else:
+            weights = 1.0 / (tokens.clamp(min=1) * (len(microbatches) * self._dp.size))
+        return list((weights * scale).unbind())

@@ -1,0 +1,166 @@
+"""Update: what REDUCE and STEP mean for the weights.
+
+    gradients reduced over dp  ->  tied copies summed  ->  global norm  ->  finite on all ranks?  ->  clip  ->
+    sharded step
+                                                                             no: the same decision everywhere,
+                                                                             weights untouched
+
+The reduction runs behind the computation from REDUCE to STEP. Between the two an asynchronous schedule computes
+backwards of the next update; their gradients go to another buffer (`update % gradient buffers`). Synchronous
+schedules, 2BW and PipeDream differ only in where their program says REDUCE and STEP, and in which slot the new
+weights go to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megalite.errors import RuntimeFailure
+from megalite.faults import fault_point
+from megalite.optim.precision import LossScaler
+from megalite.parallel.pipeline.executor import StageKey
+from megalite.parallel.pipeline.shared_params import SharedGradient
+from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What one update uses; weight_decay is that of decayed parameters."""
+
+    learning_rate: float
+    weight_decay: float
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One update: `grad_norm` before clipping (unscaled), None where the step was skipped."""
+
+    update: int
+    learning_rate: float
+    loss_scale: float
+    grad_norm: float | None
+    skipped: bool
+
+
+class Policy(Protocol):
+    """Numbers of update u, asked for when its STEP is reached."""
+
+    def __call__(self, update: int) -> Hyperparameters: ...
+
+
+class Updater:
+    """The executor's `Events`: reduction and optimizer steps of this rank's stages.
+
+    policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. num_slots:
+    weight versions that live at once. version: number of updates that the newest weights have seen. update_of:
+    global number of a micro-batch -> the update that its gradient belongs to.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[StageKey, ParameterBuffers],
+        optimizer: ShardedOptimizer,
+        *,
+        policy: Policy,
+        scaler: LossScaler,
+        shared: SharedGradient,
+        clip_grad: float,
+        nonfinite: str,
+        num_slots: int,
+        version: int,
+        update_of: Callable[[int], int],
+    ) -> None:
+        self._buffers = dict(buffers)
+        self._optimizer = optimizer
+        self._policy = policy
+        self._scaler = scaler
+        self._shared = shared
+        self._clip_grad = clip_grad
+        self._nonfinite = nonfinite
+        self._num_slots = num_slots
+        self._version = version
+        self._update_of = update_of
+        self._arrived: set[StageKey] = set()
+        self.results: list[UpdateResult] = []
+
+    # the executor's side
+
+    def newest_version(self) -> int:
+        return self._version
+
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+        buffers = self._buffers[stage]
+        buffers.select_gradients(self._update_of(microbatch))
+        if last:
+            buffers.arm()
+
+    def reduce(self, stage: StageKey, update: int) -> None:
+        fault_point("grad_reduce", update=update)
+        self._buffers[stage].start_reduce(update)
+
+    def step(self, stage: StageKey, update: int) -> None:
+        """Takes the step when the last of this rank's stages has come to it."""
+        self._arrived.add(stage)
+        if len(self._arrived) < len(self._buffers):
+            return
+        self._arrived.clear()
+        numbers = self._policy(update)
+        self._reduce(update)
+        self._apply(update, numbers, self._optimizer.grad_norm(update))
+        for buffers in self._buffers.values():
+            buffers.zero_gradients(update)
+
+    def unshard(self, stage: StageKey) -> None:
+        self._buffers[stage].unshard()
+
+    def reshard(self, stage: StageKey) -> None:
+        self._buffers[stage].reshard()
+
+    # the update
+
+    def _reduce(self, update: int) -> None:
+        everybody = list(self._buffers.values())
+        for buffers in everybody:
+            buffers.start_reduce(update)
+        self._shared.sum_([gradient for buffers in everybody for gradient in buffers.tied_gradients(update)])
+        for buffers in everybody:
+            buffers.start_tied_reduce(update)
+        for buffers in everybody:
+            buffers.finish_reduce(update)
+
+    def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
+        norm = float(scaled_norm) / numbers.loss_scale
+        finite = math.isfinite(norm)
+        self._scaler.update(overflow=not finite)
+        if not finite and not self._scaler.is_dynamic and self._nonfinite == "stop":
+            raise RuntimeFailure(
+                f"iteration {update + 1}: the gradient norm is {norm}; stopped before the update, the weights are those of "
+                f"iteration {update}; look at the data and --lr, or go on with --nonfinite=skip"
+            )
+        slot = (self._version + 1) % self._num_slots
+        if finite:
+            clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
+            fault_point("opt_step", update=update)
+            self._optimizer.step(
+                lr=numbers.learning_rate,
+                weight_decay=numbers.weight_decay,
+                grad_scale=clip / numbers.loss_scale,
+                version=slot,
+            )
+        elif self._num_slots > 1:
+            self._optimizer.copy_master_to(slot)  # the version number advances, the weights do not
+        self._version += 1
+        self.results.append(
+            UpdateResult(update, numbers.learning_rate, numbers.loss_scale, norm if finite else None, not finite)
+        )
+
+    def take_results(self) -> list[UpdateResult]:
+        results, self.results = self.results, []
+        return results
