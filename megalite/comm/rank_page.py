@@ -1,0 +1,120 @@
+"""The page of shared memory through which a rank tells its supervisor how it is, even after it was killed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import struct
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+
+__all__ = ["RankError", "RankPage"]
+
+BEAT_SECONDS = 0.25
+PAGE_BYTES = 64 * 1024
+PHASE_BYTES = 256
+ERROR_START = 512
+# Time of the last beat, time of the last phase, bytes of the phase, bytes of the error.
+HEADER = struct.Struct("=ddII")
+
+COMMUNICATION = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|tcpstore|filestore", re.IGNORECASE
+)
+"""Text of an error that a rank raises because *another* rank is gone."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception as it left a rank.
+
+    exit_code: the status that the exception asks for. communication: a peer was missing, so the cause is elsewhere.
+    seconds: when, on the monotonic clock.
+    """
+
+    type: str
+    text: str
+    traceback: str
+    exit_code: int
+    communication: bool
+    seconds: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> RankError:
+        """Describes an exception that was just caught."""
+        return cls(
+            type=type(error).__name__,
+            text=str(error)[:8000],
+            traceback="".join(traceback.format_exception(error))[-20000:],
+            exit_code=getattr(error, "exit_code", 1),
+            communication=_is_communication(error),
+            seconds=time.monotonic(),
+        )
+
+
+class RankPage:
+    """Written by the rank, read by the supervisor; inherited over `fork`. Every call costs about a microsecond."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, PAGE_BYTES)
+        now = time.monotonic()
+        HEADER.pack_into(self._memory, 0, now, now, 0, 0)
+
+    def start_beating(self) -> None:
+        """Starts the thread that renews the beat for as long as the process can run Python."""
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            struct.pack_into("=d", self._memory, 0, time.monotonic())
+            time.sleep(BEAT_SECONDS)
+
+    def set_phase(self, phase: str) -> None:
+        """Says what the rank does from now on."""
+        text = phase.encode()[:PHASE_BYTES]
+        self._memory[HEADER.size : HEADER.size + len(text)] = text
+        struct.pack_into("=dI", self._memory, 8, time.monotonic(), len(text))
+
+    def set_error(self, error: RankError) -> None:
+        """Leaves the exception that ends the rank."""
+        text = json.dumps(vars(error)).encode()[: PAGE_BYTES - ERROR_START]
+        self._memory[ERROR_START : ERROR_START + len(text)] = text
+        struct.pack_into("=I", self._memory, 20, len(text))
+
+    @property
+    def beat_age(self) -> float:
+        """Seconds since the rank last showed that it can run Python."""
+        return time.monotonic() - self._header()[0]
+
+    @property
+    def phase(self) -> str:
+        """What the rank last said it does, or an empty text."""
+        return self._memory[HEADER.size : HEADER.size + self._header()[2]].decode(errors="replace")
+
+    @property
+    def phase_age(self) -> float:
+        """Seconds since the rank last reported a phase (or was started)."""
+        return time.monotonic() - self._header()[1]
+
+    @property
+    def error(self) -> RankError | None:
+        """The exception that ended the rank, if one did."""
+        size = self._header()[3]
+        return RankError(**json.loads(self._memory[ERROR_START : ERROR_START + size])) if size else None
+
+    def _header(self) -> tuple[float, float, int, int]:
+        beat, phase_since, phase_bytes, error_bytes = HEADER.unpack_from(self._memory, 0)
+        return beat, phase_since, phase_bytes, error_bytes
+
+
+def _is_communication(error: BaseException | None) -> bool:
+    """Whether the exception, or one that it was raised from, came out of a broken collective."""
+    while error is not None:
+        if type(error).__name__.startswith("Dist") or (
+            isinstance(error, RuntimeError | OSError) and COMMUNICATION.search(str(error))
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

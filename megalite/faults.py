@@ -1,0 +1,24 @@
+"""Fault points: the named instants at which the reliability tests kill, stop or confuse a rank (floor 0).
+
+Product code says where it is, `fault_point("save.before_rename", rank=rank, step=step)`, and that is all it ever
+does: no flag and no environment variable can make a fault point act. Only the rank harness can, by loading
+`megalite.testing.inject` into the process; the lookup below is then no longer empty.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["fault_point"]
+
+
+def fault_point(name: str, **where: object) -> None:
+    """Marks an instant at which a test may inject a fault; does nothing outside tests.
+
+    Args:
+        name: dotted, unique in the project, for example `save.shard_written`.
+        where: facts that a test can select by, usually `rank` and `step`.
+    """
+    inject = sys.modules.get("megalite.testing.inject")
+    if inject is not None:
+        inject.reach(name, where)

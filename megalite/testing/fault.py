@@ -1,0 +1,70 @@
+"""`Fault`: what a test wants to happen at a fault point."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["ACTIONS", "Fault"]
+
+
+def _hold_interpreter() -> None:
+    """Sleeps in C without giving up the interpreter lock: no Python thread of this process runs any more."""
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def _fail() -> None:
+    raise ValueError("injected fault")
+
+
+ACTIONS: Mapping[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "raise": _fail,
+    "sleep": lambda: time.sleep(3600),
+    "hold-gil": _hold_interpreter,
+}
+
+
+@dataclass
+class Fault:
+    """`action` happens at the `after`-th time (from 1) that a rank reaches `point` with all facts of `where` equal.
+
+    Facts are compared as text. The text form is `action@point:key=value:key=value`, e.g. `kill@save.begin:rank=1`.
+    """
+
+    action: str
+    point: str
+    where: dict[str, object] = field(default_factory=dict)
+    after: int = 1
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ValueError(f"unknown fault action '{self.action}'; choose from {', '.join(ACTIONS)}")
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Reads the text form; `after=N` is not a fact but the count."""
+        action, _, rest = text.partition("@")
+        point, *facts = rest.split(":")
+        where: dict[str, object] = {key: value for key, value in (fact.split("=", 1) for fact in facts)}
+        return cls(action, point, where, after=int(str(where.pop("after", 1))))
+
+    @property
+    def text(self) -> str:
+        """The text form, see `parse`."""
+        facts = {**self.where, "after": self.after}
+        return f"{self.action}@{self.point}" + "".join(f":{key}={value}" for key, value in facts.items())
+
+    def reached(self, name: str, facts: Mapping[str, object]) -> None:
+        """Acts, if this is the instant that was asked for."""
+        if name != self.point or any(str(facts.get(key)) != str(value) for key, value in self.where.items()):
+            return
+        self.after -= 1
+        if self.after == 0:
+            ACTIONS[self.action]()

@@ -1,0 +1,75 @@
+"""The warm process from which every rank of every test is forked.
+
+Started once per pytest process as `python -m megalite.testing.zygote FD`. It pays for the imports once (torch, and
+torch._dynamo, which the first optimizer would otherwise import in every rank), and never runs a tensor operation: a
+process that has computed with several OpenMP threads can not be forked safely.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pkgutil
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from megalite.comm.supervisor import Outcome, die_with_parent, supervise
+from megalite.testing.case import Case, rank_body
+
+__all__ = ["main", "zygote_environment"]
+
+SHARED_PACKAGES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megalite.testing.wire")
+
+
+def zygote_environment(environment: dict[str, str]) -> dict[str, str]:
+    """Environment for the zygote: one thread per rank, gloo connections made when they are first used."""
+    return environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+
+
+def main() -> None:
+    """Serves cases from the inherited connection until pytest closes it."""
+    die_with_parent(os.getppid())
+    connection = Connection(int(sys.argv[1]))
+    _import_everything()
+    while True:
+        try:
+            case: Case = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run(case))
+
+
+def _run(case: Case) -> Outcome:
+    """Forks the ranks of one case and waits for them."""
+    return supervise(
+        case.size,
+        lambda rank, page: rank_body(case, rank, page.set_phase),
+        hang_seconds=case.peer_timeout + 2,
+        deadline_seconds=case.timeout,
+        grace_seconds=1.0,
+    )
+
+
+def _import_everything() -> None:
+    """Imports what ranks need; a product module that does not import shows its error in the rank that needs it."""
+    for name in SHARED_PACKAGES:
+        importlib.import_module(name)
+    import torch
+
+    import megalite
+
+    torch.set_num_threads(1)
+    for module in pkgutil.walk_packages(megalite.__path__, "megalite.", onerror=lambda _name: None):
+        if not module.name.startswith("megalite.testing."):
+            with contextlib.suppress(Exception):
+                importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1, f"the zygote must have one thread: {threading.enumerate()}"
+
+
+if __name__ == "__main__":
+    main()
