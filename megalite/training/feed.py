@@ -15,6 +15,7 @@ A token counts where the loss mask is 1.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +50,7 @@ class Batch:
 class Feed:
     """Fetches batches on demand and forgets them when asked to.
 
-    batch_size: batch number -> samples of the global batch. loss_scale: the scale that a batch begun now is computed with.
+    loss_scale: the scale that a batch begun now is computed with. loss_dtype: fp32, or fp64 in fp64 mode.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Feed:
         self._dp = dp
         self._per_token = per_token
         self._device = device
-        self._loss_dtype = loss_dtype
+        self.loss_dtype = loss_dtype
+        self._seconds = 0.0
         self._loss_scale = loss_scale
         self._plan: dict[int, tuple[int, int]] = {}
         self._batches: dict[int, Batch] = {}
@@ -78,19 +80,38 @@ class Feed:
 
     def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
         """The micro-batch with this global number and the factor of its summed loss."""
-        number = max(n for n, (first, _) in self._plan.items() if first <= microbatch)
-        batch = self.batch(number)
+        batch = self.batch(self.number_of(microbatch))
         index = microbatch - batch.first
         return batch.microbatches[index], batch.factors[index]
+
+    def number_of(self, microbatch: int) -> int:
+        """The batch that the micro-batch belongs to."""
+        return max(number for number, (first, _) in self._plan.items() if first <= microbatch)
+
+    def share_of_loss(self, microbatch: int) -> tuple[int, Tensor]:
+        """(batch, what the micro-batch's summed loss is multiplied with to be its share of the batch's mean loss)."""
+        batch = self.batch(self.number_of(microbatch))
+        return batch.number, batch.factors[microbatch - batch.first] / batch.loss_scale
 
     def batch(self, number: int) -> Batch:
         """The batch with this number, fetched in order."""
         if number not in self._batches:
             first, samples = self._plan[number]
+            began = time.perf_counter()
             local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
+            self._seconds += time.perf_counter() - began
             scale = self._loss_scale()
             self._batches[number] = Batch(number, first, samples, scale, local, self._factors(local, scale))
         return self._batches[number]
+
+    def pass_over(self, samples: int) -> None:
+        """Consumes a global batch that is not used."""
+        self._loader.next_batch(samples)
+
+    def take_seconds(self) -> float:
+        """Seconds spent waiting for data since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def forget(self, number: int) -> None:
         """Releases everything up to batch `number`."""
@@ -99,7 +120,7 @@ class Feed:
             self._batches.pop(old, None)
 
     def _factors(self, microbatches: list[Microbatch], scale: float) -> list[Tensor]:
-        tokens = torch.stack([mb.loss_mask.to(self._loss_dtype).sum() for mb in microbatches])
+        tokens = torch.stack([mb.loss_mask.to(self.loss_dtype).sum() for mb in microbatches])
         if self._per_token:
             total = tokens.sum()
             all_reduce_(total, self._dp)

@@ -96,14 +96,12 @@ class Updater:
         return self._version
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
-        buffers = self._buffers[stage]
-        buffers.select_gradients(self._update_of(microbatch))
         if last:
-            buffers.arm()
+            self._buffers[stage].arm()
 
     def reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
-        self._buffers[stage].start_reduce(update)
+        self._buffers[stage].start_reduce()
 
     def step(self, stage: StageKey, update: int) -> None:
         """Takes the step when the last of this rank's stages has come to it."""
@@ -112,10 +110,10 @@ class Updater:
             return
         self._arrived.clear()
         numbers = self._policy(update)
-        self._reduce(update)
-        self._apply(update, numbers, self._optimizer.grad_norm(update))
+        self._reduce()
+        self._apply(update, numbers, self._optimizer.grad_norm())
         for buffers in self._buffers.values():
-            buffers.zero_gradients(update)
+            buffers.begin_batch()
 
     def unshard(self, stage: StageKey) -> None:
         self._buffers[stage].unshard()
@@ -125,15 +123,15 @@ class Updater:
 
     # the update
 
-    def _reduce(self, update: int) -> None:
+    def _reduce(self) -> None:
         everybody = list(self._buffers.values())
         for buffers in everybody:
-            buffers.start_reduce(update)
-        self._shared.sum_([gradient for buffers in everybody for gradient in buffers.tied_gradients(update)])
+            buffers.start_reduce()
+        self._shared.sum_([gradient for buffers in everybody for gradient in buffers.tied_gradients()])
         for buffers in everybody:
-            buffers.start_tied_reduce(update)
+            buffers.start_tied_reduce()
         for buffers in everybody:
-            buffers.finish_reduce(update)
+            buffers.finish_reduce()
 
     def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
         norm = float(scaled_norm) / numbers.loss_scale
@@ -141,8 +139,8 @@ class Updater:
         self._scaler.update(overflow=not finite)
         if not finite and not self._scaler.is_dynamic and self._nonfinite == "stop":
             raise RuntimeFailure(
-                f"iteration {update + 1}: the gradient norm is {norm}; stopped before the update, the weights are those of "
-                f"iteration {update}; look at the data and --lr, or go on with --nonfinite=skip"
+                f"update {update + 1}: the gradient norm is {norm}; stopped before the update, the weights are as they "
+                "were; look at the data and --lr, or go on with --nonfinite=skip"
             )
         slot = (self._version + 1) % self._num_slots
         if finite:
