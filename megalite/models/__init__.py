@@ -1,0 +1,11 @@
+"""From a model's configuration to its ordered list of layers.
+
+`layer_specs(config)` names the layers and knows how to build each; a rank builds those of its stage and no others:
+
+    specs = layer_specs(config)
+    stage = build_stack(config, specs[begin:end], ctx)      # a LayerStack, initialised
+"""
+
+from megalite.models.families import MODELS, LayerSpec, build_stack, layer_specs, parameter_count
+
+__all__ = ["MODELS", "LayerSpec", "build_stack", "layer_specs", "parameter_count"]

@@ -1,0 +1,16 @@
+"""The transformer as a textbook: every layer is `forward(x, batch) -> x`, and a model is an ordered list of them.
+
+    embedding -> block 0 -> ... -> block L-1 -> head
+
+Letters of all shapes in this project: b samples of a micro-batch, s sequence, h hidden, a query heads, g key/value
+heads (groups), r = a/g, d channels of a head, f MLP width, V vocabulary, P positions, t tensor-parallel size, L
+layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); tokens, labels and masks are `[b, s]`,
+turned round in the embedding and the head only.
+
+    context.py     what every layer is told          naming.py, init.py   logical names; values from (seed, name)
+    embedding.py   norm.py  rope.py  attention.py  attention_core.py  activation.py  mlp.py  block.py  head.py
+    dropout.py stack.py       a stage's layers and recomputation  kv_cache.py          generation
+
+No collective is called here but through `parallel.tensor`; a layer computes the same at every layout. Proof:
+`tests/unit/nn`, `tests/distributed/test_tensor_parallel.py`.
+"""

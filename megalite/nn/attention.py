@@ -1,0 +1,67 @@
+"""Causal self-attention with grouped queries (GQA, arXiv 2305.13245), optional query/key norms and rotary positions.
+
+The projection's rows are grouped as Megatron stores them: for each key/value head its r query heads, then its key,
+then its value. A tensor-parallel rank therefore holds whole groups, and its slice of the weight is contiguous.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.nn.attention_core import AttentionCore
+from megalite.nn.context import LayerContext
+from megalite.nn.kv_cache import LayerCache
+from megalite.nn.mlp import output_std
+from megalite.nn.norm import Norm
+from megalite.nn.rope import Rotary, rotate
+from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+
+class Attention(nn.Module):
+    """`[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+
+    def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
+        super().__init__()
+        h, d, g = config.hidden_size, config.head_dim, config.query_groups
+        self.d, self.r, self.rotary = d, config.num_attention_heads // g, rotary
+        self.qkv = ColumnParallelLinear(
+            h,
+            config.query_size + 2 * config.kv_size,
+            bias=config.has_qkv_bias,
+            init_std=config.init_method_std,
+            ctx=ctx,
+        )
+        self.proj = RowParallelLinear(
+            config.query_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
+        )
+        split = ctx.tp.size > 1
+        self.q_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
+        self.k_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
+        self.core = AttentionCore(
+            softmax_in_fp32=config.attention_softmax_in_fp32,
+            recompute=config.recompute_granularity == "selective",
+            dropout=config.attention_dropout,
+            seed=ctx.seed,
+            layer=index,
+            first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
+        )
+
+    def forward(self, x: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
+        qkv = self.qkv(x)
+        s, b = qkv.shape[:2]
+        qkv = qkv.view(s, b, -1, self.r + 2, self.d)
+        q, k, v = qkv.split((self.r, 1, 1), 3)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            rotation = self.rotary(batch.positions, q.dtype)
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        k, v = k.squeeze(3), v.squeeze(3)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        context = self.core(
+            q, k, v, document_ids=batch.document_ids, sample_ids=batch.sample_ids, training=self.training
+        )
+        return self.proj(context)

@@ -1,0 +1,133 @@
+"""Scaled dot-product attention of the heads on this rank, in one of two ways with the same result.
+
+fused   `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; nothing of size s x s is
+stored. plain   products and a softmax: for dropout of attention weights (the library's kernels have no key), for
+scores in fp32 on request, and
+        for short sequences on CPU, where it is faster.
+
+Queries are `[s, b, g, r, d]`: g groups (key/value heads) of r query heads; keys and values `[k, b, g, d]` with k >=
+s: the queries are the last s of k tokens (k > s while generating from a cache).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megalite.nn.dropout import combine, keyed_dropout, site_key
+
+# Below this many tokens plain products beat the library's CPU kernel, by precision (measured on one core, head size
+# 64).
+PLAIN_BELOW = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 0, torch.float64: 0}
+
+
+@dataclass(frozen=True)
+class AttentionCore:
+    """softmax(q k^T / sqrt(d)) v, causal.
+
+    softmax_in_fp32: scores and softmax in fp32 or wider. recompute: keep nothing of size s x s, compute it again in
+    backward. dropout, seed, layer: keyed dropout of attention weights; first_head: logical number of this rank's
+    first query head.
+    """
+
+    softmax_in_fp32: bool = False
+    recompute: bool = False
+    dropout: float = 0.0
+    seed: int = 0
+    layer: int = 0
+    first_head: int = 0
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        document_ids: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        training: bool = False,
+    ) -> Tensor:
+        """q `[s, b, g, r, d]`, k, v `[k, b, g, d]` -> `[s, b, g * r * d]`.
+
+        document_ids: int64 `[b, k]`, attention stays within equal ids. sample_ids: int64 `[b]`, needed by dropout in
+        training.
+        """
+        drop = self.dropout if training else 0.0
+        if drop == 0.0 and not self._prefers_plain(q, k):
+            return fused_attention(q, k, v, document_ids)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self._plain, q, k, v, document_ids, sample_ids, drop, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._plain(q, k, v, document_ids, sample_ids, drop)
+
+    def _prefers_plain(self, q: Tensor, k: Tensor) -> bool:
+        if q.device.type == "cpu":
+            return (self.softmax_in_fp32 and q.dtype.itemsize < 4) or k.shape[0] < PLAIN_BELOW[q.dtype]
+        return False  # the CUDA kernels keep scores and softmax in fp32 anyway
+
+    def _plain(
+        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, sample_ids: Tensor | None, drop: float
+    ) -> Tensor:
+        s, b, g, r, d = q.shape
+        length = k.shape[0]
+        q = (q * (1.0 / math.sqrt(d))).permute(1, 2, 3, 0, 4).reshape(b * g, r * s, d)
+        k, v = (t.permute(1, 2, 0, 3).reshape(b * g, length, d) for t in (k, v))
+        scores = torch.bmm(q, k.transpose(1, 2)).view(b, g, r, s, length)
+        if self.softmax_in_fp32:
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        allowed = attention_mask(s, length, document_ids, q.device)
+        scores = scores + torch.zeros((), dtype=scores.dtype, device=q.device).where(allowed, float("-inf"))
+        weights = torch.softmax(scores, -1).to(v.dtype)
+        if drop > 0.0:
+            assert sample_ids is not None, "attention dropout needs the samples' numbers"
+            weights = self._drop(weights, drop, sample_ids)
+        context = torch.bmm(weights.view(b * g, r * s, length), v).view(b, g, r, s, d)
+        return context.permute(3, 0, 1, 2, 4).reshape(s, b, g * r * d)
+
+    def _drop(self, weights: Tensor, p: float, sample_ids: Tensor) -> Tensor:
+        """weights `[b, g, r, s, k]`; keyed by sample, head, query and key."""
+        b, g, r, s, length = weights.shape
+        device = weights.device
+        keys = combine(site_key(self.seed, "layers", self.layer, "attention"), sample_ids)[:, None]
+        heads = torch.arange(self.first_head, self.first_head + g * r, device=device)
+        keys = combine(0, keys ^ combine(1, heads)[None])[..., None]
+        keys = combine(2, keys ^ combine(3, torch.arange(length - s, length, device=device)))
+        return keyed_dropout(weights, p, keys.view(b, g, r, s), torch.arange(length, device=device))
+
+
+def attention_mask(s: int, length: int, document_ids: Tensor | None, device: torch.device) -> Tensor:
+    """True where query i of the last s tokens may look at key j: `[s, k]`, or `[b, 1, 1, s, k]` with documents `[b,
+    k]`.
+    """
+    allowed = torch.ones(s, length, dtype=torch.bool, device=device).tril(length - s)
+    if document_ids is None:
+        return allowed
+    same = document_ids[:, -s:, None] == document_ids[:, None, :]
+    return (same & allowed)[:, None, None]
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
+    """The library's kernel; shapes as `AttentionCore.__call__`."""
+    s, b, g, r, d = q.shape
+    length = k.shape[0]
+    grouped = r > 1
+    q = q.permute(1, 2, 3, 0, 4).reshape(b, g * r, s, d)
+    k, v = (t.permute(1, 2, 0, 3) for t in (k, v))
+    if grouped and q.device.type == "cpu":  # the CPU kernel wants as many key heads as query heads
+        k, v = (t[:, :, None].expand(b, g, r, length, d).reshape(b, g * r, length, d) for t in (k, v))
+        grouped = False
+    if document_ids is None and s == length:
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    elif document_ids is None and s == 1:
+        context = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+    else:
+        mask = attention_mask(s, length, document_ids, q.device)
+        mask = mask if document_ids is None else mask[:, 0]
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return context.permute(2, 0, 1, 3).reshape(s, b, g * r * d)

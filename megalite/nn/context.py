@@ -1,0 +1,39 @@
+"""What every layer is told when it is built. Nothing about the run reaches a layer by another way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megalite.comm.mesh import Axis
+from megalite.gradient import WeightGradQueue
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Shared by all layers of one stage.
+
+    tp: the tensor-parallel axis. sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b,
+    h]`. dtype, device: of the parameters ('meta' builds shapes only).
+    seed: keys dropout. weight_grads: where weight gradients are computed, now or (zero-bubble schedules) later.
+    autograd_only: leave all gradients to autograd; for blocks that `torch.compile` is to see through.
+    """
+
+    tp: Axis = field(default_factory=lambda: Axis.single("tp"))
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    seed: int = 1234
+    weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
+    autograd_only: bool = False
+
+    @property
+    def sequence_split(self) -> bool:
+        """Whether this rank's activations between blocks are really a part of the sequence."""
+        return self.sequence_parallel and self.tp.size > 1
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The wider of fp32 and the parameter dtype: main gradients, logits, an fp32 residual stream."""
+        return torch.promote_types(self.dtype, torch.float32)

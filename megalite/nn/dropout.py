@@ -1,0 +1,71 @@
+"""Dropout whose mask is a function of what is dropped, not of when.
+
+An element is kept or not according to a hash of (seed, layer, site, sample, position, channel). No generator is
+consumed, so the mask is the same at every tensor-, sequence-, data- or pipeline-parallel layout, for every size and
+order of micro-batches, and when recomputed.
+
+The hash is the finaliser of MurmurHash3 on 32-bit words held in int64 (torch has no unsigned arithmetic): each
+multiplication is by a constant below 2**31, so that no product leaves int64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+
+
+def site_key(seed: int, *names: int | str) -> int:
+    """A 31-bit number for one place of the model where dropout happens."""
+    text = "/".join(str(part) for part in (seed, *names))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def mix(word: Tensor) -> Tensor:
+    """A bijection of 32-bit words (int64 tensors with values below 2**32) whose output bits all depend on all input
+    bits.
+    """
+    word = (word ^ (word >> 16)) * 0x45D9F3B & MASK
+    word = (word ^ (word >> 16)) * 0x45D9F3B & MASK
+    return word ^ (word >> 16)
+
+
+def combine(key: Tensor | int, value: Tensor) -> Tensor:
+    """The key of `value` (non-negative int64) under `key`; shapes broadcast."""
+    low, high = value & MASK, value >> 32
+    return mix(mix((key ^ low) & MASK) + high * 0x1E3779B1 & MASK)
+
+
+def token_keys(key: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """sample_ids `[b]`, positions in the sample `[s]` -> one word a token, `[s, b]`."""
+    return combine(combine(key, sample_ids)[None, :], positions[:, None])
+
+
+def keyed_dropout(x: Tensor, p: float, keys: Tensor, channels: Tensor) -> Tensor:
+    """Zeroes elements of x with probability p and divides the others by 1 - p.
+
+    keys: words that broadcast against x without its last dimension; channels: `[x.shape[-1]]`, the logical number of
+    each channel.
+    """
+    words = mix(keys[..., None] ^ mix(channels + 0x2545F491 & MASK))
+    keep = words >= int(p * 2**32)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+class HiddenDropout:
+    """Dropout of one site of the residual stream, `[s, b, h]` or this rank's `[s/t, b, h]`. Costs nothing at p = 0."""
+
+    def __init__(self, p: float, *, key: int, part: int) -> None:
+        """part: which piece of the sequence `x` is (the rank under sequence parallelism, else 0)."""
+        self.p, self.key, self.part = p, key, part
+
+    def __call__(self, x: Tensor, sample_ids: Tensor, *, training: bool) -> Tensor:
+        if self.p == 0.0 or not training:
+            return x
+        length = x.shape[0]
+        positions = torch.arange(self.part * length, (self.part + 1) * length, device=x.device)
+        keys = token_keys(self.key, sample_ids, positions)
+        return keyed_dropout(x, self.p, keys, torch.arange(x.shape[-1], device=x.device))

@@ -1,0 +1,59 @@
+"""The first layer: tokens (and learned positions) become the residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megalite.comm.autograd import own_slice
+from megalite.comm.layout import Placement
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.nn.context import LayerContext
+from megalite.nn.dropout import HiddenDropout, site_key
+from megalite.parallel.tensor import VocabParallelEmbedding, lookup, new_parameter
+
+
+class PositionEmbedding(nn.Module):
+    """Learned vectors of absolute positions, `[P, h]`."""
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.tp, self.split = ctx.tp, ctx.sequence_split
+        shape = (config.max_positions, config.hidden_size)
+        place = Placement(shape, (0, 0), True, tp_partial_grad=self.split, init_std=config.init_method_std)
+        self.weight = new_parameter(shape, place, ctx)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """int64 `[s, b]` -> `[s, b, h]` (the rank's `[s/t, b, h]` under sequence parallelism)."""
+        if self.split:
+            positions = own_slice(positions, self.tp)
+        return lookup(positions, self.weight, self.weight_grads, autograd_only=self.autograd_only)
+
+
+class Embedding(nn.Module):
+    """Layer 'embedding': takes no activation, returns `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.padded_vocab_size(ctx.tp.size),
+            config.hidden_size,
+            init_std=config.init_method_std,
+            ctx=ctx,
+        )
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        self.dtype = ctx.wide_dtype if config.fp32_residual_connection else ctx.dtype
+        self.dropout = HiddenDropout(
+            config.hidden_dropout,
+            key=site_key(ctx.seed, "embedding"),
+            part=ctx.tp.rank if ctx.sequence_split else 0,
+        )
+
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+        x = self.word_embeddings(batch.tokens.t())
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(batch.positions.t())
+        return self.dropout(x.to(self.dtype), batch.sample_ids, training=self.training)

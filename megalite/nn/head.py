@@ -1,0 +1,81 @@
+"""The last layer: final norm, output projection and cross entropy over the vocabulary's shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm.collectives import all_gather
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.nn.context import LayerContext
+from megalite.nn.norm import Norm
+from megalite.parallel.tensor import WORD_EMBEDDINGS, VocabShard, fused_cross_entropy, token_losses, vocab_parameter
+
+
+class OutputLayer(nn.Module):
+    """Holds `[V_padded/t, h]`; with tied embeddings this is the word embedding's parameter, or this stage's copy of
+    it.
+    """
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        padded = config.padded_vocab_size(ctx.tp.size)
+        self.weight = vocab_parameter(
+            config.vocab_size, padded, config.hidden_size, init_std=config.init_method_std, ctx=ctx
+        )
+        if not config.untie_embeddings_and_output_weights:
+            self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]
+
+
+class Head(nn.Module):
+    """Layer 'head'. In training `forward` gives the loss; `token_losses` and `logits` serve evaluation and
+    generation.
+    """
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        self.tp, self.weight_grads = ctx.tp, ctx.weight_grads
+        self.split, self.vocab_size = ctx.sequence_split, config.vocab_size
+        self.final_norm = Norm(config.hidden_size, config, ctx, split_input=self.split)
+        self.output = OutputLayer(config, ctx)
+
+    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+        """`[s, b, h]` (`[s/t, b, h]`) -> sum over tokens of loss_mask * cross entropy: a scalar in fp32 or wider."""
+        weight = self.output.weight
+        return fused_cross_entropy(
+            self.final_norm(x).flatten(0, 1),
+            weight,
+            batch.labels.t().reshape(-1),
+            batch.loss_mask.t().reshape(-1),
+            shard=self._shard(weight),
+            sequence_parallel=self.split,
+            queue=self.weight_grads,
+        )
+
+    @torch.no_grad()
+    def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
+        """The cross entropy of every token, unweighted, `[b, s]` in fp32 or wider; no gradient."""
+        weight = self.output.weight
+        x = self._normalised(x)
+        losses = token_losses(x.flatten(0, 1), weight, batch.labels.t().reshape(-1), shard=self._shard(weight))
+        return losses.view(x.shape[0], x.shape[1]).t()
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """`[s, b, h]` (`[s/t, b, h]`) -> `[s, b, V]` with the true vocabulary, gathered, in fp32 or wider; no
+        gradient.
+        """
+        weight = self.output.weight
+        x = self._normalised(x)
+        local = torch.matmul(x, weight.t())
+        whole = all_gather(local.permute(2, 0, 1).contiguous(), self.tp).permute(1, 2, 0)
+        return whole[..., : self.vocab_size].to(torch.promote_types(whole.dtype, torch.float32))
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        x = self.final_norm(x)
+        return all_gather(x, self.tp) if self.split else x
+
+    def _shard(self, weight: Tensor) -> VocabShard:
+        start = self.tp.rank * weight.shape[0]
+        return VocabShard(self.tp, start, max(0, min(weight.shape[0], self.vocab_size - start)))

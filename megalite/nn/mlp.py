@@ -1,0 +1,32 @@
+"""The feed-forward half of a block: up, activation, down."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.context import LayerContext
+from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+
+def output_std(config: ModelConfig) -> float:
+    """Initial deviation of what writes to the residual stream: 2L such layers add up to one (GPT-2)."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+class MLP(nn.Module):
+    """`[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        h, f, bias = config.hidden_size, config.ffn_size, config.add_bias_linear
+        parts = 2 if config.gated else 1
+        self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=config.init_method_std, ctx=ctx)
+        self.activation = ACTIVATIONS[config.activation]
+        self.fc2 = RowParallelLinear(f, h, bias=bias, init_std=output_std(config), ctx=ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))

@@ -1,0 +1,35 @@
+"""LayerNorm and RMSNorm (arXiv 1607.06450, 1910.07467); statistics in fp32 or wider, as the library computes them."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.comm.layout import Placement
+from megalite.config.model import ModelConfig
+from megalite.nn.context import LayerContext
+from megalite.parallel.tensor import new_parameter
+
+
+class Norm(nn.Module):
+    """Normalises the last dimension, `[..., size]` -> `[..., size]` in the parameter dtype.
+
+    `split_input`: each tensor-parallel rank sees other tokens or heads, so the gradients of the weights are shares of
+    the whole.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, ctx: LayerContext, *, split_input: bool) -> None:
+        super().__init__()
+        self.size, self.epsilon = size, config.norm_epsilon
+        place = Placement((size,), (0,), True, tp_partial_grad=split_input, decay=False, init_value=1.0)
+        self.weight = new_parameter((size,), place, ctx)
+        self.bias: nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            place = Placement((size,), (0,), True, tp_partial_grad=split_input, decay=False)
+            self.bias = new_parameter((size,), place, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if bias is None:
+            return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.epsilon).to(weight.dtype)
+        return F.layer_norm(x, (self.size,), weight.to(x.dtype), bias.to(x.dtype), self.epsilon).to(weight.dtype)

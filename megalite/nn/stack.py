@@ -1,0 +1,111 @@
+"""A stage's slice of the model: named layers, run in order, some of them recomputed in backward.
+
+Recomputation (Chen et al., arXiv 1604.06174; granularity and methods as Megatron-LM names them, arXiv 2205.05198):
+
+    selective   inside attention only (`nn.attention_core`)
+    full        whole blocks. uniform: every chunk of N blocks keeps its input only; block: the first N blocks of the
+    stage do, one by one
+
+Dropout is keyed, so a recomputed block sees the same masks without any generator state being saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.nn.block import Block
+from megalite.nn.embedding import Embedding
+from megalite.nn.head import Head
+from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.naming import named_logical_parameters
+
+Layer = Callable[[Tensor | None, Microbatch], Tensor]
+
+
+class LayerStack(nn.Module):
+    """The layers 'embedding', 'layers.i', 'head' that a stage has of them; the paths of its parameters are their
+    logical names.
+
+    If both ends are here and the embeddings are tied, they share one parameter.
+    """
+
+    def __init__(self, config: ModelConfig, named_layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.config = config
+        self.names = tuple(name for name, _ in named_layers)
+        blocks = nn.ModuleDict()
+        for name, layer in named_layers:  # registered in the order of the model: parameters() follows it
+            kind, _, index = name.partition(".")
+            if index:
+                blocks[index] = layer
+                self.add_module(kind, blocks)
+            else:
+                self.add_module(name, layer)
+        tied = not config.untie_embeddings_and_output_weights
+        if tied and "embedding" in self.names and "head" in self.names:
+            head, embedding = cast(Head, self.get_submodule("head")), cast(Embedding, self.get_submodule("embedding"))
+            head.output.weight = embedding.word_embeddings.weight
+        places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
+        self.segments = recompute_segments(len(self.names), places, config)
+
+    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+        """Runs all layers; the first stage gets None, the last returns the summed loss."""
+        layers = self.ordered()
+        for begin, end, recompute in self.segments:
+            part = layers[begin:end]
+            if recompute and torch.is_grad_enabled():
+                x = checkpoint(run_layers, part, x, batch, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = run_layers(part, x, batch)
+        assert x is not None
+        return x
+
+    def body(self, x: Tensor | None, batch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
+        """All layers but the head, without recomputation; `cache` (one entry for each block here) is extended by the
+        batch's tokens.
+        """
+        entries: Iterator = iter(cache.layers) if cache is not None else iter(())
+        for layer in self.ordered():
+            if isinstance(layer, Head):
+                break
+            x = layer(x, batch, next(entries)) if cache is not None and isinstance(layer, Block) else layer(x, batch)
+        assert x is not None
+        return x
+
+    def ordered(self) -> list[nn.Module]:
+        """The layers in the order of the model."""
+        return [self.get_submodule(name) for name in self.names]
+
+    def logical_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(logical name, parameter), each parameter once."""
+        return list(named_logical_parameters(self))
+
+
+def run_layers(layers: Sequence[nn.Module], x: Tensor | None, batch: Microbatch) -> Tensor | None:
+    """One after the other."""
+    for layer in layers:
+        x = layer(x, batch)
+    return x
+
+
+def recompute_segments(count: int, blocks: Sequence[int], config: ModelConfig) -> list[tuple[int, int, bool]]:
+    """Cuts `count` layers, of which the indices `blocks` are transformer blocks, into (begin, end, recompute)."""
+    if config.recompute_granularity != "full" or not blocks:
+        return [(0, count, False)]
+    number = config.recompute_num_layers or 1
+    first, last = blocks[0], blocks[-1] + 1
+    segments = [(0, first, False)] if first else []
+    if config.recompute_method == "block":
+        kept = min(first + number, last)
+        segments += [(i, i + 1, True) for i in range(first, kept)]
+        segments += [(kept, last, False)] if kept < last else []
+    else:
+        segments += [(i, min(i + number, last), True) for i in range(first, last, number)]
+    return segments + ([(last, count, False)] if last < count else [])

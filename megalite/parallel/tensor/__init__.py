@@ -1,0 +1,36 @@
+"""Tensor parallelism: one layer's matrices cut over the ranks of an axis.
+
+Papers: Megatron-LM, Shoeybi et al., arXiv 1909.08053 (columns, rows, vocabulary); Korthikanti et al., arXiv
+2205.05198 (sequence parallelism).
+
+    [s/t, b, h] --all-gather--> [s, b, h] --A_i--> [s, b, f/t] --act--> --B_i--> partial [s, b, h] --reduce-scatter-->
+    [s/t, b, h]
+         norm, dropout, residual: sequence parallel         column parallel        row parallel
+    without sequence parallelism both messages become one all-reduce and the outer parts are computed by every rank
+
+Public names: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, `vocab_parameter`,
+`fused_cross_entropy`, `token_losses`, `VocabShard`, `TensorContext`, `new_parameter`.
+
+Invariant: for every t the layers compute what t = 1 computes, forward and backward, up to the order of additions;
+with t = 1 no process group is touched. Proof: `tests/distributed/test_tensor_parallel.py` (fp64, 1e-12, losses and
+every gradient).
+"""
+
+from megalite.parallel.tensor.context import TensorContext, new_parameter
+from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
+from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
+from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+
+__all__ = [
+    "WORD_EMBEDDINGS",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "TensorContext",
+    "VocabParallelEmbedding",
+    "VocabShard",
+    "fused_cross_entropy",
+    "lookup",
+    "new_parameter",
+    "token_losses",
+    "vocab_parameter",
+]

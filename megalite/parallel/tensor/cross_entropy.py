@@ -1,0 +1,197 @@
+"""The output layer and its cross entropy in one: over vocabulary shards, chunk by chunk, so that the logits never
+exist whole.
+
+For a token with logits z, label y and weight w the loss is `w * (logsumexp(z) - z_y)`, its gradient `w * (softmax(z)
+- onehot(y))`. Every rank holds the rows `V_r` of the output matrix. It computes the logits of its rows, their maximum
+m_r and their sum S_r = sum exp(z - m_r); three numbers a token are gathered over the axis and give the logsumexp of
+the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows lie behind
+the last true one and are left out of the product.
+
+Gradients are computed in the forward, while a chunk's logits are at hand (nothing is computed twice and nothing of
+size tokens x V is kept): backward only scales them by the gradient of the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.comm import collectives
+from megalite.comm.mesh import Axis
+from megalite.gradient import WeightGradQueue, sink_of
+
+# Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache, a GPU wants large products.
+CHUNK_ELEMENTS_CPU = 1 << 22
+CHUNK_ELEMENTS_CUDA = 1 << 26
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's rows of the vocabulary: `start .. start + rows`, of which the first `valid` are true tokens."""
+
+    axis: Axis
+    start: int
+    valid: int
+
+
+@dataclass
+class _Chunk:
+    """Of one chunk of n tokens: softmax over the rank's own rows, what turns it into the global one, and the losses."""
+
+    probabilities: Tensor  # [n, valid], of the rank's own rows
+    scale: Tensor  # [n, 1]: local softmax -> global softmax
+    losses: Tensor  # [n]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The wider of fp32 and `dtype`: what logits and losses are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def fused_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    *,
+    shard: VocabShard,
+    sequence_parallel: bool,
+    queue: WeightGradQueue,
+) -> Tensor:
+    """Sum over tokens of loss_mask * cross entropy, a scalar in fp32 (fp64 for fp64), the same on every rank of the
+    axis.
+
+    x: `[n, h]`, the same on every rank (this rank's `[n/t, h]` under sequence parallelism: it is gathered here);
+    weight: `[V_padded/t, h]`; labels: int64 `[n]`; loss_mask: float `[n]`. The gradient of x is complete (summed over
+    the axis).
+    """
+    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
+
+
+@torch.no_grad()
+def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard) -> Tensor:
+    """The cross entropy of each token, `[n, h]` -> `[n]`, without gradient."""
+    step = chunk_length(x, shard.valid)
+    parts = [
+        _chunk(x[i : i + step], weight[: shard.valid], labels[i : i + step], shard).losses
+        for i in range(0, len(x), step)
+    ]
+    return torch.cat(parts)
+
+
+def chunk_length(x: Tensor, columns: int) -> int:
+    """Tokens of one chunk."""
+    elements = CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else CHUNK_ELEMENTS_CUDA
+    return max(1, min(len(x), elements // max(1, columns)))
+
+
+class _FusedCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        shard: VocabShard,
+        sequence: bool,
+        queue: WeightGradQueue,
+    ) -> Tensor:
+        ctx.sequence = sequence and shard.axis.size > 1
+        if ctx.sequence:
+            x = collectives.all_gather(x, shard.axis)
+        ctx.axis, ctx.queue, ctx.sink = shard.axis, queue, sink_of(weight)
+        ctx.weight_dtype = weight.dtype
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        rows = weight[: shard.valid]
+        weights = loss_mask.to(wide(x.dtype))
+        dx = torch.empty_like(x) if needs_x else None
+        dweight = torch.zeros_like(weight, dtype=wide(x.dtype)) if needs_weight else None
+        total = weights.new_zeros(())
+        step = chunk_length(x, shard.valid)
+        for begin in range(0, len(x), step):
+            part = slice(begin, begin + step)
+            chunk = _chunk(x[part], rows, labels[part], shard)
+            total += torch.dot(chunk.losses, weights[part])
+            if dx is None and dweight is None:
+                continue
+            dlogits = _logit_gradient(chunk, labels[part], weights[part], shard).to(x.dtype)
+            if dx is not None:
+                torch.mm(dlogits, rows, out=dx[part])
+            if dweight is not None:
+                _accumulate(dweight[: shard.valid], dlogits.t(), x[part])
+        ctx.save_for_backward(dx, dweight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight = ctx.saved_tensors
+        reducing = collectives.Done()
+        if dx is not None:
+            whole = dx * dtotal
+            if ctx.sequence:
+                dx = whole.new_empty((len(whole) // ctx.axis.size, whole.shape[1]))
+                reducing = collectives.reduce_scatter_into(dx, whole, ctx.axis, async_op=True)
+            else:
+                dx = whole
+                reducing = collectives.all_reduce_(dx, ctx.axis, async_op=True)
+        if dweight is not None and ctx.sink is not None:
+            sink = ctx.sink
+
+            def accumulate() -> None:
+                sink.grad.addcmul_(dweight, dtotal.to(dweight.dtype))
+                sink.done()
+
+            ctx.queue.put(accumulate)
+        elif dweight is not None:
+            dweight = (dweight * dtotal).to(ctx.weight_dtype)
+        reducing.wait()
+        return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
+
+
+def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> _Chunk:
+    """`[n, h]` tokens against this rank's true rows `[valid, h]`."""
+    logits = torch.mm(x, rows.t()).to(wide(x.dtype))
+    local = labels - shard.start
+    own = (local >= 0) & (local < shard.valid)
+    if shard.valid:
+        top = logits.amax(-1)
+        probabilities = torch.softmax(logits, -1)
+        # the largest probability is 1 / S_r, so the sum of exponentials needs no pass of its own
+        logsum = top - probabilities.amax(-1).log()
+        picked = logits.gather(1, local.clamp(0, shard.valid - 1)[:, None])[:, 0]
+    else:
+        probabilities = logits
+        logsum = logits.new_full((len(x),), float("-inf"))
+        picked = torch.zeros_like(logsum)
+    picked = picked.masked_fill(~own, 0.0)
+    if shard.axis.size == 1:
+        return _Chunk(probabilities, torch.ones_like(logsum)[:, None], logsum - picked)
+    everyone = collectives.all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
+    total = torch.logsumexp(everyone[:, 0], 0)
+    return _Chunk(probabilities, (logsum - total).exp()[:, None], total - everyone[:, 1].sum(0))
+
+
+def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: VocabShard) -> Tensor:
+    """weights * (softmax - onehot) over this rank's rows, `[n, valid]`; overwrites the chunk's probabilities."""
+    gradient = chunk.probabilities.mul_(chunk.scale * weights[:, None])
+    if not shard.valid:
+        return gradient
+    local = labels - shard.start
+    own = (local >= 0) & (local < shard.valid)
+    gradient.scatter_add_(1, local.clamp(0, shard.valid - 1)[:, None], -(weights * own)[:, None])
+    return gradient
+
+
+def _accumulate(target: Tensor, a: Tensor, b: Tensor) -> None:
+    """target += a @ b, in the target's dtype where the backend can."""
+    if a.dtype == target.dtype:
+        target.addmm_(a, b)
+    else:
+        target.add_(torch.mm(a, b))

@@ -1,0 +1,83 @@
+"""The word embedding cut over the tensor axis by rows of the vocabulary (Megatron-LM, arXiv 1909.08053)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.comm.autograd import reduce_from_axis, scatter_sum_sequence
+from megalite.comm.layout import Placement
+from megalite.gradient import WeightGradQueue, sink_of
+from megalite.parallel.tensor.context import TensorContext, new_parameter
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def vocab_parameter(
+    vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: TensorContext
+) -> nn.Parameter:
+    """`[padded/t, h]`: this rank's rows of a `[V, h]` matrix. Rows from V on are padding: zero, never stored, never
+    trained.
+    """
+    local = padded_size // ctx.tp.size
+    place = Placement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.size == 1, init_std=init_std)
+    return new_parameter((local, hidden_size), place, ctx)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids -> vectors. Each rank looks up the ids it owns; the sum over the axis completes the rest."""
+
+    def __init__(
+        self, vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: TensorContext
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.weight = vocab_parameter(vocab_size, padded_size, hidden_size, init_std=init_std, ctx=ctx)
+        self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 `[s, b]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+        rows = self.weight.shape[0]
+        own = None
+        if self.tp.size > 1:
+            ids = ids - self.tp.rank * rows
+            own = (ids >= 0) & (ids < rows)
+            ids = ids.clamp(0, rows - 1)
+        x = lookup(ids, self.weight, self.weight_grads, autograd_only=self.autograd_only)
+        if own is not None:
+            x = x * own[..., None]
+        return scatter_sum_sequence(x, self.tp) if self.sequence_parallel else reduce_from_axis(x, self.tp)
+
+
+def lookup(ids: Tensor, weight: Tensor, queue: WeightGradQueue, *, autograd_only: bool) -> Tensor:
+    """`weight[ids]`, `[..., h]`; the gradient goes to the weight's sink where it has one."""
+    return F.embedding(ids, weight) if autograd_only else _Lookup.apply(ids, weight, queue)
+
+
+class _Lookup(Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
+        ctx.sink, ctx.queue, ctx.rows = sink_of(weight), queue, weight.shape[0]
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        sink = ctx.sink
+        if sink is None:
+            return None, torch.ops.aten.embedding_dense_backward(dy, ids, ctx.rows, -1, False), None
+
+        def accumulate() -> None:
+            sink.grad.index_add_(0, ids.flatten(), dy.reshape(-1, dy.shape[-1]).to(sink.grad.dtype))
+            sink.done()
+
+        ctx.queue.put(accumulate)
+        return None, None, None

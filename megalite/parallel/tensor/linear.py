@@ -1,0 +1,183 @@
+"""Linear layers cut over the tensor axis: by output columns before a nonlinearity, by input rows after it.
+
+Megatron-LM (arXiv 1909.08053) pairs them so that a block needs two sums forward and two backward; sequence
+parallelism (arXiv 2205.05198) splits each sum into a reduce-scatter and an all-gather around the parts of the block
+that work token by token.
+
+    x  --f-->  [ x A_i ]  -->  nonlinearity  -->  [ y B_i ]  --g-->  sum over i
+
+Backward hides the messages: while the gradient of the input travels, the weight gradient is computed and added
+straight into the parameter's main-gradient buffer (`GradSink`), unless the executor has asked for it to be put aside
+(`WeightGradQueue`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.comm import collectives
+from megalite.comm.autograd import copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
+from megalite.comm.layout import Placement
+from megalite.comm.mesh import Axis
+from megalite.gradient import GradSink, WeightGradQueue, sink_of
+from megalite.parallel.tensor.context import TensorContext, new_parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x A^T + b with the rows of A (columns of A^T) cut over the axis: `[s, b, in]` -> `[s, b, out/t]`.
+
+    Under sequence parallelism the input is `[s/t, b, in]` and is gathered here, again in backward (so it is never
+    stored whole). `parts` > 1 stacks several projections of the same input, each cut by itself: the weight is
+    `[parts, out/t, in]` and the result `[s, b, parts * out/t]` holds the parts one after the other (a gated MLP's
+    gate and value).
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, parts: int = 1, bias: bool, init_std: float, ctx: TensorContext
+    ) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        local = out_features // ctx.tp.size
+        stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
+        begin = ctx.tp.rank * local
+        replicated = ctx.tp.size == 1
+        place = Placement((*stack, out_features, in_features), (*origin, begin, 0), replicated, init_std=init_std)
+        self.weight = new_parameter((*stack, local, in_features), place, ctx)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            place = Placement((*stack, out_features), (*origin, begin), replicated, decay=False)
+            self.bias = new_parameter((*stack, local), place, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
+        if self.autograd_only:
+            x = gather_sequence(x, self.tp) if self.sequence_parallel else copy_to_axis(x, self.tp)
+            bias = None if self.bias is None else self.bias.flatten()
+            return F.linear(x, self.weight.flatten(0, -2), bias)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads)
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x_i B_i^T, plus b: `[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence
+    parallelism).
+
+    The bias enters the first rank's product, so that the sum contains it once and costs nothing of its own.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, init_std: float, ctx: TensorContext) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        local = in_features // ctx.tp.size
+        place = Placement((out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.size == 1, init_std=init_std)
+        self.weight = new_parameter((out_features, local), place, ctx)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            partial = ctx.sequence_parallel and ctx.tp.size > 1
+            self.bias = new_parameter(
+                (out_features,), Placement((out_features,), (0,), True, tp_partial_grad=partial, decay=False), ctx
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence parallelism)."""
+        if self.autograd_only:
+            y = F.linear(x, self.weight)
+            y = scatter_sum_sequence(y, self.tp) if self.sequence_parallel else reduce_from_axis(y, self.tp)
+            return y if self.bias is None else y + self.bias
+        return _RowLinear.apply(x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads)
+
+
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool, queue: WeightGradQueue
+    ) -> Tensor:
+        ctx.axis, ctx.sequence, ctx.queue = axis, sequence and axis.size > 1, queue
+        ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+        ctx.save_for_backward(x, weight, bias)
+        whole = collectives.all_gather(x, axis) if ctx.sequence else x
+        return F.linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        axis: Axis = ctx.axis
+        whole, gathering = x, collectives.Done()
+        if ctx.sequence and ctx.needs_input_grad[1]:
+            whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+            gathering = collectives.all_gather_into(whole, x, axis, async_op=True)
+        dx, reducing = None, collectives.Done()
+        if ctx.needs_input_grad[0]:
+            partial = torch.matmul(dy, weight.flatten(0, -2))
+            gathering.wait()
+            if ctx.sequence:
+                dx = x.new_empty(x.shape)
+                reducing = collectives.reduce_scatter_into(dx, partial, axis, async_op=True)
+            else:
+                dx = partial
+                reducing = collectives.all_reduce_(dx, axis, async_op=True)
+        gathering.wait()
+        dweight, dbias = weight_gradients(ctx, whole, dy, weight, bias)
+        reducing.wait()
+        return dx, dweight, dbias, None, None, None
+
+
+class _RowLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool, queue: WeightGradQueue
+    ) -> Tensor:
+        ctx.axis, ctx.sequence, ctx.queue = axis, sequence and axis.size > 1, queue
+        ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+        ctx.save_for_backward(x, weight, bias)
+        y = F.linear(x, weight, bias if axis.rank == 0 else None)
+        if ctx.sequence:
+            return collectives.reduce_scatter(y, axis)
+        collectives.all_reduce_(y, axis)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        dbias = None
+        if bias is not None and ctx.needs_input_grad[2]:  # before the gather: each rank sums its own tokens
+            dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
+        if ctx.sequence:
+            dy = collectives.all_gather(dy, ctx.axis)
+        dx = torch.matmul(dy, weight) if ctx.needs_input_grad[0] else None
+        dweight, _ = weight_gradients(ctx, x, dy, weight, None)
+        return dx, dweight, dbias, None, None, None
+
+
+def weight_gradients(
+    ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW = dy^T x and db = sum of dy, into the sinks (and then None) or returned for autograd where there is none."""
+    dweight = dbias = None
+    if ctx.needs_input_grad[1]:
+        rows, columns = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        sink: GradSink | None = ctx.sinks[0]
+        if sink is None:
+            dweight = torch.mm(columns.t(), rows).view(weight.shape)
+        else:
+            ctx.queue.put(lambda: sink.addmm(columns.t(), rows))
+    if bias is not None and ctx.needs_input_grad[2]:
+        dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
+    return dweight, dbias
+
+
+def bias_gradient(sink: GradSink | None, queue: WeightGradQueue, dy: Tensor, bias: Tensor) -> Tensor | None:
+    """The sum of dy over all tokens, into the sink or returned."""
+    if sink is None:
+        return dy.flatten(0, -2).sum(0).view(bias.shape)
+    queue.put(lambda: sink.add(dy.flatten(0, -2).sum(0, dtype=sink.grad.dtype).view(bias.shape)))
+    return None
