@@ -1,0 +1,30 @@
+"""Checkpoints: named rectangles of logical tensors on disk, which load at any layout and can not be torn.
+
+    iter_0000100.tmp-3f9c/            staged ...
+      rank_00000.safetensors            every rank streams what it has to write
+      manifest.json, COMMITTED          checksums of everything; rank 0, last
+    iter_0000100/                     ... and renamed: committed
+
+    format.py       the manifest and its validation; checksums
+    storage.py      streaming writes, verified block reads, the commit protocol
+    reshard.py      rectangles: intersections, who writes what (pure)
+    discovery.py    newest committed checkpoint, sweeping, retention
+    saving.py       one save seen from one rank
+    loading.py      cutting what is wanted out of what is stored
+    checkpointer.py Checkpointer: the collective face of all that
+
+Public: `Checkpointer`, `latest`, `committed`, `resolve`. Weights are stored under their logical name, optimizer state
+    as
+`optimizer/<state>/<logical name>`, the older weights of PipeDream-2BW as `previous/<logical name>`; scalars live in
+`meta` (JSON).
+
+Invariants: a directory without `.tmp-` in its name is whole; every byte loaded was checksummed; nothing read is
+    executed; any layout that
+saved can be loaded by any other. Proved by tests/unit/checkpoint, tests/distributed/test_checkpoint*.py and
+tests/faults/test_checkpoint_faults.py.
+"""
+
+from megalite.checkpoint.checkpointer import Checkpointer
+from megalite.checkpoint.discovery import committed, latest, resolve
+
+__all__ = ["Checkpointer", "committed", "latest", "resolve"]

@@ -1,0 +1,230 @@
+"""`Checkpointer`: what the trainer sees. Collective over its axis; with an axis of one rank nothing travels."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.discovery import directory_name, resolve, retain, sweep
+from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
+from megalite.checkpoint.loading import plan_reads, run_reads, unused_names
+from megalite.checkpoint.saving import SaveJob, SavePlan, check_space, describe, first_problem, in_words, make_plan
+from megalite.checkpoint.storage import open_plain, read_extra, read_manifest
+from megalite.comm.collectives import all_gather_json
+from megalite.comm.layout import TensorShard
+from megalite.comm.mesh import Axis
+from megalite.errors import CheckpointError
+from megalite.faults import fault_point
+
+logger = logging.getLogger(__name__)
+
+# State that belongs to a run rather than to the model: not asking for it is legal (fine-tuning, generation) and is
+# logged.
+STATE_PREFIXES = ("optimizer/", "previous/")
+
+
+class Checkpointer:
+    """Saves and loads named rectangles under `directory`.
+
+    Every method without "local" in its first line is collective over `world`: all ranks call it with the same step and
+    path, and if one of them fails, all raise the same CheckpointError.
+
+    Args:
+        directory: the run directory (`--save`); made by the first save.
+        world: the axis of all ranks; `Axis.single("world")` for one process.
+        keep_last: how many checkpoints stay (`--keep-last`); None keeps all. The others are deleted after the next
+            commit, never before.
+        retain_interval: checkpoints at multiples of it stay for ever (`--save-retain-interval`).
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        world: Axis,
+        keep_last: int | None = None,
+        retain_interval: int | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.directory = Path(directory)
+        self._world = world
+        self._keep_last, self._retain_interval = keep_last, retain_interval
+        self._block_bytes = block_bytes
+        self._swept = False
+        self._plan: tuple[list[str], SavePlan] | None = None
+        self._last: Path | None = None
+
+    # ---- saving
+
+    def save(
+        self,
+        step: int,
+        shards: Sequence[TensorShard],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Writes a checkpoint and returns its directory once it is committed and durable.
+
+        shards: all that this rank holds; together the ranks' shards with replica 0 must cover every logical tensor
+            exactly once. Copies (replica 1, 2, ...) are not written twice, but share the work.
+        meta: a JSON object, rank 0's is stored. files: name -> content, rank 0's are stored.
+        A checkpoint of `step` that this object has just committed is returned as it is. Raises CheckpointError.
+        """
+        if self._last is not None and self._last.name == directory_name(step):
+            return self._last
+        started = time.perf_counter()
+        job = self._prepare(step, shards, meta, files or {})
+        reports = all_gather_json(job.write_part(), self._world)
+        self._together(job.commit(reports) if self._world.is_first else None)
+        self._committed(job, time.perf_counter() - started)
+        return job.final
+
+    def _prepare(
+        self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> SaveJob:
+        fault_point("save.begin", rank=self._world.rank, step=step)
+        plan = self._agree_on_plan(shards)
+        save_id, problem = uuid.uuid4().hex[:12], None
+        if self._world.is_first:
+            problem = self._stage(step, save_id, plan.nbytes)
+        save_id, problem = all_gather_json([save_id, problem], self._world)[0]
+        if problem:
+            raise CheckpointError(problem)
+        return SaveJob(
+            directory=self.directory,
+            staging=self.directory / f"{directory_name(step)}.tmp-{save_id}",
+            step=step,
+            save_id=save_id,
+            rank=self._world.rank,
+            plan=plan,
+            parts=SaveJob.parts_of(shards, plan.duties[self._world.rank]),
+            meta=meta,
+            files=files,
+            block_bytes=self._block_bytes,
+        )
+
+    def _stage(self, step: int, save_id: str, needed: int) -> str | None:
+        """Rank 0: makes the staging directory. Returns what stands against it."""
+        final = self.directory / directory_name(step)
+        if final.exists():
+            name = final.name
+            return f"--save={self.directory}: {name} exists and is never overwritten; choose another --save"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if not self._swept:
+                sweep(self.directory)
+                self._swept = True
+            check_space(self.directory, needed)
+            (self.directory / f"{final.name}.tmp-{save_id}").mkdir()
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"--save={self.directory}: can not write there ({error.strerror}); choose another --save"
+        return None
+
+    def _agree_on_plan(self, shards: Sequence[TensorShard]) -> SavePlan:
+        """Who writes what. The descriptions travel only when some rank's have changed since the last save."""
+        problem, rows = None, []
+        try:
+            rows = describe(shards)
+        except CheckpointError as error:
+            problem = str(error)
+        self._together(problem)
+        hashes = all_gather_json(checksum(json.dumps(rows).encode()), self._world)
+        if self._plan is None or self._plan[0] != hashes:
+            self._plan = (hashes, make_plan(all_gather_json(rows, self._world)))
+        return self._plan[1]
+
+    def _committed(self, job: SaveJob, seconds: float) -> None:
+        self._last = job.final
+        if self._world.is_first:
+            logger.info("saved %s (%s in %.2f s)", job.final, in_words(job.plan.nbytes), seconds)
+            retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
+
+    # ---- loading
+
+    def find(self, load: Path | str, ckpt_step: int | None = None) -> Path:
+        """The checkpoint that `--load` and `--ckpt-step` mean, as rank 0 sees the directory. Raises CheckpointError."""
+        found, problem = None, None
+        if self._world.is_first:
+            try:
+                found = str(resolve(load, ckpt_step))
+            except CheckpointError as error:
+                problem = str(error)
+        self._together(problem)
+        return Path(all_gather_json(found, self._world)[0])
+
+    def load(self, path: Path | str, shards: Sequence[TensorShard], *, cast: bool = False) -> dict[str, Any]:
+        """Fills `shard.local` of all shards from a checkpoint of any layout and returns its meta.
+
+        Every element is verified and set exactly once; a rank reads only the blocks that it needs, with one block of
+        memory. dtypes must be equal unless `cast`. Stored weights that no rank asks for are an error; optimizer state
+        is left out with a log line. Raises CheckpointError naming the tensor or the damaged file; the shards' values
+        are then unspecified.
+        """
+        path, problem, manifest = Path(path), None, None
+        started, nbytes = time.perf_counter(), 0
+        try:
+            manifest = read_manifest(path)
+            reads = plan_reads(manifest, shards, cast=cast, where=str(path))
+        except CheckpointError as error:
+            problem = str(error)
+        self._together(problem)
+        assert manifest is not None
+        self._check_unused(path, manifest, shards)
+        try:
+            fault_point("load", rank=self._world.rank, step=manifest.step)
+            if self._world.is_first:
+                _verify_extra_files(path, manifest)
+            nbytes = run_reads(path, manifest, reads)
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{path}: can not be read ({error.strerror})"
+        self._together(problem)
+        logger.info("loaded %s (%s on this rank in %.2f s)", path, in_words(nbytes), time.perf_counter() - started)
+        return dict(manifest.meta)
+
+    def _check_unused(self, path: Path, manifest: Manifest, shards: Sequence[TensorShard]) -> None:
+        everyone = all_gather_json([manifest.save_id, sorted({shard.name for shard in shards})], self._world)
+        if any(save_id != manifest.save_id for save_id, _ in everyone):
+            raise CheckpointError(
+                f"{path}: the ranks see different checkpoints here; is the directory shared by all hosts?"
+            )
+        unused = unused_names(manifest, {name for _, names in everyone for name in names})
+        weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
+        if weights:
+            more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
+            raise CheckpointError(f"{path}: holds weights that this model lacks: {', '.join(weights[:3])}{more}")
+        if unused and self._world.is_first:
+            logger.info("%s: %d state tensors were not asked for and not loaded", path, len(unused))
+
+    def load_meta(self, path: Path | str) -> dict[str, Any]:
+        """Local: the JSON object that was saved with a checkpoint. Raises CheckpointError."""
+        return dict(read_manifest(Path(path)).meta)
+
+    def read_file(self, path: Path | str, name: str) -> bytes:
+        """Local: a verified file that was saved with a checkpoint. Raises CheckpointError."""
+        return read_extra(Path(path), read_manifest(Path(path)), name)
+
+    # ---- agreement
+
+    def _together(self, problem: str | None) -> None:
+        """If any rank has a problem, all raise the first one."""
+        agreed = first_problem(all_gather_json(problem, self._world))
+        if agreed:
+            raise CheckpointError(agreed)
+
+
+def _verify_extra_files(path: Path, manifest: Manifest) -> None:
+    """A checkpoint with a damaged tokenizer, or without a file that this layout need not read, is refused too."""
+    for name in manifest.extra_files:
+        read_extra(path, manifest, name)
+    for name, stored in manifest.files.items():
+        os.close(open_plain(path / name, stored.nbytes))

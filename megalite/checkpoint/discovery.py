@@ -1,0 +1,151 @@
+"""Finding, sweeping and keeping: a directory of checkpoints is read by looking, never through a tracker file.
+
+`latest_checkpointed_iteration.txt` is written for people's scripts and never read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from megalite.checkpoint.format import COMMITTED
+from megalite.checkpoint.storage import fsync_directory
+from megalite.errors import CheckpointError
+from megalite.faults import fault_point
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"iter_(\d{7,12})", re.ASCII)
+_STAGED = re.compile(r"iter_\d{7,12}\.tmp-[\w-]+", re.ASCII)
+
+
+def directory_name(step: int) -> str:
+    """`iter_0000100`."""
+    return f"iter_{step:07d}"
+
+
+def step_of(path: Path) -> int:
+    """100 for `.../iter_0000100`. Raises CheckpointError for any other name."""
+    match = _NAME.fullmatch(path.name)
+    if not match:
+        raise CheckpointError(f"{path}: not the name of a checkpoint (iter_0000100)")
+    return int(match[1])
+
+
+def committed(directory: Path | str) -> list[Path]:
+    """The committed checkpoints of a directory, oldest first; empty where there is no such directory."""
+    root = Path(directory)
+    if not root.is_dir():
+        return []
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / COMMITTED).is_file()]
+    return sorted(found, key=step_of)
+
+
+def interrupted(directory: Path | str) -> list[Path]:
+    """Staging directories: saves that are in flight or were interrupted."""
+    root = Path(directory)
+    return sorted(path for path in root.iterdir() if _STAGED.fullmatch(path.name)) if root.is_dir() else []
+
+
+def latest(directory: Path | str) -> Path | None:
+    """The newest committed checkpoint of a directory, found by looking."""
+    found = committed(directory)
+    return found[-1] if found else None
+
+
+def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
+    """The checkpoint that `--load` (a directory of checkpoints, or one checkpoint) and `--ckpt-step` mean.
+
+    Raises CheckpointError.
+    """
+    root = Path(load)
+    if not root.exists():
+        raise CheckpointError(f"--load={load}: no such directory; omit --load to start fresh")
+    if (root / COMMITTED).is_file():
+        if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
+            raise CheckpointError(
+                f"--ckpt-step={ckpt_step}: --load={load} is the checkpoint of another step; drop one of the two"
+            )
+        return root
+    found = committed(root)
+    if ckpt_step is not None:
+        for path in found:
+            if step_of(path) == ckpt_step:
+                return path
+        steps = ", ".join(str(step_of(path)) for path in found) or "none"
+        raise CheckpointError(f"--ckpt-step={ckpt_step}: no committed checkpoint of that step in {load} (has: {steps})")
+    if found:
+        return found[-1]
+    raise CheckpointError(f"--load={load}: no committed checkpoint{_what_else(root)}; omit --load to start fresh")
+
+
+def _what_else(root: Path) -> str:
+    """The facts behind `no committed checkpoint`."""
+    if not root.is_dir():
+        return " (not a directory)"
+    torn = interrupted(root)
+    if torn:
+        return f" (found {torn[-1].name}, interrupted)"
+    if ".tmp-" in root.name:
+        return " (an interrupted save)"
+    foreign = [path.name for path in sorted(root.iterdir()) if _NAME.fullmatch(path.name)]
+    if foreign:
+        return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
+    return " (empty)" if not any(root.iterdir()) else ""
+
+
+def sweep(directory: Path | str) -> list[Path]:
+    """Removes what interrupted saves and deletions left.
+
+    Only for the holder of the run directory's lock, before its first save.
+    """
+    torn = interrupted(directory)
+    for path in torn:
+        shutil.rmtree(path, ignore_errors=True)
+        logger.info("removed %s, left by an interrupted save", path)
+    return torn
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint: it loses its name first, so that a kill half-way never leaves a torn one."""
+    doomed = path.with_name(f"{path.name}.tmp-deleted-{uuid.uuid4().hex[:8]}")
+    os.rename(path, doomed)
+    fsync_directory(path.parent)
+    fault_point("save.gc", path=str(path))
+    shutil.rmtree(doomed)
+
+
+def retain(directory: Path | str, *, keep_last: int | None, retain_interval: int | None) -> list[Path]:
+    """Deletes all but the newest `keep_last` and the milestones (every `retain_interval` steps); returns the deleted.
+
+    Called after a commit only, so at least one whole checkpoint remains at every instant. A deletion that fails is a
+    warning: the save itself has succeeded.
+    """
+    if keep_last is None:
+        return []
+    deleted = []
+    for path in committed(directory)[: -max(1, keep_last)]:
+        if retain_interval and step_of(path) % retain_interval == 0:
+            continue
+        try:
+            remove(path)
+        except OSError as error:
+            logger.warning("could not delete the old checkpoint %s: %s", path, error.strerror)
+        else:
+            deleted.append(path)
+    return deleted
+
+
+def write_tracker(directory: Path, step: int) -> None:
+    """Megatron's tracker file, for people's scripts. A failure is a warning: nothing depends on it."""
+    temporary = directory / f".{TRACKER}.{uuid.uuid4().hex[:8]}"
+    try:
+        temporary.write_text(f"{step}\n")
+        os.replace(temporary, directory / TRACKER)
+    except OSError as error:
+        logger.warning("could not write %s: %s", directory / TRACKER, error.strerror)

@@ -1,0 +1,162 @@
+"""Loading at any layout: what a rank wants is cut out of what is stored, verified block by block.
+
+Values are written through the shards' views; the only buffer is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.format import Manifest, StoredShard
+from megalite.checkpoint.reshard import Box, cover
+from megalite.checkpoint.storage import ShardReader, flat_bytes
+from megalite.comm.layout import TensorShard, range_to_rectangles
+from megalite.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a piece of a stored rectangle goes: the wanted shard and the common box.
+
+    Where the piece is one contiguous range both in the file and in `shard.local`, `flat` is the range `first .. last`
+    of the stored rectangle's elements, and `shift` is what must be added to come to the element in `shard.local`.
+    """
+
+    shard: TensorShard
+    common: Box
+    flat: tuple[int, int, int] | None
+
+    @property
+    def box(self) -> Box:
+        return Box(self.shard.offset, tuple(self.shard.local.shape))
+
+
+def _flat_range(stored: Box, shard: TensorShard, common: Box, dtype: torch.dtype) -> tuple[int, int, int] | None:
+    local = shard.local
+    same = stored.shape[1:] == tuple(local.shape[1:]) and stored.offset[1:] == shard.offset[1:]
+    if not (same and local.is_contiguous() and local.device.type == "cpu" and local.dtype == dtype):
+        return None
+    if not stored.shape:
+        return 0, 1, 0
+    inner = common.numel // common.shape[0]
+    first = (common.offset[0] - stored.offset[0]) * inner
+    return first, first + common.numel, (stored.offset[0] - shard.offset[0]) * inner
+
+
+Reads = dict[str, list[tuple[StoredShard, list[Target]]]]
+
+
+def plan_reads(manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool, where: str) -> Reads:
+    """file name -> its needed rectangles, each with where its values go; all is checked before a byte is read.
+
+    Raises CheckpointError naming tensors that are missing, of another shape or of another dtype (unless `cast`).
+    """
+    table = manifest.shards_by_tensor()
+    wanted: dict[str, dict[int, tuple[StoredShard, list[Target]]]] = {}
+    problems: list[str] = []
+    for shard in shards:
+        stored = manifest.tensors.get(shard.name)
+        if stored is None:
+            problems.append(f"{shard.name}: not in the checkpoint")
+            continue
+        if stored.shape != tuple(shard.global_shape):
+            problems.append(f"{shard.name}: shape {list(shard.global_shape)} (checkpoint {list(stored.shape)})")
+            continue
+        if stored.torch_dtype != shard.local.dtype and not cast:
+            problems.append(f"{shard.name}: {shard.local.dtype} (checkpoint {stored.torch_dtype})")
+            continue
+        box = Box(shard.offset, tuple(shard.local.shape))
+        if not box.numel:
+            continue
+        places = table.get(shard.name, [])
+        try:
+            pieces = cover(box, [place.box for _, place in places])
+        except ValueError as error:
+            problems.append(f"{shard.name}: {error}")
+            continue
+        for index, common in pieces:
+            file_name, source = places[index]
+            target = Target(shard, common, _flat_range(source.box, shard, common, stored.torch_dtype))
+            wanted.setdefault(file_name, {}).setdefault(source.begin, (source, []))[1].append(target)
+    if problems:
+        unique = list(dict.fromkeys(problems))
+        more = f" (and {len(unique) - 3} more)" if len(unique) > 3 else ""
+        raise CheckpointError(f"{where}: does not fit this model: {'; '.join(unique[:3])}{more}")
+    return {name: [places[begin] for begin in sorted(places)] for name, places in sorted(wanted.items())}
+
+
+def run_reads(path: Path, manifest: Manifest, reads: Reads) -> int:
+    """Reads, verifies and distributes; returns the bytes read.
+
+    The only buffer is one block. Raises CheckpointError naming the file.
+    """
+    scratch = torch.empty(manifest.block_bytes, dtype=torch.uint8)
+    total = 0
+    for file_name, places in reads.items():
+        with ShardReader(path / file_name, manifest.files[file_name], manifest.block_bytes) as reader:
+            for source, targets in places:
+                dtype = manifest.tensors[source.tensor].torch_dtype
+                total += _read_rectangle(reader, source, targets, dtype, manifest.block_bytes, scratch)
+    return total
+
+
+def _read_rectangle(
+    reader: ShardReader,
+    source: StoredShard,
+    targets: Sequence[Target],
+    dtype: torch.dtype,
+    block_bytes: int,
+    scratch: torch.Tensor,
+) -> int:
+    per_block = block_bytes // dtype.itemsize
+    total = 0
+    for index in range(len(source.checksums)):
+        first, last = index * per_block, min((index + 1) * per_block, source.box.numel)
+        pieces = _pieces(source.box, targets, first, last)
+        if not pieces:
+            continue
+        home = next((t for t in targets if t.flat and t.flat[0] <= first and last <= t.flat[1]), None)
+        if home is not None and home.flat is not None:  # straight into its place, no copy
+            values = home.shard.local.detach().view(-1)[first + home.flat[2] : last + home.flat[2]]
+        else:
+            values = scratch[: (last - first) * dtype.itemsize].view(dtype)
+        reader.read_block(source, index, flat_bytes(values))
+        total += values.numel() * dtype.itemsize
+        for piece in pieces:
+            if piece.target is not home:
+                block = values[piece.at : piece.at + piece.box.numel].view(piece.box.shape)
+                place = piece.common.slices_in(piece.target.box)
+                piece.target.shard.local.detach()[place].copy_(block[piece.common.slices_in(piece.box)])
+    return total
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The elements `at ..` of a block form `box` of the logical tensor, of which `common` goes to `target`."""
+
+    target: Target
+    box: Box
+    common: Box
+    at: int
+
+
+def _pieces(stored: Box, targets: Sequence[Target], first: int, last: int) -> list[_Piece]:
+    """What elements `first .. last` of a stored rectangle mean to the targets."""
+    pieces = []
+    for rectangle in range_to_rectangles(stored.shape, first, last):
+        offset = tuple(a + b for a, b in zip(stored.offset, rectangle.offset, strict=True))
+        box = Box(offset, rectangle.shape)
+        for target in targets:
+            common = box.intersect(target.common)
+            if common is not None:
+                pieces.append(_Piece(target, box, common, rectangle.start - first))
+    return pieces
+
+
+def unused_names(manifest: Manifest, wanted: Collection[str]) -> list[str]:
+    """Stored tensors that no rank asked for."""
+    return [name for name in manifest.tensors if name not in wanted]

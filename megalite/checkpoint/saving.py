@@ -1,0 +1,240 @@
+"""One save, seen from one rank: what it writes, and how the coordinator commits. No collective in here.
+
+The two ways of saving share this file; they differ in where the values come from (the live tensors, or a copy of them)
+and in how the ranks' reports reach the coordinator (a collective, or files in the staging directory).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.discovery import directory_name, write_tracker
+from megalite.checkpoint.format import (
+    BLOCK_BYTES,
+    DTYPE_NAMES,
+    ExtraFile,
+    Manifest,
+    StoredTensor,
+    check_file_name,
+    file_from_json,
+    file_to_json,
+    tiling_problem,
+)
+from megalite.checkpoint.reshard import Box, Duty, Holding, share_out
+from megalite.checkpoint.storage import Part, publish, write_file, write_proof, write_shard_file
+from megalite.comm.layout import TensorShard
+from megalite.errors import CheckpointError
+from megalite.faults import fault_point
+
+logger = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+
+
+def space_line(needed: int, directory: Path) -> str:
+    """`a checkpoint needs ~2.3 GB, 1.1 GB free on /mnt/x`."""
+    place = existing_parent(directory)
+    return f"a checkpoint needs ~{in_words(needed)}, {in_words(shutil.disk_usage(place).free)} free on {place}"
+
+
+def existing_parent(directory: Path) -> Path:
+    """The directory itself, or the nearest one above it that exists."""
+    place = directory.absolute()
+    while not place.is_dir():
+        place = place.parent
+    return place
+
+
+def in_words(nbytes: int) -> str:
+    """`2.3 GB` (powers of ten, as disks are sold)."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def check_space(directory: Path | str, needed: int) -> None:
+    """Raises CheckpointError where `needed` bytes do not fit into what is free under `directory`."""
+    place = Path(directory)
+    if shutil.disk_usage(existing_parent(place)).free < needed:
+        raise CheckpointError(
+            f"--save={directory}: {space_line(needed, place)}; free some space or choose another --save"
+        )
+
+
+def first_problem(problems: Sequence[str | None]) -> str | None:
+    """One line out of the ranks' problems: the first, with its rank unless all ranks say the same."""
+    said = [(rank, problem) for rank, problem in enumerate(problems) if problem]
+    if not said:
+        return None
+    rank, problem = said[0]
+    alike = len(problems) == 1 or (len(said) == len(problems) and len({text for _, text in said}) == 1)
+    return problem if alike else f"{problem} [rank {rank}]"
+
+
+def describe(shards: Sequence[TensorShard]) -> list[list[Any]]:
+    """What a rank tells the others about its shards (JSON).
+
+    Raises CheckpointError for a dtype that the format does not know.
+    """
+    rows = []
+    for shard in shards:
+        dtype = DTYPE_NAMES.get(shard.local.dtype)
+        if dtype is None:
+            raise CheckpointError(f"tensor {shard.name}: {shard.local.dtype} can not be stored")
+        rows.append(
+            [shard.name, dtype, list(shard.global_shape), list(shard.offset), list(shard.local.shape), shard.replica]
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Who writes what: duties[r] for rank r; all logical tensors."""
+
+    tensors: Mapping[str, StoredTensor]
+    duties: Sequence[Sequence[Duty]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def make_plan(descriptions: Sequence[Sequence[Sequence[Any]]]) -> SavePlan:
+    """The plan from all ranks' `describe`; the same on every rank.
+
+    Raises CheckpointError where ranks disagree about a tensor or the shards do not cover it exactly once.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    holdings: list[list[Holding]] = []
+    for rank, rows in enumerate(descriptions):
+        mine = []
+        for index, (name, dtype, global_shape, offset, shape, replica) in enumerate(rows):
+            tensor = StoredTensor(dtype, tuple(global_shape))
+            if tensors.setdefault(name, tensor) != tensor:
+                raise CheckpointError(f"tensor {name}: rank {rank} has {tensor}, another rank {tensors[name]}")
+            box = Box(tuple(offset), tuple(shape))
+            mine.append(Holding(name, box, tensor.torch_dtype.itemsize, index, replica))
+        holdings.append(mine)
+    duties = share_out(holdings)
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
+    for rank, writes in enumerate(duties):
+        for duty in writes:
+            boxes[holdings[rank][duty.index].name].append(duty.box)
+    for name, tensor in tensors.items():
+        problem = tiling_problem(boxes[name], tensor.shape)
+        if problem:
+            raise CheckpointError(f"tensor {name}: {problem}: the shards given to save() are not the whole tensor")
+    return SavePlan(tensors, duties)
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """Everything one rank needs to write its part and, on rank 0, to commit."""
+
+    directory: Path
+    staging: Path
+    step: int
+    save_id: str
+    rank: int
+    plan: SavePlan
+    parts: Sequence[Part]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+
+    @classmethod
+    def parts_of(cls, shards: Sequence[TensorShard], duties: Sequence[Duty]) -> list[Part]:
+        """The duties of a rank as views of its shards."""
+        parts = []
+        for duty in duties:
+            shard = shards[duty.index]
+            whole = Box(shard.offset, tuple(shard.local.shape))
+            values = shard.local.detach()[duty.box.slices_in(whole)]
+            parts.append(Part(shard.name, shard.global_shape, duty.box, values))
+        return parts
+
+    def with_parts(self, parts: Sequence[Part]) -> SaveJob:
+        return replace(self, parts=parts)
+
+    @property
+    def final(self) -> Path:
+        return self.directory / directory_name(self.step)
+
+    @property
+    def file_name(self) -> str:
+        return f"rank_{self.rank:05d}.safetensors"
+
+    def write_part(self) -> Report:
+        """Writes this rank's file. Never raises: a failure is part of the report, so that all ranks hear of it."""
+        try:
+            if not self.parts:
+                return {}
+
+            def half() -> None:
+                fault_point("save.half_shard", rank=self.rank, step=self.step)
+
+            path = self.staging / self.file_name
+            stored = write_shard_file(
+                path, self.parts, save_id=self.save_id, block_bytes=self.block_bytes, on_half=half
+            )
+            fault_point("save.shard_written", rank=self.rank, step=self.step)
+            return {"file": self.file_name, "entry": file_to_json(stored)}
+        except Exception as error:  # whatever it is, the other ranks must not wait for a report that never comes
+            return {"error": self.explain(error)}
+
+    def commit(self, reports: Sequence[Report]) -> str | None:
+        """Rank 0: turns all ranks' reports into a committed checkpoint.
+
+        Returns None, or why not; then nothing of it is left.
+        """
+        try:
+            problem = first_problem([report.get("error") for report in reports])
+            if problem:
+                raise CheckpointError(problem)
+            fault_point("save.before_manifest", rank=self.rank, step=self.step)
+            extra = {
+                check_file_name(name, "checkpoint"): ExtraFile(len(data), write_file(self.staging / name, data))
+                for name, data in self.files.items()
+            }
+            entries = {report["file"]: report["entry"] for report in reports if report}
+            write_proof(self.staging, self._manifest(entries, extra, len(reports)))
+            fault_point("save.before_rename", rank=self.rank, step=self.step)
+            publish(self.staging, self.final)
+        except Exception as error:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            return self.explain(error)
+        fault_point("save.after_rename", rank=self.rank, step=self.step)
+        write_tracker(self.directory, self.step)
+        return None
+
+    def _manifest(self, entries: Mapping[str, Any], extra: Mapping[str, ExtraFile], world_size: int) -> Manifest:
+        return Manifest(
+            step=self.step,
+            save_id=self.save_id,
+            world_size=world_size,
+            tensors=self.plan.tensors,
+            files={n: file_from_json(e, n, self.plan.tensors, self.block_bytes) for n, e in entries.items()},
+            extra_files=extra,
+            meta=self.meta,
+            block_bytes=self.block_bytes,
+        )
+
+    def explain(self, error: Exception) -> str:
+        """One line for the user."""
+        if isinstance(error, OSError):
+            return (
+                f"--save={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "
+                f"({space_line(self.plan.nbytes, self.directory)}); older checkpoints are untouched"
+            )
+        if isinstance(error, CheckpointError):
+            return str(error)
+        logger.exception("saving step %d failed", self.step)
+        return f"--save={self.directory}: saving step {self.step} failed: {type(error).__name__}: {error}"

@@ -1,0 +1,298 @@
+"""Bytes on disk: streaming safetensors files, verified block reads, the atomic directory.
+
+The commit protocol, in this order:
+
+    mkdir    iter_0000100.tmp-<id>/
+    write    rank_*.safetensors (created with O_EXCL, streamed, fsynced), extra files
+    write    manifest.json, then COMMITTED, which proves it; fsync both and the directory
+    rename   to iter_0000100/; fsync the parent
+
+A directory without `.tmp-` in its name is therefore whole; a kill at any instant leaves an older checkpoint as it was.
+No host buffer here is larger than one block.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megalite.checkpoint.format import (
+    COMMITTED,
+    DTYPE_NAMES,
+    MANIFEST,
+    MAX_HEADER_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    StoredFile,
+    StoredShard,
+    check_file_name,
+    checksum,
+    commit_text,
+    parse_manifest,
+    to_json,
+)
+from megalite.checkpoint.reshard import Box
+from megalite.comm.layout import range_to_rectangles
+from megalite.errors import CheckpointError
+
+# Hashing and copying alternate in pieces that stay in the processor's cache: memory is touched once, not twice.
+_PIECE_BYTES = 256 * 2**10
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle to be written: its logical tensor, its place and its values."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+    @property
+    def key(self) -> str:
+        """Name inside the safetensors file: the logical name, with its place where it is not the whole tensor."""
+        return self.name if self.box.shape == self.global_shape else f"{self.name}{self.box}"
+
+
+def flat_bytes(values: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    return memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a tensor of any strides on any device, row-major, in blocks; shared with it where possible."""
+    values = values.detach()
+    if values.device.type == "cpu" and values.is_contiguous():
+        raw = flat_bytes(values)
+        for start in range(0, len(raw), block_bytes):
+            yield raw[start : start + block_bytes]
+        return
+    per_block = block_bytes // values.element_size()
+    for start in range(0, values.numel(), per_block):
+        pieces = [
+            values[Box(piece.offset, piece.shape).slices_in(Box((0,) * values.ndim, ()))].reshape(-1)
+            for piece in range_to_rectangles(tuple(values.shape), start, min(start + per_block, values.numel()))
+        ]
+        yield flat_bytes((pieces[0] if len(pieces) == 1 else torch.cat(pieces)).cpu().contiguous())
+
+
+def _header(parts: Sequence[Part], save_id: str) -> bytes:
+    """safetensors: the length in 8 bytes, then a JSON object with dtype, shape and data range of every tensor."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "save_id": save_id}}
+    at = 0
+    for part in parts:
+        entries[part.key] = {
+            "dtype": DTYPE_NAMES[part.values.dtype],
+            "shape": list(part.box.shape),
+            "data_offsets": [at, at + part.nbytes],
+        }
+        at += part.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) + 8 > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{len(parts)} rectangles need a header of {len(text)} bytes; more than safetensors allows"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard_file(
+    path: Path, parts: Sequence[Part], *, save_id: str, block_bytes: int, on_half: Callable[[], None] | None = None
+) -> StoredFile:
+    """Streams the parts into a new file and syncs it. Returns its manifest entry.
+
+    `on_half` is called once, when half of the parts are written. Raises OSError (disk full, no permission, file
+    exists).
+    """
+    parts = sorted(
+        parts, key=lambda part: -part.values.element_size()
+    )  # keeps every tensor aligned for readers that map
+    header = _header(parts, save_id)
+    shards: list[StoredShard] = []
+    with _NewFile(path) as file:
+        file.write(memoryview(header))
+        at = len(header)
+        for number, part in enumerate(parts):
+            if on_half is not None and number == len(parts) // 2:
+                on_half()
+            checksums = tuple(file.write(block) for block in byte_blocks(part.values, block_bytes))
+            shards.append(StoredShard(part.name, part.box, at, checksums))
+            at += part.nbytes
+    return StoredFile(at, len(header), checksum(header), tuple(shards))
+
+
+def write_file(path: Path, data: bytes) -> str:
+    """Writes and syncs a new small file; returns its checksum."""
+    with _NewFile(path) as file:
+        return file.write(memoryview(data))
+
+
+class _NewFile:
+    """A file that must not exist yet; synced when it is closed without an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def write(self, block: memoryview) -> str:
+        """Appends the block and returns its checksum."""
+        digest = xxhash.xxh3_64()
+        for start in range(0, len(block), _PIECE_BYTES):
+            piece = block[start : start + _PIECE_BYTES]
+            digest.update(piece)
+            while piece:
+                piece = piece[os.write(self._fd, piece) :]
+        return digest.hexdigest()
+
+    def __enter__(self) -> _NewFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+class ShardReader:
+    """Verified reads from one safetensors file of a checkpoint. Raises CheckpointError naming the file."""
+
+    def __init__(self, path: Path, stored: StoredFile, block_bytes: int) -> None:
+        self._path, self._stored, self._block_bytes = path, stored, block_bytes
+        self._fd = open_plain(path, stored.nbytes)
+        try:
+            header = bytearray(stored.header_bytes)
+            self.read(0, memoryview(header), stored.header_checksum, "header")
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def read_block(self, shard: StoredShard, index: int, into: memoryview) -> None:
+        """Fills `into` with block `index` of the rectangle and verifies it."""
+        self.read(shard.begin + index * self._block_bytes, into, shard.checksums[index], shard.tensor)
+
+    def read(self, at: int, into: memoryview, expected: str, what: str) -> None:
+        digest = xxhash.xxh3_64()
+        for start in range(0, len(into), _PIECE_BYTES):
+            piece = into[start : start + _PIECE_BYTES]
+            done = 0
+            while done < len(piece):
+                count = os.preadv(self._fd, [piece[done:]], at + start + done)
+                if count == 0:
+                    raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
+                done += count
+            digest.update(piece)
+        if digest.hexdigest() != expected:
+            raise CheckpointError(
+                f"{self._path}: damaged at {what} (checksum {digest.hexdigest()}, expected {expected}); "
+                "load an older checkpoint with --ckpt-step"
+            )
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        os.close(self._fd)
+
+
+def open_plain(path: Path, nbytes: int | None = None) -> int:
+    """A descriptor of a plain file (no symbolic link) of exactly `nbytes`. Raises CheckpointError otherwise."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {_reason(error)}; the checkpoint is damaged") from None
+    actual = os.fstat(fd).st_size
+    if nbytes is not None and actual != nbytes:
+        os.close(fd)
+        raise CheckpointError(f"{path}: {actual} bytes, expected {nbytes}; the checkpoint is damaged")
+    return fd
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return f"can not be read ({error.strerror})"
+
+
+def read_small(path: Path, limit: int, nbytes: int | None = None) -> bytes:
+    """The content of a plain file of at most `limit` bytes."""
+    fd = open_plain(path, nbytes)
+    with os.fdopen(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: {size} bytes, at most {limit} are read; the checkpoint is damaged")
+        return file.read(limit)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The proven manifest of a committed checkpoint. Raises CheckpointError where it is not committed or damaged."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint directory")
+    if not (path / COMMITTED).exists():
+        raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} file)")
+    proof = read_small(path / COMMITTED, 4096)
+    raw = read_small(path / MANIFEST, MAX_MANIFEST_BYTES)
+    if proof != commit_text(raw):
+        _explain_version(proof, path)
+        raise CheckpointError(f"{path / MANIFEST}: does not match {COMMITTED}; one of the two is damaged")
+    return parse_manifest(raw, str(path / MANIFEST))
+
+
+def _explain_version(proof: bytes, path: Path) -> None:
+    """A COMMITTED of a newer format gets a better message than a damaged one."""
+    words = proof[:100].split()
+    if len(words) > 1 and words[0] == commit_text(b"").split()[0] and words[1].isdigit() and len(words[1]) < 6:
+        current = int(commit_text(b"").split()[1])
+        if int(words[1]) > current:
+            raise CheckpointError(
+                f"{path}: format v{int(words[1])}, this megalite reads <= v{current}; upgrade megalite"
+            )
+
+
+def read_extra(path: Path, manifest: Manifest, name: str) -> bytes:
+    """A verified file that travels with the weights."""
+    check_file_name(name, str(path))
+    entry = manifest.extra_files.get(name)
+    if entry is None:
+        raise CheckpointError(f"{path}: holds no file {name!r} (has: {', '.join(manifest.extra_files) or 'none'})")
+    data = read_small(path / name, entry.nbytes, entry.nbytes)
+    if checksum(data) != entry.checksum:
+        raise CheckpointError(f"{path / name}: damaged (checksum {checksum(data)}, expected {entry.checksum})")
+    return data
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_proof(staging: Path, manifest: Manifest) -> None:
+    """manifest.json, then COMMITTED, then the directory: all durable."""
+    raw = to_json(manifest)
+    write_file(staging / MANIFEST, raw)
+    write_file(staging / COMMITTED, commit_text(raw))
+    fsync_directory(staging)
+
+
+def publish(staging: Path, final: Path) -> None:
+    """Gives the staged directory its name, durably. Never replaces anything."""
+    if final.exists():
+        raise FileExistsError(17, "exists already and is never overwritten", str(final))
+    os.rename(staging, final)
+    fsync_directory(final.parent)
