@@ -62,9 +62,7 @@ class TensorBoardHook(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Points at and after the iteration that is resumed from belong to the run that was left: hide them.
-        resumed = {"purge_step": trainer.iteration + 1} if trainer.iteration else {}
-        self._writer = SummaryWriter(log_dir=self._directory, **resumed)
+        self._writer = SummaryWriter(log_dir=self._directory)
         self._writer.add_scalar("world-size", trainer.mesh.world.size, trainer.iteration)
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
