@@ -1,0 +1,69 @@
+"""Counting what one rank holds while it runs its list: activations, weight versions, gradient buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STEP, Action
+
+
+def activation_counts(actions: Sequence[Action]) -> list[tuple[int, int]]:
+    """After each action: (micro-batch chunks whose backward has not begun, those that only wait for their W)."""
+    whole = weight_only = 0
+    counts = []
+    for action in actions:
+        # Inside an OVERLAP the forward's activations appear before the backward's are gone.
+        for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
+            if part.kind == FORWARD:
+                whole += 1
+                counts.append((whole, weight_only))
+            elif part.kind == BACKWARD:
+                whole -= 1
+            elif part.kind == BACKWARD_INPUT:
+                whole, weight_only = whole - 1, weight_only + 1
+            elif part.kind == BACKWARD_WEIGHT:
+                weight_only -= 1
+        counts.append((whole, weight_only))
+    return counts
+
+
+def peak_activations(actions: Sequence[Action], weight_fraction: Fraction | float = Fraction(1)) -> Fraction | float:
+    """Most activations held at once, in chunks; one that waits for its W counts `weight_fraction`."""
+    held = (whole + weight_fraction * weight_only for whole, weight_only in activation_counts(actions))
+    return max(held, default=Fraction(0))
+
+
+def live_versions(actions: Sequence[Action]) -> int:
+    """Most weight versions of one stage that are needed at once: those with a use ahead, and always the newest."""
+    last_use: dict[tuple[int, int], dict[int, int]] = {}
+    for position, action in enumerate(actions):
+        for part in action.computations():
+            if part.kind != BACKWARD_WEIGHT:
+                last_use.setdefault((part.stage, part.replica), {})[part.version] = position
+    most = 1
+    newest: dict[tuple[int, int], int] = {}
+    for position, action in enumerate(actions):
+        if action.kind == STEP:
+            stage = (action.stage, action.replica)
+            newest[stage] = action.microbatch + 1
+            needed = {version for version, last in last_use.get(stage, {}).items() if last > position}
+            # Versions not yet born are counted when their STEP comes.
+            most = max(most, len({version for version in needed if version <= newest[stage]} | {newest[stage]}))
+    return most
+
+
+def gradient_buffers(actions: Sequence[Action], updates: Sequence[int | None]) -> int:
+    """Most updates of one stage whose gradient is being summed or waits for its STEP. updates: of each action, or
+    None.
+    """
+    open_updates: dict[tuple[int, int], set[int]] = {}
+    most = 1
+    for action, update in zip(actions, updates, strict=True):
+        stage = (action.stage, action.replica)
+        if action.kind == STEP:
+            open_updates.setdefault(stage, set()).discard(action.microbatch)
+        elif update is not None:
+            open_updates.setdefault(stage, set()).add(update)
+            most = max(most, len(open_updates[stage]))
+    return most

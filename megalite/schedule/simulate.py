@@ -1,0 +1,211 @@
+"""Simulator: what a program costs, given the time of each computation and of a message.
+
+Every rank runs its list in order. A computation starts when the rank is free and its inputs are there: the local ones
+when the computation that made them ends, those of another rank one hop time later. Messages never block a sender.
+REDUCE, STEP and weight
+gathers take no time unless a cost is given: the simulator prices the order, not the machine.
+
+Times are per rank, "one micro-batch through all layers of the rank"; a chunk of v takes 1/v of it, so that numbers of
+different schedules compare. Costs given as int or Fraction are computed with exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+from megalite.errors import ScheduleError
+from megalite.schedule.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    OVERLAP,
+    Action,
+)
+from megalite.schedule.memory import live_versions, peak_activations
+from megalite.schedule.placement import Placement
+from megalite.schedule.program import Program
+
+Time = Fraction | float
+
+
+class Span(NamedTuple):
+    """An action of a rank from start to end: simulated, or measured in a real run."""
+
+    rank: int
+    action: Action
+    start: Time
+    end: Time
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, in any unit.
+
+    forward, backward_input, backward_weight: tF, tI, tW of a whole rank. communication: tC, one hop of an activation.
+    stages: factor per stage, to show embedding and head (None: all equal). exact: (stage, kind) -> time of that chunk,
+    which wins over everything else. Kinds other than F, B, I, W cost what `exact` says, else nothing.
+    overlap: time of an OVERLAP as a fraction of the sum of its parts (1: no gain).
+    """
+
+    forward: Time = Fraction(1)
+    backward_input: Time = Fraction(1)
+    backward_weight: Time = Fraction(1)
+    communication: Time = Fraction(0)
+    stages: Sequence[Time] | None = None
+    exact: Mapping[tuple[int, str], Time] = field(default_factory=dict)
+    overlap: Time = Fraction(1)
+
+    def of(self, action: Action, program: Program) -> Time:
+        """Time of one action."""
+        if action.kind == OVERLAP:
+            return self.overlap * sum((self.of(part, program) for part in action.parts), Fraction(0))
+        if (action.stage, action.kind) in self.exact:
+            return self.exact[action.stage, action.kind]
+        if action.kind == BACKWARD:
+            halves = (action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT))
+            return sum((self.of(half, program) for half in halves), Fraction(0))
+        base = {FORWARD: self.forward, BACKWARD_INPUT: self.backward_input, BACKWARD_WEIGHT: self.backward_weight}
+        factor = self.stages[action.stage] if self.stages is not None else Fraction(1)
+        return base.get(action.kind, Fraction(0)) * factor * program.activation_unit
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The result: spans in order of start, and the figures people compare.
+
+    idle_per_rank: makespan minus work. idle_inside_per_rank: gaps between a rank's first and last action.
+    peak_activations_per_rank: in micro-batches through a whole rank. weight_versions_per_rank: alive at once.
+    """
+
+    num_ranks: int
+    spans: tuple[Span, ...]
+    peak_activations_per_rank: tuple[Time, ...] = ()
+    weight_versions_per_rank: tuple[int, ...] = ()
+
+    @property
+    def makespan(self) -> Time:
+        return max((span.end for span in self.spans), default=Fraction(0))
+
+    @property
+    def busy_per_rank(self) -> tuple[Time, ...]:
+        busy: list[Time] = [Fraction(0)] * self.num_ranks
+        for span in self.spans:
+            busy[span.rank] += span.end - span.start
+        return tuple(busy)
+
+    @property
+    def idle_per_rank(self) -> tuple[Time, ...]:
+        makespan = self.makespan
+        return tuple(makespan - busy for busy in self.busy_per_rank)
+
+    @property
+    def idle_inside_per_rank(self) -> tuple[Time, ...]:
+        inside: list[Time] = []
+        for rank, busy in enumerate(self.busy_per_rank):
+            own = [span for span in self.spans if span.rank == rank and span.end > span.start]
+            inside.append(max(s.end for s in own) - min(s.start for s in own) - busy if own else Fraction(0))
+        return tuple(inside)
+
+    @property
+    def bubble_over_ideal(self) -> Time:
+        """Idle over work: (p-1)/m for GPipe and 1F1B."""
+        busy = sum(self.busy_per_rank, Fraction(0))
+        return sum(self.idle_per_rank, Fraction(0)) / busy if busy else Fraction(0)
+
+    @property
+    def bubble_over_total(self) -> Time:
+        """Idle over makespan: (p-1)/(m+p-1) for GPipe and 1F1B."""
+        total = self.makespan * self.num_ranks
+        return sum(self.idle_per_rank, Fraction(0)) / total if total else Fraction(0)
+
+
+def simulate(
+    program: Program,
+    costs: Costs | None = None,
+    *,
+    batches: int | Sequence[int] = 1,
+    weight_fraction: Time = Fraction(1),
+) -> Timeline:
+    """Run the program on paper.
+
+    batches: how many, or the number of micro-batches of each. weight_fraction: M_W / M_B, the part of a micro-batch's
+    activations that stays after I until W (about 32/34 of a transformer layer with fused attention).
+    Raises ScheduleError if the lists wait for each other in a circle.
+    """
+    costs = costs or Costs()
+    lists = program.unroll(batches)
+    spans = _run(program, lists, costs)
+    unit = program.activation_unit
+    return Timeline(
+        program.num_ranks,
+        tuple(spans),
+        tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
+        tuple(live_versions(actions) for actions in lists),
+    )
+
+
+def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, tuple[str, int, int, int]]]:
+    """(rank, key) of the computations whose results `action` needs; key = (F or I or W, stage, replica,
+    micro-batch).
+    """
+    own = set(produced(action))
+    for part in action.computations():
+        stage, replica, k = part.stage, part.replica, part.microbatch
+        if part.kind == FORWARD:
+            needs = [(FORWARD, stage - 1)] if stage else []
+        elif part.kind == BACKWARD_WEIGHT:
+            needs = [(BACKWARD_INPUT, stage)]
+        else:
+            needs = [(FORWARD, stage)] + [(BACKWARD_INPUT, stage + 1)] * (stage + 1 < placement.num_stages)
+        for kind, at in needs:
+            key = (kind, at, replica, k)
+            if key not in own:
+                yield placement.rank_of(at, replica), key
+
+
+def produced(action: Action) -> Iterable[tuple[str, int, int, int]]:
+    """Keys of the results of a computation; a whole backward gives what I and W give."""
+    for part in action.computations():
+        kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if part.kind == BACKWARD else (part.kind,)
+        yield from ((kind, part.stage, part.replica, part.microbatch) for kind in kinds)
+
+
+def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs) -> list[Span]:
+    done: dict[tuple[str, int, int, int], Time] = {}
+    clock: list[Time] = [Fraction(0)] * program.num_ranks
+    position = [0] * program.num_ranks
+    waiting: dict[tuple[str, int, int, int], int] = {}
+    ready = list(range(program.num_ranks))
+    spans: list[Span] = []
+    while ready:
+        rank = ready.pop()
+        while position[rank] < len(lists[rank]):
+            action = lists[rank][position[rank]]
+            start = clock[rank]
+            missing = None
+            for source, key in dependencies(action, program.placement):
+                if key not in done:
+                    missing = key
+                    break
+                start = max(start, done[key] + (costs.communication if source != rank else 0))
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            clock[rank] = start + costs.of(action, program)
+            if action.is_compute or clock[rank] > start:
+                spans.append(Span(rank, action, start, clock[rank]))
+            position[rank] += 1
+            for key in produced(action):
+                done[key] = clock[rank]
+                if key in waiting:
+                    ready.append(waiting.pop(key))
+    stuck = [rank for rank in range(program.num_ranks) if position[rank] < len(lists[rank])]
+    if stuck:
+        places = ", ".join(f"rank {rank} at {lists[rank][position[rank]]}" for rank in stuck)
+        raise ScheduleError(f"schedule {program.name}: the ranks wait for each other: {places}")
+    spans.sort(key=lambda span: (span.start, span.rank, span.end))
+    return spans
