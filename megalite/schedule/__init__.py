@@ -40,17 +40,21 @@ from megalite.schedule.registry import (
     warnings,
 )
 from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.simulate import Costs, Span, Timeline, simulate
 
 __all__ = [
     "ALIASES",
     "SCHEDULES",
     "Action",
     "Batch",
+    "Costs",
     "Peak",
     "Placement",
     "Program",
     "Schedule",
     "Shape",
+    "Span",
+    "Timeline",
     "build",
     "default_schedule",
     "find",
@@ -62,5 +66,6 @@ __all__ = [
     "merge_backward",
     "parse_action",
     "resolve_chunks",
+    "simulate",
     "warnings",
 ]

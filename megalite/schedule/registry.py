@@ -6,11 +6,18 @@ from types import MappingProxyType
 
 from megalite.errors import ScheduleError
 from megalite.schedule import (
+    breadth_first,
+    chimera,
+    dualpipe_v,
     eager_1f1b,
     gpipe,
+    interleaved,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from megalite.schedule.program import Program
 from megalite.schedule.shape import Schedule, Shape
@@ -21,6 +28,13 @@ _MODULES = (
     eager_1f1b,
     pipedream,
     pipedream_2bw,
+    interleaved,
+    breadth_first,
+    zb_h1,
+    zb_h2,
+    zb_v,
+    chimera,
+    dualpipe_v,
 )
 
 SCHEDULES = MappingProxyType({module.SCHEDULE.name: module.SCHEDULE for module in _MODULES})

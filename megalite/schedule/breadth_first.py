@@ -1,0 +1,54 @@
+"""Breadth-first: looped GPipe, every micro-batch through one chunk before the next chunk (Lamy-Poirier 2023,
+arXiv:2211.05953).
+
+    p=2, v=2, m=2 (small letters: second chunk)
+    rank 0  F0 F1 f0 f1 .. .. b0-b0 b1-b1 B0-B0 B1-B1
+    rank 1  .. F0 F1 f0 f1 b0-b0 b1-b1 B0-B0 B1-B1 ...
+
+Idle (p-1)(tF+tB)/v. Activations of all m micro-batches are held, so it is meant for small batches (m near p). What it
+buys: with sharded weights (ZeRO-3) a chunk is gathered once per direction and batch instead of once per micro-batch,
+and the gradient of a chunk is reduced while the next one computes.
+"""
+
+from collections.abc import Iterator
+
+from megalite.schedule.action import Action, backward, forward
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
+    """One batch of `rank`; chunk c is stage c*p + rank."""
+    for chunk in range(v):
+        yield from (forward(chunk * p + rank, k) for k in range(m))
+    for chunk in reversed(range(v)):
+        yield from (backward(chunk * p + rank, k) for k in range(m))
+
+
+def build(shape: Shape) -> Program:
+    p, m, v, _ = shape
+    return flush_program(
+        "breadth-first", loop(p, v), m, lambda rank, m: rank_order(rank, p, m, v), lambda rank, m: Peak(m * v)
+    )
+
+
+def problems(shape: Shape) -> list[str]:
+    if shape.m >= shape.p:
+        return []
+    return [
+        f"--pipeline-schedule=breadth-first: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks, "
+        f"so a chunk is done before its input has come round; raise --global-batch-size, or use "
+        f"--pipeline-schedule=1f1b"
+    ]
+
+
+SCHEDULE = Schedule(
+    "breadth-first",
+    "Breadth-first: looped GPipe, made for sharded weights",
+    "Lamy-Poirier 2023, arXiv:2211.05953",
+    build,
+    problems,
+    num_chunks=None,
+    min_chunks=2,
+)

@@ -1,0 +1,118 @@
+"""DualPipeV: DualPipe folded into a V (DeepSeek-AI 2024, arXiv:2412.19437).
+
+    p ranks, 2p stages: rank r holds stages r and 2p-1-r (small letters: second chunk, the way back)
+    [F+b]: forward of one micro-batch and backward of another, issued together, so that the communication inside one
+    (the all-to-all of experts) hides behind the computation of the other.
+
+    rank r   1. F x 2(p-r-1)              5. b, [f+B]  x (p-r-1)
+             2. F, f x (r+1)              6. b, B      x (r+1), the second half with split weight gradients
+             3. i, w, f x (p-r-1)         7. W, I      x (p-r-1)
+             4. [F+b], [f+B] x (m-2p+r+1) 8. W         x (r+1)
+
+Idle (p-1)(F&B + tB - 3tW) with chunk times, F&B = time of the fused pair. Needs m >= 2p. Rank r holds p + 1/2
+micro-batches.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from megalite.schedule.action import Action, backward, backward_input, backward_weight, forward, overlap
+from megalite.schedule.placement import vee
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+class _Chunks:
+    """The next micro-batch of each chunk and direction, and the weight gradients that were put off."""
+
+    def __init__(self, stages: tuple[int, int]) -> None:
+        self.stages = stages
+        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.put_off: deque[Action] = deque()
+
+    def f(self, chunk: int) -> Action:
+        self.forwards[chunk] += 1
+        return forward(self.stages[chunk], self.forwards[chunk] - 1)
+
+    def b(self, chunk: int, build: Callable[..., Action] = backward) -> Action:
+        self.backwards[chunk] += 1
+        return build(self.stages[chunk], self.backwards[chunk] - 1)
+
+    def i(self, chunk: int) -> Action:
+        action = self.b(chunk, backward_input)
+        self.put_off.append(backward_weight(action.stage, action.microbatch))
+        return action
+
+    def w(self) -> Action:
+        return self.put_off.popleft()
+
+
+def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
+    """One batch of `rank`."""
+    do = _Chunks((rank, 2 * p - 1 - rank))
+    # 1, 2. Fill: the way down, then both ways.
+    for _ in range(2 * (p - rank - 1)):
+        yield do.f(0)
+    for _ in range(rank + 1):
+        yield do.f(0)
+        yield do.f(1)
+    # 3. The way back begins; its weight gradients fill the wait for the next forward.
+    for _ in range(p - rank - 1):
+        yield do.i(1)
+        yield do.w()
+        yield do.f(1)
+    # 4. Steady: every forward travels with a backward of the other chunk.
+    for turn in range(m - 2 * p + rank + 1):
+        if turn == 0 and rank == p - 1:
+            # On the last rank the two chunks are neighbours: this forward feeds the very next one, nothing overlaps
+            # yet.
+            yield do.f(0)
+            yield do.b(1)
+        else:
+            yield overlap(do.f(0), do.b(1))
+        yield overlap(do.f(1), do.b(0))
+    # 5, 6. Drain the forwards, then the backwards; half of the last weight gradients are put off.
+    for _ in range(p - rank - 1):
+        yield do.b(1)
+        yield overlap(do.f(1), do.b(0))
+    half = rank + 1
+    for turn in range(2 * (rank + 1)):
+        chunk = 1 - turn % 2
+        yield do.b(chunk) if turn < half else do.i(chunk)
+    # 7, 8. The weight gradients that were put off fill the gaps of the last input gradients.
+    for _ in range(p - rank - 1):
+        yield do.w()
+        yield do.i(0)
+    for _ in range(rank + 1):
+        yield do.w()
+
+
+def build(shape: Shape) -> Program:
+    p = shape.p
+    return flush_program(
+        "dualpipe-v",
+        vee(p),
+        shape.m,
+        lambda rank, m: rank_order(rank, p, m),
+        lambda rank, m: Peak(2 * p + 1),
+    )
+
+
+def problems(shape: Shape) -> list[str]:
+    if shape.m >= 2 * shape.p:
+        return []
+    return [
+        f"--pipeline-schedule=dualpipe-v: m = {shape.m} micro-batches per batch are fewer than 2p = {2 * shape.p} (p = "
+        f"{shape.p} ranks); raise --global-batch-size, or use --pipeline-schedule=zb-v"
+    ]
+
+
+SCHEDULE = Schedule(
+    "dualpipe-v",
+    "DualPipeV: forward and backward in pairs on a V of two chunks",
+    "DeepSeek-AI 2024, arXiv:2412.19437",
+    build,
+    problems,
+    num_chunks=2,
+    splits_backward=True,
+)

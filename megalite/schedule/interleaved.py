@@ -1,0 +1,79 @@
+"""Interleaved 1F1B: v chunks per rank make the bubble v times smaller (Narayanan et al. 2021, arXiv:2104.04473).
+
+    p=2, v=2, m=4: rank 0 holds stages 0 and 2, rank 1 stages 1 and 3 (small letters: second chunk)
+    rank 0  F0 F1 f0 f1 F2 .. b0 F3 b1 f2 B0 f3 B1 ...
+    rank 1  .. F0 F1 f0 b0 f1 ...
+
+Chunk-forwards go round in groups of p micro-batches: the group through chunk 0, then the same group through chunk 1,
+and so on; backwards go the same way with the chunks reversed. Rank r runs 2(p-1-r) + (v-1)p chunk-forwards ahead. Idle
+(p-1)(tF+tB)/v, where tF and tB are times of a whole rank; v times the messages; a factor of 1 + (p-1)/(pv) in
+activations.
+"""
+
+from collections.abc import Iterator
+
+from megalite.schedule.action import Action, backward, forward
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+def warmup_chunks(rank: int, p: int, m: int, v: int) -> int:
+    """Chunk-forwards before the first backward's forward."""
+    return min(m * v, 2 * (p - 1 - rank) + (v - 1) * p)
+
+
+def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
+    """One batch of `rank`; chunk c is stage c*p + rank."""
+
+    def place(turn: int) -> tuple[int, int]:
+        group, within = divmod(turn, p * v)
+        chunk, member = divmod(within, p)
+        return chunk, group * p + member
+
+    def forward_turn(turn: int) -> Action:
+        chunk, microbatch = place(turn)
+        return forward(chunk * p + rank, microbatch)
+
+    def backward_turn(turn: int) -> Action:
+        chunk, microbatch = place(turn)
+        return backward((v - 1 - chunk) * p + rank, microbatch)
+
+    warmup, total = warmup_chunks(rank, p, m, v), m * v
+    yield from (forward_turn(turn) for turn in range(warmup))
+    for turn in range(total):
+        if warmup + turn < total:
+            yield forward_turn(warmup + turn)
+        yield backward_turn(turn)
+
+
+def build(shape: Shape) -> Program:
+    p, m, v, _ = shape
+    return flush_program(
+        "interleaved",
+        loop(p, v),
+        m,
+        lambda rank, m: rank_order(rank, p, m, v),
+        lambda rank, m: Peak(min(m * v, warmup_chunks(rank, p, m, v) + 1)),
+    )
+
+
+def problems(shape: Shape) -> list[str]:
+    if shape.m % shape.p == 0:
+        return []
+    return [
+        f"--pipeline-schedule=interleaved: m = {shape.m} micro-batches per batch is not a multiple of p = {shape.p} "
+        f"ranks, which take micro-batches in groups of p; change --global-batch-size, or use --pipeline-schedule=1f1b"
+    ]
+
+
+SCHEDULE = Schedule(
+    "interleaved",
+    "Interleaved 1F1B: v chunks per rank, bubble divided by v",
+    "Narayanan et al. 2021, arXiv:2104.04473",
+    build,
+    problems,
+    aliases=("interleaved-1f1b",),
+    num_chunks=None,
+    min_chunks=2,
+)

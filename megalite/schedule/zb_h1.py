@@ -1,0 +1,61 @@
+"""ZB-H1: 1F1B with the weight gradients moved into the bubble (Qi et al. 2024, arXiv:2401.10241).
+
+    p=3, m=4 (I: gradient of the input, W: of the weights)
+    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 .. I2 W2 I3 W3
+    rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 .. I3 W2 W3
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 ..
+
+Only the input gradient is on the way to the previous stage; W may run whenever there is time. Rank r delays W by r
+micro-batches. Idle (p-1)(tF+tI-tW), a third of 1F1B's at equal times, at no more than p micro-batches of activations
+per rank: (p-r) whole ones and r of which only what W needs is left.
+"""
+
+from collections.abc import Iterator
+
+from megalite.schedule.action import Action, backward_input, backward_weight, forward
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[Action]:
+    """1F1B with split backwards, each weight gradient `delay` micro-batches after its input gradient."""
+    warmup = min(warmup, m)
+    yield from (forward(stage, k) for k in range(warmup))
+    for k in range(m):
+        if warmup + k < m:
+            yield forward(stage, warmup + k)
+        yield backward_input(stage, k)
+        if k >= delay:
+            yield backward_weight(stage, k - delay)
+    yield from (backward_weight(stage, k) for k in range(max(m - delay, 0), m))
+
+
+def build(shape: Shape) -> Program:
+    p = shape.p
+    return flush_program(
+        "zb-h1",
+        loop(p),
+        shape.m,
+        lambda rank, m: split_one_f_one_b(rank, m, warmup=p - 1 - rank, delay=rank),
+        lambda rank, m: Peak(p - rank, rank),
+    )
+
+
+def problems(shape: Shape) -> list[str]:
+    if shape.m >= shape.p:
+        return []
+    return [
+        f"--pipeline-schedule=zb-h1: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks; raise "
+        "--global-batch-size, or use --pipeline-schedule=1f1b"
+    ]
+
+
+SCHEDULE = Schedule(
+    "zb-h1",
+    "ZB-H1: split backward, a third of 1F1B's bubble, same memory",
+    "Qi et al. 2024, arXiv:2401.10241",
+    build,
+    problems,
+    splits_backward=True,
+)

@@ -1,0 +1,111 @@
+"""ZB-V: zero bubble with the memory of 1F1B, two chunks per rank in a V (Qi et al. 2024, arXiv:2405.15362).
+
+    p=2: rank 0 holds stages 0 and 3, rank 1 stages 1 and 2 (small letters: second chunk, the way back)
+    rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 ...
+    rank 1  .. F0 f0 F1 f1 i0 w0 ...
+
+The way down and the way back meet on the last rank, the loss is on rank 0, beside the embedding. Without a gap inside
+any rank when tF = tI = tW; every rank holds p micro-batches of activations. It is a 1F1B of two chunks whose warm-up is
+2(p-r)-1 first-chunk forwards on rank r, after which each forward of a chunk is paid back by a backward.
+"""
+
+from collections.abc import Iterator
+
+from megalite.schedule.action import Action, backward_input, backward_weight, forward
+from megalite.schedule.placement import vee
+from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.shape import Schedule, Shape
+
+
+class _Chunks:
+    """Counters of one rank's two chunks; each call issues the next micro-batch of a chunk, or nothing beyond m."""
+
+    def __init__(self, stages: tuple[int, int], m: int) -> None:
+        self.stages, self.m = stages, m
+        self.forwards, self.inputs, self.weights = [0, 0], [0, 0], [0, 0]
+
+    def f(self, chunk: int) -> Iterator[Action]:
+        self.forwards[chunk] += 1
+        yield from self._if_real(forward(self.stages[chunk], self.forwards[chunk] - 1))
+
+    def i(self, chunk: int) -> Iterator[Action]:
+        self.inputs[chunk] += 1
+        yield from self._if_real(backward_input(self.stages[chunk], self.inputs[chunk] - 1))
+
+    def w(self, chunk: int) -> Iterator[Action]:
+        self.weights[chunk] += 1
+        yield from self._if_real(backward_weight(self.stages[chunk], self.weights[chunk] - 1))
+
+    def _if_real(self, action: Action) -> Iterator[Action]:
+        if action.microbatch < self.m:
+            yield action
+
+
+def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
+    """One batch of `rank`. With m < 2p-1 it is the schedule of 2p-1 micro-batches with the missing ones left out."""
+    do = _Chunks((rank, 2 * p - 1 - rank), m)
+    n = max(2 * p - 1, m)
+    # 1. Fill: forwards of the way down, then of both ways.
+    for _ in range(2 * (p - rank) - 1):
+        yield from do.f(0)
+    for _ in range(rank):
+        yield from do.f(1)
+        yield from do.f(0)
+    # 2. The way back begins to return gradients.
+    for _ in range(p - rank):
+        yield from do.f(1)
+        yield from do.i(1)
+        yield from do.w(1)
+    # 3. Steady: one forward and one backward of each chunk.
+    while do.forwards[1] < n or do.forwards[0] < n:
+        if do.forwards[0] < n:
+            yield from do.f(0)
+        yield from do.i(0)
+        yield from do.w(0)
+        yield from do.f(1)
+        yield from do.i(1)
+        yield from do.w(1)
+    # 4. Drain: input gradients first, weight gradients fill the gaps.
+    for _ in range(rank):
+        yield from do.i(0)
+        yield from do.i(1)
+    for _ in range(p - rank):
+        yield from do.i(0)
+        yield from do.w(0)
+    while do.weights[1] < n:
+        yield from do.w(1)
+    while do.weights[0] < n:
+        yield from do.w(0)
+
+
+def build(shape: Shape) -> Program:
+    p = shape.p
+    return flush_program(
+        "zb-v",
+        vee(p),
+        shape.m,
+        lambda rank, m: rank_order(rank, p, m),
+        lambda rank, m: Peak(min(2 * m, 2 * p)),
+    )
+
+
+def warnings(shape: Shape) -> list[str]:
+    least = 2 * shape.p - 1
+    if shape.m >= least:
+        return []
+    return [
+        f"--pipeline-schedule=zb-v: m = {shape.m} micro-batches per batch leave gaps; m >= 2p-1 = {least} has none (p "
+        f"= {shape.p})"
+    ]
+
+
+SCHEDULE = Schedule(
+    "zb-v",
+    "ZB-V: split backward on a V of two chunks, no gaps, memory of 1F1B",
+    "Qi et al. 2024, arXiv:2405.15362",
+    build,
+    warnings=warnings,
+    aliases=("zbv",),
+    num_chunks=2,
+    splits_backward=True,
+)
