@@ -12,18 +12,21 @@ Field names are Megatron-LM's flag names with underscores. Sections are frozen; 
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-
+from megalite.config.batch_size import BatchSizeSchedule
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.cli import Parsed, parse, parse_with_origins
 from megalite.config.data import DataConfig
+from megalite.config.legal import problems, warnings
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.root import Config, with_vocab_size
+from megalite.config.saved import dump_yaml, from_dict, load_yaml, to_dict
 from megalite.config.training import TrainingConfig
 
 __all__ = [
+    "BatchSizeSchedule",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -31,40 +34,15 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "Parsed",
     "TrainingConfig",
+    "dump_yaml",
+    "from_dict",
+    "load_yaml",
+    "parse",
+    "parse_with_origins",
+    "problems",
+    "to_dict",
+    "warnings",
     "with_vocab_size",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The whole configuration of a run."""
-
-    model: ModelConfig
-    parallel: ParallelConfig = ParallelConfig()
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    data: DataConfig = DataConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Replicas in a world of `world_size` ranks."""
-        return self.parallel.data_parallel_size(world_size)
-
-    def global_batch_size(self, world_size: int) -> int:
-        """Samples of a full global batch (after any ramp-up)."""
-        return self.training.batch_size(self.data_parallel_size(world_size))
-
-    def num_microbatches(self, world_size: int) -> int:
-        """Micro-batches of one replica in a full global batch."""
-        return self.training.num_microbatches(self.data_parallel_size(world_size))
-
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding in memory, over all tensor-parallel ranks."""
-        return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
-
-
-def with_vocab_size(config: Config, vocab_size: int) -> Config:
-    """Copy `config` with the vocabulary size that the tokenizer gave."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))

@@ -50,4 +50,6 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1)
     adam_eps: float = option(1e-8, "Adam's epsilon", gt=0)
     sgd_momentum: float = option(0.9, "momentum of sgd", ge=0, lt=1)
-    clip_grad: float = option(1.0, "global gradient norm above which gradients are scaled down", ge=0, zero="disables")
+    clip_grad: float = option(
+        1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables"
+    )

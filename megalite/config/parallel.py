@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from megalite import schedule as schedules
 from megalite.config.schema import option
 
-__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "ParallelConfig"]
+__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "ZERO_EXCLUDED", "ParallelConfig", "zero_reason"]
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "eager-1f1b",
-    "pipedream",
-    "2bw",
-    "interleaved",
-    "breadth-first",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "chimera",
-    "dualpipe-v",
+SCHEDULES = tuple(schedules.SCHEDULES)
+SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
+
+_TWO_VERSIONS = "gathering weights would need both weight versions at once"
+_PER_MICRO_BATCH = "gradient shards of an unflushed pipeline would be reduced once per micro-batch"
+_OWN_STEP = "every stage steps after every micro-batch, so nothing can be sharded between steps"
+
+#: Which ZeRO stages an asynchronous schedule excludes, and why. Flush schedules allow all four, at any tensor-parallel
+#: size: a stage shards over data-parallel ranks only, which hold the same tensor-parallel slice.
+ZERO_EXCLUDED: Mapping[str, Mapping[int, str]] = MappingProxyType(
+    {
+        "2bw": MappingProxyType({2: _PER_MICRO_BATCH, 3: _TWO_VERSIONS}),
+        "pipedream": MappingProxyType({1: _OWN_STEP, 2: _OWN_STEP, 3: _OWN_STEP}),
+    }
 )
-SCHEDULE_ALIASES: Mapping[str, str] = {
-    "pipedream-flush": "1f1b",
-    "dapple": "1f1b",
-    "interleaved-1f1b": "interleaved",
-    "zbv": "zb-v",
-}
+
+
+def zero_reason(zero_stage: int, schedule: str) -> str | None:
+    """Why this ZeRO stage does not go with this schedule, or None where it does."""
+    return ZERO_EXCLUDED.get(schedule, {}).get(zero_stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +95,16 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
-    def num_chunks(self) -> int:
-        """Model chunks per pipeline rank."""
-        if self.virtual_pipeline_model_parallel_size is not None:
-            return self.virtual_pipeline_model_parallel_size
-        return 2 if self.pipeline_schedule in ("zb-v", "dualpipe-v") else 1
-
-    @property
     def schedule(self) -> str:
         """Name of the schedule with the default and aliases applied."""
-        if self.pipeline_schedule is not None:
-            return SCHEDULE_ALIASES.get(self.pipeline_schedule, self.pipeline_schedule)
-        return "interleaved" if self.num_chunks > 1 else "1f1b"
+        if self.pipeline_schedule is None:
+            return schedules.default_schedule(self.virtual_pipeline_model_parallel_size)
+        return SCHEDULE_ALIASES.get(self.pipeline_schedule, self.pipeline_schedule)
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks per pipeline rank."""
+        return schedules.resolve_chunks(self.schedule, self.virtual_pipeline_model_parallel_size)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas in a world of `world_size` ranks (which `model_parallel_size` must divide)."""

@@ -22,8 +22,8 @@ def option(default: Any, help: str, **facts: Any) -> Any:
     Args:
         default: value when neither a file nor a flag gives one; None means "derived" or "off", as the help says.
         help: one sentence for `--help` and the flag table.
-        facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `zero` (what 0 means, quoted in a
-            message), `saved=False` (left out of a saved config.yaml).
+        facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (added to the message of a
+            broken bound), `saved=False` (left out of a saved config.yaml).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 

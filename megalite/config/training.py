@@ -21,13 +21,16 @@ class TrainingConfig:
         None,
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT, evenly over SAMPLES samples",
         metavar="N",
+        ge=1,
     )
     step_batch_size_schedule: str | None = option(
         None,
         "global batch from given token counts on, instead of --global-batch-size: '0:768 250B:1536' (K, M, B, T)",
         metavar="STEPS",
     )
-    train_iters: int | None = option(None, "length of the whole training in iterations", ge=1)
+    train_iters: int | None = option(
+        None, "length of the whole training in iterations", ge=1, hint="use --skip-train to only evaluate"
+    )
     train_samples: int | None = option(None, "length of the whole training in samples", ge=1)
     train_tokens: int | None = option(None, "length of the whole training in tokens", ge=1)
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)

@@ -1,0 +1,138 @@
+"""The global batch size as a pure function of the samples consumed, for both forms of ramp-up.
+
+::
+
+    constant                    B ________________________
+    --rampup-batch-size 4 2 60  4 ___6 ___8 ___10 ________    S, then +I at equal distances over N samples, up to B
+    --step-batch-size-schedule  768 _______1536 __________    sizes from given token counts on
+
+A resumed run needs `consumed_samples` alone. Schedules of other quantities (learning rate) count samples, so a growing
+batch neither shortens nor stretches them; `samples_after` and `iterations_for` convert between the two units.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+__all__ = ["BatchSizeSchedule", "parse_step_schedule"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_STEP = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """Batch sizes by the sample count from which each holds.
+
+    An iteration takes the size that holds at its first sample, so a change waits for the end of the iteration.
+
+    Attributes:
+        steps: `(first sample, global batch size)`, first samples rising from 0.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def constant(cls, global_batch_size: int) -> BatchSizeSchedule:
+        """One size for ever."""
+        return cls(((0, global_batch_size),))
+
+    @classmethod
+    def ramp(cls, start: int, increment: int, ramp_samples: int, global_batch_size: int) -> BatchSizeSchedule:
+        """Grow from `start` by `increment` to `global_batch_size`, evenly over `ramp_samples` samples.
+
+        Raises:
+            ValueError: the increment does not lead from `start` to the full batch.
+        """
+        if start < 1 or increment < 1 or start > global_batch_size or (global_batch_size - start) % increment:
+            raise ValueError("the increment must lead from the first to the full batch")
+        count = (global_batch_size - start) // increment
+        if count == 0 or ramp_samples <= 0:
+            return cls.constant(global_batch_size)
+        # The full size is reached when ramp_samples are consumed: the k-th increment at k/count of them.
+        return cls(tuple((-(-ramp_samples * k // count), start + k * increment) for k in range(count + 1)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes that occur, in order."""
+        return tuple(size for _, size in self.steps)
+
+    @property
+    def final(self) -> int:
+        """The size at the end."""
+        return self.steps[-1][1]
+
+    def at(self, consumed_samples: int) -> int:
+        """Samples of the iteration that begins after `consumed_samples`."""
+        size = self.steps[0][1]
+        for first, candidate in self.steps:
+            if first <= consumed_samples:
+                size = candidate
+        return size
+
+    def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
+        """Samples consumed when `iterations` more iterations have run."""
+        consumed = consumed_samples
+        for size, count in self._runs(consumed_samples):
+            if count is None or count >= iterations:
+                return consumed + iterations * size
+            consumed += count * size
+            iterations -= count
+        raise AssertionError("the last size holds for ever")
+
+    def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
+        """Iterations that consume at least `samples` samples in all (the last one may pass the mark)."""
+        consumed, iterations = consumed_samples, 0
+        for size, count in self._runs(consumed_samples):
+            needed = max(0, -(-(samples - consumed) // size))
+            if count is None or count >= needed:
+                return iterations + needed
+            consumed += count * size
+            iterations += count
+        raise AssertionError("the last size holds for ever")
+
+    def _runs(self, consumed: int) -> list[tuple[int, int | None]]:
+        """Split the future into (size, iterations at that size); the last count is None."""
+        runs: list[tuple[int, int | None]] = []
+        for index, (_, size) in enumerate(self.steps):
+            if index + 1 == len(self.steps):
+                runs.append((size, None))
+                break
+            count = max(0, -(-(self.steps[index + 1][0] - consumed) // size))
+            runs.append((size, count))
+            consumed += count * size
+        return runs
+
+
+def parse_step_schedule(text: str, seq_length: int) -> BatchSizeSchedule:
+    """Read `"0:768 250B:1536"`: from 0 tokens on 768 samples a batch, from 250 billion tokens on 1536.
+
+    Args:
+        text: `TOKENS:SIZE` pairs; TOKENS may end in K, M, B or T.
+        seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it.
+
+    Raises:
+        ValueError: the text is not of that form, does not begin at 0, or does not rise.
+    """
+    steps: list[tuple[int, int]] = []
+    for pair in text.split():
+        match = _STEP.fullmatch(pair)
+        if match is None:
+            raise ValueError(f"'{pair}' is not TOKENS:SIZE")
+        tokens = int(Decimal(match[1]) * _UNITS[match[2].upper()])
+        if int(match[3]) < 1:
+            raise ValueError(f"'{pair}' has no samples")
+        steps.append((-(-tokens // seq_length), int(match[3])))
+    _check_rising(steps)
+    return BatchSizeSchedule(tuple(steps))
+
+
+def _check_rising(steps: Sequence[tuple[int, int]]) -> None:
+    if not steps or steps[0][0] != 0:
+        raise ValueError("the first step must begin at 0 tokens")
+    for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
+        if after <= before:
+            raise ValueError("the token counts must rise")

@@ -1,0 +1,202 @@
+"""Command line and files -> a checked `Config`, in one pass that reports every problem.
+
+::
+
+    defaults < family < --config a.yaml < --config b.yaml < flags        (later wins; each value keeps its origin)
+
+A name given twice at one level under two spellings with different values (`--swiglu --activation gelu`) is an error;
+the same name given twice is not: the last one counts, as scripts that append `"$@"` expect.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalite.config.files import missing_files
+from megalite.config.legal import placeholder, problems, warnings
+from megalite.config.model import FAMILY_DEFAULTS
+from megalite.config.reader import COMMAND_LINE, Given, Reader
+from megalite.config.root import SECTIONS, Config, all_options
+from megalite.config.schema import Option
+from megalite.config.usage import usage
+from megalite.config.values import show
+from megalite.config.yaml_file import read_yaml
+from megalite.errors import ConfigError
+
+__all__ = ["Parsed", "parse", "parse_with_origins"]
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A checked configuration and what is worth telling about it.
+
+    Attributes:
+        config: the configuration.
+        origins: field name -> `default`, `llama family`, `file.yaml:7`, `command line` or `derived`.
+        warnings: lines about legal but doubtful settings.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def parse(argv: Sequence[str], *, world_size: int | None = None, check_files: bool = True) -> Config:
+    """Read flags and `--config` files into a checked configuration.
+
+    Args:
+        argv: command line without the program's name.
+        world_size: ranks of the run; None: `--nprocs`, or 1.
+        check_files: whether data and tokenizer files must exist on this machine.
+
+    Raises:
+        ConfigError: with all problems, one line each.
+        SystemExit: status 0, after `--help` was printed.
+    """
+    return parse_with_origins(argv, world_size=world_size, check_files=check_files).config
+
+
+def parse_with_origins(argv: Sequence[str], *, world_size: int | None = None, check_files: bool = True) -> Parsed:
+    """As `parse`, with the origin of every value and warnings."""
+    options = all_options()
+    if any(token in ("-h", "--help") for token in argv):
+        print(usage(options))
+        raise SystemExit(0)
+    reader = Reader(options)
+    files, flags = reader.read_argv(argv)
+    levels = [_file_level(reader, path) for path in files] + [flags]
+    merged = _merge(levels, reader)
+    found = list(reader.problems)
+
+    values = {name: given.value for name, given in merged.items()}
+    origins = {name: given.where for name, given in merged.items()}
+    _apply_family(values, origins)
+    broken = set(reader.broken)
+    config, missing = _build(options, values, broken)
+    found += [f"{options[name].flag}: required (as a flag, or as '{name}' in a --config file)" for name in missing]
+    broken |= set(missing)
+
+    world = world_size if world_size is not None else (config.parallel.nprocs or 1)
+    checks = problems(config, world, broken=frozenset(broken))
+    if check_files:
+        checks += missing_files(config)
+    found += [_with_place(line, origins) for line in checks]
+    if found:
+        raise ConfigError(_unique(found))
+    config, origins = _derive(config, origins, world)
+    for name in options:
+        origins.setdefault(name, "default")
+    return Parsed(config, {name: origins[name] for name in options}, tuple(warnings(config, world)))
+
+
+def _file_level(reader: Reader, path: str) -> list[Given]:
+    try:
+        return reader.read_entries(read_yaml(path))
+    except ConfigError as error:
+        reader.problems += error.problems
+        return []
+
+
+def _merge(levels: Iterable[Sequence[Given]], reader: Reader) -> dict[str, Given]:
+    """Later levels win; inside a level two spellings of one field must agree."""
+    merged: dict[str, Given] = {}
+    for level in levels:
+        here: dict[str, Given] = {}
+        for given in level:
+            before = here.get(given.name)
+            if before is not None and before.typed != given.typed and before.value != given.value:
+                reader.problems.append(f"{_typed(given)}: contradicts {_typed(before)}; give one of them")
+            here[given.name] = given
+        _work_out_groups(here, merged)
+        if "virtual_pipeline_model_parallel_size" in here and "num_layers_per_virtual_pipeline_stage" in here:
+            reader.problems.append(
+                "--num-layers-per-virtual-pipeline-stage: excludes --virtual-pipeline-model-parallel-size; give one"
+            )
+        if "virtual_pipeline_model_parallel_size" in here:
+            merged.pop("num_layers_per_virtual_pipeline_stage", None)
+        merged |= here
+    _work_out_chunks(merged, reader)
+    return merged
+
+
+def _typed(given: Given) -> str:
+    flag = "--" + given.typed.replace("_", "-")
+    return f"{flag}={show(given.value)}" if given.typed == given.name else flag
+
+
+def _work_out_groups(here: dict[str, Given], below: Mapping[str, Given]) -> None:
+    """`--group-query-attention` alone is Megatron's way to say one group; its `--no-` form undoes groups of a file."""
+    switch = here.pop("group_query_attention", None)
+    if switch is None or "num_query_groups" in here:
+        return
+    if not switch.value:
+        here["num_query_groups"] = replace(switch, name="num_query_groups", value=None)
+    elif "num_query_groups" not in below:
+        here["num_query_groups"] = replace(switch, name="num_query_groups", value=1)
+
+
+def _work_out_chunks(merged: dict[str, Given], reader: Reader) -> None:
+    """Turn layers per chunk into chunks per rank."""
+    given = merged.pop("num_layers_per_virtual_pipeline_stage", None)
+    if given is None or "num_layers" not in merged or {"num_layers", "pipeline_model_parallel_size"} & reader.broken:
+        return
+    layers = merged["num_layers"].value
+    pipeline = merged["pipeline_model_parallel_size"].value if "pipeline_model_parallel_size" in merged else 1
+    per_chunk = given.value
+    if per_chunk < 1 or pipeline < 1 or layers % (per_chunk * pipeline):
+        reader.problems.append(
+            f"--num-layers-per-virtual-pipeline-stage={per_chunk}: --num-layers={layers} is not a multiple of it times "
+            f"--pipeline-model-parallel-size={pipeline}; use --virtual-pipeline-model-parallel-size, which balances"
+        )
+        return
+    name = "virtual_pipeline_model_parallel_size"
+    merged[name] = replace(given, name=name, value=layers // (per_chunk * pipeline))
+
+
+def _apply_family(values: dict[str, Any], origins: dict[str, str]) -> None:
+    family = values.get("model_type", "gpt")
+    for name, value in FAMILY_DEFAULTS.get(family, {}).items():
+        if name not in values:
+            values[name] = value
+            origins[name] = f"{family} family"
+
+
+def _build(options: Mapping[str, Option], values: Mapping[str, Any], broken: set[str]) -> tuple[Config, list[str]]:
+    """Build the sections; what is missing or broken gets a stand-in, so that the rest can still be checked."""
+    arguments: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    missing: list[str] = []
+    for name, option in options.items():
+        if name in values and name not in broken:
+            arguments[option.section][name] = values[name]
+        elif option.required:
+            arguments[option.section][name] = placeholder(option)
+            if name not in broken:
+                missing.append(name)
+    return Config(**{section: cls(**arguments[section]) for section, cls in SECTIONS.items()}), missing
+
+
+def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:
+    """Fix the global batch size: a resume with more replicas must not silently enlarge it."""
+    training = config.training
+    if training.global_batch_size is None and training.step_batch_size_schedule is None:
+        size = config.global_batch_size(world_size)
+        config = replace(config, training=replace(training, global_batch_size=size))
+        origins = {**origins, "global_batch_size": "derived"}
+    return config, origins
+
+
+def _with_place(line: str, origins: Mapping[str, str]) -> str:
+    """Name the file where the value that a line begins with was given."""
+    match = re.match(r"--([a-z0-9-]+)[=:]", line)
+    where = origins.get(match[1].replace("-", "_")) if match else None
+    if where is None or where == COMMAND_LINE or where.endswith("family") or where.startswith("default"):
+        return line
+    return f"{line} [{os.path.basename(where)}]" if os.sep in where else f"{line} [{where}]"
+
+
+def _unique(lines: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(lines))

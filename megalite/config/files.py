@@ -1,0 +1,66 @@
+"""Do the files that a configuration names exist on this machine? Their content is not looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megalite.config.root import Config
+
+__all__ = ["missing_files"]
+
+
+def missing_files(config: Config) -> list[str]:
+    """List the files that are named but absent, one line each."""
+    return [*_data_files(config), *_tokenizer_files(config), *_other_files(config)]
+
+
+def _data_files(config: Config) -> Iterator[str]:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        flag = "--" + name.replace("_", "-")
+        for path in _paths(getattr(config.data, name)):
+            if path.endswith((".bin", ".idx")) or os.path.isfile(path):
+                continue  # a prefix mistaken for a file has its own message; a raw file is tokenised on first use
+            missing = [path + ending for ending in (".idx", ".bin") if not os.path.isfile(path + ending)]
+            if os.path.isdir(path):
+                yield f"{flag}={path}: is a directory; give a file or the prefix of .bin and .idx files"
+            elif missing:
+                yield f"{flag}={path}: {missing[0]} not found (nor a text file {path}); run tools/preprocess_data.py"
+
+
+def _paths(values: tuple[str, ...]) -> list[str]:
+    """Leave out the weights of a blend (`0.3 a 0.7 b`)."""
+    if len(values) % 2 == 0 and all(_is_number(value) for value in values[::2]):
+        return list(values[1::2])
+    return list(values)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokenizer_files(config: Config) -> Iterator[str]:
+    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        path = getattr(config.data, name)
+        if path is not None and not os.path.exists(path):
+            yield f"--{name.replace('_', '-')}={path}: no such file"
+
+
+def _other_files(config: Config) -> Iterator[str]:
+    if config.data.data_args_path is not None and not os.path.isfile(config.data.data_args_path):
+        yield f"--data-args-path={config.data.data_args_path}: no such file"
+    if config.parallel.pipeline_schedule_file is not None and not os.path.isfile(
+        config.parallel.pipeline_schedule_file
+    ):
+        yield f"--pipeline-schedule-file={config.parallel.pipeline_schedule_file}: no such file"
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if (
+        load is not None
+        and not os.path.isdir(load)
+        and (save is None or os.path.abspath(load) != os.path.abspath(save))
+    ):
+        yield f"--load={load}: no such directory; omit --load to start fresh"

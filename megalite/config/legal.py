@@ -1,0 +1,63 @@
+"""Is this configuration legal in a world of so many ranks? The one validator: parser, planner and tests ask it.
+
+`problems` is pure: no file is read, nothing is printed, and every problem is found in one pass. A sampler draws random
+layouts and keeps those for which `problems(config, world_size)` is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from megalite.config import rules
+from megalite.config.root import SECTIONS, Config
+from megalite.config.schema import Option, options_of
+from megalite.config.values import bounds_problem, show
+
+__all__ = ["placeholder", "problems", "warnings"]
+
+
+def problems(config: Config, world_size: int, *, broken: frozenset[str] = frozenset()) -> list[str]:
+    """List what is wrong, one line each, in the form `--flag=value: what (facts); fix`.
+
+    Args:
+        config: the configuration to judge.
+        world_size: ranks of the run.
+        broken: fields whose value is a stand-in (the parser has reported them): rules that speak of them are silent.
+    """
+    lines: list[str] = []
+    silent = {option.flag for option in _all_options() if option.name in broken}
+    for section, cls in SECTIONS.items():
+        values = getattr(config, section)
+        stand_ins: dict[str, Any] = {}
+        for option in options_of(section, cls):
+            value = getattr(values, option.name)
+            reason = bounds_problem(option, value)
+            if reason is not None:
+                lines.append(f"{option.flag}={show(value)}: {reason}")
+                stand_ins[option.name] = placeholder(option)
+                silent.add(option.flag)
+        if stand_ins:
+            config = replace(config, **{section: replace(values, **stand_ins)})
+    for rule in rules.RULES:
+        lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
+    return list(dict.fromkeys(lines))
+
+
+def warnings(config: Config, world_size: int) -> list[str]:
+    """List what is legal but doubtful, one line each; `config` has no problems."""
+    return rules.warnings(config, world_size)
+
+
+def placeholder(option: Option) -> Any:
+    """A legal stand-in for a value that is missing or broken."""
+    return option.kind(1) if option.required else option.default
+
+
+def _all_options() -> list[Option]:
+    return [option for section, cls in SECTIONS.items() for option in options_of(section, cls)]
+
+
+def _mentions(line: str, flags: set[str]) -> bool:
+    return any(re.search(re.escape(flag) + r"(?![\w-])", line) for flag in flags)

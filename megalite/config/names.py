@@ -1,0 +1,144 @@
+"""Names that users type: aliases, flags of Megatron-LM that are not needed here, the nearest to a misspelled one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["CONSTANT_FLAGS", "EXTRA_OPTIONS", "NOT_NEEDED", "RENAMED", "SHORT_FORMS", "nearest"]
+
+#: Another name -> the field that takes its value.
+RENAMED: Mapping[str, str] = {
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+}
+
+#: A flag without a value (in YAML: true) -> the field and the value it stands for.
+CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
+    "use_distributed_optimizer": ("zero_stage", 1),
+    "disable_bias_linear": ("add_bias_linear", False),
+    "swiglu": ("activation", "swiglu"),
+    "squared_relu": ("activation", "squared-relu"),
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
+}
+
+#: Names that are no field but are worked out into fields when all is read: name -> (takes a value, help).
+EXTRA_OPTIONS: Mapping[str, tuple[bool, str]] = {
+    "num_layers_per_virtual_pipeline_stage": (
+        True,
+        "layers of one model chunk; gives --virtual-pipeline-model-parallel-size",
+    ),
+    "group_query_attention": (False, "grouped-query attention; --num-query-groups alone implies it (without it: 1)"),
+}
+
+#: Megatron-LM's flags that this parser refuses, each with its reason (prefix `no_` included where that is the flag).
+NOT_NEEDED: Mapping[str, str] = {
+    "use_flash_attn": "not needed, drop it: torch's attention picks flash where the device has it",
+    "attention_backend": "not needed, drop it: torch's attention picks the fastest backend the device has",
+    "transformer_impl": "not needed, drop it: there is one implementation, in PyTorch",
+    "use_mcore_models": "not needed, drop it: there is one implementation",
+    "use_legacy_models": "not needed, drop it: there is one implementation",
+    "no_gradient_accumulation_fusion": "not needed, drop it: no compiled extension is involved",
+    "no_masked_softmax_fusion": "not needed, drop it: no compiled extension is involved",
+    "no_bias_gelu_fusion": "not needed, drop it: use --compile for fused element-wise kernels",
+    "no_bias_swiglu_fusion": "not needed, drop it: use --compile for fused element-wise kernels",
+    "no_bias_dropout_fusion": "not needed, drop it: use --compile for fused element-wise kernels",
+    "no_rope_fusion": "not needed, drop it: use --compile for fused element-wise kernels",
+    "no_persist_layer_norm": "not needed, drop it: torch's own normalisation kernels are used",
+    "accumulate_allreduce_grads_in_fp32": "not needed, drop it: always so, unless --grad-reduce-in-bf16 is given",
+    "use_cpu_initialization": "not needed, drop it: initial weights never depend on layout or device",
+    "no_async_tensor_model_parallel_allreduce": "not needed, drop it: backward overlaps where it can",
+    "ckpt_format": "not needed, drop it: one format, which loads at any layout",
+    "auto_detect_ckpt_format": "not needed, drop it: one format, which loads at any layout",
+    "use_dist_ckpt": "not needed, drop it: one format, which loads at any layout",
+    "dist_ckpt_optim_fully_reshardable": "not needed, drop it: every checkpoint loads at any layout",
+    "ckpt_fully_parallel_save": "not needed, drop it: always so",
+    "exit_on_missing_checkpoint": "not needed, drop it: a --load that finds nothing is always an error",
+    "log_throughput": "not needed, drop it: always logged",
+    "log_timers_to_tensorboard": "not needed, drop it: times are always logged",
+    "log_validation_ppl_to_tensorboard": "not needed, drop it: always logged",
+    "log_memory_to_tensorboard": "not needed, drop it: always logged",
+    "use_pytorch_profiler": "not needed, drop it: --profile uses it",
+    "check_for_nan_in_loss_and_grad": "not needed, drop it: always checked; see --nonfinite {stop,skip}",
+    "no_check_for_nan_in_loss_and_grad": "can not be switched off: see --nonfinite {stop,skip}",
+    "dataloader_type": "not needed, drop it: sample order is a pure function of seed and position",
+    "overlap_p2p_communication": "not needed, drop it: the schedule decides",
+    "no_overlap_p2p_communication": "not needed, drop it: the schedule decides",
+    "exit_signal": "not needed, drop it: SIGTERM and SIGUSR1 save and end the run",
+    "yaml_cfg": "is --config FILE here",
+    "use_torch_fsdp2": "is --zero-stage 3 here",
+    "openai_gelu": "is --activation gelu-tanh here",
+    "padded_vocab_size": "is derived from --vocab-size and --make-vocab-size-divisible-by",
+    "context_parallel_size": "context parallelism does not exist here",
+    "num_experts": "mixture of experts does not exist here",
+    "moe_router_topk": "mixture of experts does not exist here",
+    "expert_model_parallel_size": "mixture of experts does not exist here",
+    "fp8_format": "fp8 does not exist here; use --bf16",
+    "apply_layernorm_1p": "does not exist here; --normalization LayerNorm is the plain one",
+    "tp_comm_overlap": "does not exist here: it needs Transformer Engine's user buffers",
+}
+
+#: What people call things elsewhere -> what to suggest.
+SHORT_FORMS: Mapping[str, str] = {
+    "tp": "tensor_model_parallel_size",
+    "tp_size": "tensor_model_parallel_size",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "zero": "zero_stage",
+    "layers": "num_layers",
+    "n_layer": "num_layers",
+    "heads": "num_attention_heads",
+    "n_head": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "num_key_value_heads": "num_query_groups",
+    "hidden": "hidden_size",
+    "hiden": "hidden_size",
+    "n_embd": "hidden_size",
+    "seq": "seq_length",
+    "seq_len": "seq_length",
+    "block_size": "seq_length",
+    "dropout": "hidden_dropout",
+    "batch_size": "micro_batch_size",
+    "mbs": "micro_batch_size",
+    "gbs": "global_batch_size",
+    "steps": "train_iters",
+    "max_steps": "train_iters",
+    "max_iters": "train_iters",
+    "iters": "train_iters",
+    "learning_rate": "lr",
+    "warmup": "lr_warmup_iters",
+    "warmup_iters": "lr_warmup_iters",
+    "warmup_steps": "lr_warmup_iters",
+    "clip": "clip_grad",
+    "grad_clip": "clip_grad",
+    "dtype": "bf16",
+    "schedule": "pipeline_schedule",
+    "backend": "distributed_backend",
+    "nproc": "nprocs",
+    "data": "data_path",
+    "tokenizer": "tokenizer_type",
+    "keep_last": "keep_last_n",
+    "resume": "auto_resume",
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Find the known name (with underscores) that a misspelled or foreign one most likely means."""
+    names = sorted(known)
+    short = SHORT_FORMS.get(name)
+    if short in names:
+        return short
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if close:
+        return close[0]
+    # Half a name, or its words in part: `warmup_fraction`, `query_groups`.
+    containing = [candidate for candidate in names if len(name) >= 4 and name in candidate]
+    if containing:
+        return min(containing, key=len)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+    return close[0] if close else None

@@ -1,0 +1,236 @@
+"""Command line and YAML entries -> one list of `Given`s: a field, its value, and where it was given.
+
+The command line is scanned by hand: argparse stops at the first mistake, abbreviates silently and takes `-1e-4` for a
+flag. Here all mistakes are collected and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, nearest
+from megalite.config.schema import Option
+from megalite.config.values import BadValue, convert
+from megalite.config.yaml_file import Entry, Scalar
+
+__all__ = ["COMMAND_LINE", "Given", "Reader", "known_names"]
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that a user gave.
+
+    Attributes:
+        name: the field (or extra option) it sets.
+        typed: the name as typed, with underscores and without `no_`.
+        value: the converted value.
+        where: `command line` or `file.yaml:7`.
+    """
+
+    name: str
+    typed: str
+    value: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """One name with its texts, before conversion."""
+
+    name: str
+    scalars: tuple[Scalar, ...]
+    where: str
+
+    def label(self, text: str | None = None) -> str:
+        """What a message about this begins with."""
+        value = "" if text is None else f"={text}"
+        if self.where == COMMAND_LINE:
+            return f"--{self.name.replace('_', '-')}{value}"
+        return f"{self.where}: {self.name}{value}"
+
+
+def known_names(options: Mapping[str, Option]) -> set[str]:
+    """Every name that may be typed, with underscores: fields, aliases and `no_` forms."""
+    switches = {name for name, option in options.items() if option.kind is bool} | set(CONSTANT_FLAGS)
+    return {*options, *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS, *(f"no_{name}" for name in switches)}
+
+
+@dataclass
+class Reader:
+    """Converts what users typed; mistakes are collected in `problems`, their fields in `broken`."""
+
+    options: Mapping[str, Option]
+    problems: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+
+    def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[Given]]:
+        """Scan a command line.
+
+        Returns:
+            The files named by `--config`, in order, and what the flags set.
+        """
+        files: list[str] = []
+        givens: list[Given] = []
+        for token, attached, values in _split(argv):
+            if not token.startswith("--") or token == "--":
+                self._unexpected([token, *values])
+                continue
+            name = token[2:].replace("-", "_")
+            if name == "config":
+                texts = [*attached, *values]
+                files += texts
+                if not texts:
+                    self.problems.append("--config: expected a file name")
+                continue
+            if not self._known(name):
+                self._refuse(f"unknown flag --{name.replace('_', '-')}", name, "--")
+                continue
+            taken = self._take_values(name, attached, values)
+            givens += self._convert(_Typed(name, tuple(Scalar(text, "text") for text in taken), COMMAND_LINE))
+        return files, givens
+
+    def read_entries(self, entries: Iterable[Entry]) -> list[Given]:
+        """Convert the entries of one YAML file."""
+        sections = {option.section for option in self.options.values()}
+        givens: list[Given] = []
+        for entry in entries:
+            target = self._target(entry.key)
+            if entry.section is not None and entry.section not in sections:
+                guess = nearest(entry.section, sections)
+                hint = f"; did you mean '{guess}'?" if guess else f"; sections are {', '.join(sorted(sections))}"
+                self.problems.append(f"{entry.where}: unknown section '{entry.section}'{hint}")
+            elif target is None:
+                self._refuse(f"{entry.where}: unknown key '{entry.key}'", entry.key, "")
+            elif entry.section is not None and target in self.options and self.options[target].section != entry.section:
+                right = self.options[target].section
+                self.problems.append(
+                    f"{entry.where}: '{entry.key}' belongs to section '{right}', not '{entry.section}'"
+                )
+            else:
+                scalars = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+                typed = _Typed(entry.key, scalars, entry.where)
+                if isinstance(entry.value, tuple) and not (target in self.options and self.options[target].many):
+                    self._bad(typed, target, typed.label(), "expected one value, got a list")
+                else:
+                    givens += self._convert(typed)
+        return givens
+
+    def _target(self, name: str) -> str | None:
+        """Field or extra option that a typed name sets, or None where there is none."""
+        if name in RENAMED:
+            return RENAMED[name]
+        if name in CONSTANT_FLAGS:
+            return CONSTANT_FLAGS[name][0]
+        if name in self.options or name in EXTRA_OPTIONS:
+            return name
+        return self._target(name[3:]) if self._is_negation(name) else None
+
+    def _known(self, name: str) -> bool:
+        return self._target(name) is not None
+
+    def _is_switch(self, name: str) -> bool:
+        if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and not EXTRA_OPTIONS[name][0]):
+            return True
+        return name in self.options and self.options[name].kind is bool
+
+    def _is_negation(self, name: str) -> bool:
+        return name not in self.options and name.startswith("no_") and self._is_switch(name[3:])
+
+    def _take_values(self, name: str, attached: list[str], values: list[str]) -> list[str]:
+        """Give a flag the values it wants; what is left over belongs to no flag."""
+        target = self._target(name)
+        if self._is_switch(name) or self._is_negation(name):
+            self._unexpected(values)
+            return attached
+        texts = [*attached, *values]
+        if target is not None and target in self.options and self.options[target].many:
+            return texts
+        self._unexpected(texts[1:])
+        return texts[:1]
+
+    def _convert(self, typed: _Typed) -> list[Given]:
+        """Convert one typed name; a mistake gives an empty list."""
+        target = self._target(typed.name)
+        assert target is not None
+        try:
+            negated = self._is_negation(typed.name)
+            base = typed.name[3:] if negated else typed.name
+            if self._is_switch(base):
+                on = self._switch(typed) is not negated
+                return [Given(target, base, self._switched(base, on), typed.where)]
+            return [Given(target, base, self._value(typed, target), typed.where)]
+        except BadValue as bad:
+            shown = " ".join(scalar.text for scalar in typed.scalars)
+            is_text = "got text" in str(bad) or "expected" in str(bad)
+            self._bad(typed, target, typed.label(None if is_text else shown), str(bad))
+            return []
+
+    def _switch(self, typed: _Typed) -> bool:
+        if not typed.scalars:
+            return True
+        (scalar,) = typed.scalars
+        if scalar.tag not in ("bool", "text"):
+            raise BadValue(f"expected true/false, got text '{scalar.text}'")
+        return bool(convert(Option("", "", bool, False, False, None, {}), scalar.text))
+
+    def _switched(self, base: str, on: bool) -> Any:
+        if base not in CONSTANT_FLAGS:
+            return on
+        target, value = CONSTANT_FLAGS[base]
+        return value if on else self.options[target].default
+
+    def _value(self, typed: _Typed, target: str) -> Any:
+        option = self.options.get(target) or Option("", target, int, False, False, None, {})
+        if len(typed.scalars) == 1 and typed.scalars[0].tag == "null":
+            if option.many and not option.optional:
+                return ()
+            if not option.optional:
+                raise BadValue("expected a value")
+            return None
+        if not typed.scalars and not (option.many and typed.where != COMMAND_LINE):
+            raise BadValue("expected a value")
+        texts = [scalar.text for scalar in typed.scalars]
+        if option.many:
+            if option.kind is not str:
+                texts = " ".join(texts).replace(",", " ").split()
+            return tuple(convert(option, text) for text in texts)
+        return convert(option, texts[0])
+
+    def _bad(self, typed: _Typed, target: str | None, label: str, reason: str) -> None:
+        self.problems.append(f"{label}: {reason}")
+        if target is not None:
+            self.broken.add(target)
+
+    def _unexpected(self, values: list[str]) -> None:
+        self.problems += [f"unexpected argument '{value}'; flags begin with --" for value in values]
+
+    def _refuse(self, what: str, name: str, dashes: str) -> None:
+        """Report a name that sets nothing: known from Megatron-LM, or misspelled."""
+        known_there = next((key for key in (name, f"no_{name}", name.removeprefix("no_")) if key in NOT_NEEDED), None)
+        if known_there is not None:
+            shown = what.replace("unknown flag ", "").replace("unknown key ", "")
+            self.problems.append(f"{shown}: {NOT_NEEDED[known_there]}")
+            return
+        guess = nearest(name, known_names(self.options) | ({"config"} if dashes else set()))
+        shown_guess = guess.replace("_", "-") if guess and dashes else guess
+        quote = "" if dashes else "'"
+        hint = f"; did you mean {quote}{dashes}{shown_guess}{quote}?" if guess else "; see --help"
+        self.problems.append(what + hint)
+
+
+def _split(argv: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+    """Group a command line by its `--` tokens: (token, value attached by `=`, values after it)."""
+    groups: list[tuple[str, list[str], list[str]]] = []
+    for token in argv:
+        if token.startswith("--"):
+            name, equals, attached = token.partition("=")
+            groups.append((name, [attached] if equals else [], []))
+        elif groups and groups[-1][0].startswith("--"):
+            groups[-1][2].append(token)
+        else:
+            groups.append((token, [], []))
+    return groups

@@ -1,0 +1,110 @@
+"""The whole configuration: seven sections and the numbers that need more than one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.data import DataConfig
+from megalite.config.logging import LoggingConfig
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.schema import Option, options_of
+from megalite.config.training import TrainingConfig
+
+__all__ = ["SECTIONS", "Config", "all_options", "with_vocab_size"]
+
+SECTIONS: Mapping[str, type] = MappingProxyType(
+    {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "training": TrainingConfig,
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+        "checkpoint": CheckpointConfig,
+        "logging": LoggingConfig,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole configuration of a run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas in a world of `world_size` ranks."""
+        return self.parallel.data_parallel_size(world_size)
+
+    def batch_size_schedule(self, world_size: int) -> BatchSizeSchedule:
+        """Global batch size by samples consumed.
+
+        Raises:
+            ValueError: the ramp-up flags are malformed (validation reports them first).
+        """
+        training = self.training
+        if training.step_batch_size_schedule is not None:
+            return parse_step_schedule(training.step_batch_size_schedule, self.model.seq_length)
+        size = training.batch_size(self.data_parallel_size(world_size))
+        if training.rampup_batch_size is not None:
+            start, increment, samples = training.rampup_batch_size
+            return BatchSizeSchedule.ramp(start, increment, samples, size)
+        return BatchSizeSchedule.constant(size)
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples of a full global batch (after any ramp-up)."""
+        return self.batch_size_schedule(world_size).final
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Micro-batches of one replica in a full global batch."""
+        return self.training.num_microbatches(self.data_parallel_size(world_size), self.global_batch_size(world_size))
+
+    def train_iterations(self, world_size: int) -> int:
+        """Length of the whole training in iterations, whichever unit it was given in (0 with `skip_train` alone)."""
+        training = self.training
+        if training.train_iters is not None:
+            return training.train_iters
+        return self.batch_size_schedule(world_size).iterations_for(self._given_samples())
+
+    def total_train_samples(self, world_size: int) -> int:
+        """Samples that all training iterations together consume."""
+        return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
+
+    def _given_samples(self) -> int:
+        training = self.training
+        if training.train_samples is not None:
+            return training.train_samples
+        if training.train_tokens is not None:
+            return -(-training.train_tokens // self.model.seq_length)
+        return 0
+
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding in memory, over all tensor-parallel ranks."""
+        return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
+
+
+def with_vocab_size(config: Config, vocab_size: int) -> Config:
+    """Copy `config` with the vocabulary size that the tokenizer gave."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def all_options() -> dict[str, Option]:
+    """Every field of every section by name, in the order of the documentation."""
+    options: dict[str, Option] = {}
+    for section, cls in SECTIONS.items():
+        for option in options_of(section, cls):
+            assert option.name not in options, f"{option.name} stands in two sections"
+            options[option.name] = option
+    return options

@@ -1,0 +1,149 @@
+"""`Config` <-> the text of config.yaml and the dictionary of a checkpoint's manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from megalite.config.reader import Reader
+from megalite.config.root import SECTIONS, Config, all_options
+from megalite.config.schema import Option, options_of
+from megalite.config.values import bounds_problem, show
+from megalite.config.yaml_file import read_yaml
+from megalite.errors import ConfigError
+
+__all__ = ["dump_yaml", "from_dict", "load_yaml", "to_dict"]
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Turn a configuration into nested dictionaries of JSON values."""
+    result: dict[str, dict[str, Any]] = {}
+    for section, cls in SECTIONS.items():
+        values = getattr(config, section)
+        result[section] = {
+            option.name: _plain(getattr(values, option.name)) for option in options_of(section, cls) if _saved(option)
+        }
+    return result
+
+
+def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> Config:
+    """Rebuild a configuration from `to_dict`'s form, strictly.
+
+    Args:
+        data: section -> field -> value; a field that is left out takes its default.
+        where: what an error line begins with.
+
+    Raises:
+        ConfigError: an unknown section or field, a wrong type, a broken bound or a missing required field.
+    """
+    problems = [f"{where}: unknown section '{name}'" for name in data if name not in SECTIONS]
+    sections: dict[str, Any] = {}
+    for section, cls in SECTIONS.items():
+        given = data.get(section, {})
+        options = {option.name: option for option in options_of(section, cls)}
+        problems += [f"{where}: unknown key '{section}.{name}'" for name in given if name not in options]
+        arguments = {}
+        for name, option in options.items():
+            if name not in given:
+                if option.required:
+                    problems.append(f"{where}: '{section}.{name}' is missing")
+                continue
+            arguments[name], reason = _checked(option, given[name])
+            if reason is not None:
+                problems.append(f"{where}: {section}.{name}={given[name]!r}: {reason}")
+        if not problems:
+            sections[section] = cls(**arguments)
+    if problems:
+        raise ConfigError(problems)
+    return Config(**sections)
+
+
+def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """Write a configuration as YAML, nested in sections.
+
+    Args:
+        config: what to write.
+        origins: origin of every value, written beside it as a comment.
+    """
+    derived = _derived(config)
+    lines = []
+    for section, values in to_dict(config).items():
+        lines.append(f"{section}:")
+        for name, value in values.items():
+            line = f"  {name}: {_scalar(value)}"
+            notes = [f"derived: {show(derived[name])}"] if value is None and name in derived else []
+            if origins is not None:
+                notes.insert(0, origins.get(name, "default"))
+            lines.append(f"{line:<44}  # {'; '.join(notes)}" if notes else line)
+    return "\n".join(lines) + "\n"
+
+
+def load_yaml(path: str) -> Config:
+    """Read a config.yaml that stands for itself (a saved one); the world it runs in is not judged.
+
+    Raises:
+        ConfigError: see `read_yaml`; or unknown names, wrong types, broken bounds, missing fields.
+    """
+    options = all_options()
+    reader = Reader(options)
+    givens = reader.read_entries(read_yaml(path))
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    data: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for given in givens:
+        if given.name in options:
+            data[options[given.name].section][given.name] = _plain(given.value)
+    return from_dict(data, path)
+
+
+def _saved(option: Option) -> bool:
+    return bool(option.facts.get("saved", True))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _checked(option: Option, value: Any) -> tuple[Any, str | None]:
+    """Check the type and bounds of a JSON value; returns (value as the field wants it, reason against it)."""
+    if value is None:
+        return None, None if option.optional else "expected a value"
+    if option.many:
+        if not isinstance(value, (list, tuple)):
+            return value, "expected a list"
+        items = [_one(option, item) for item in value]
+        bad = any(not good for _, good in items)
+        result: Any = tuple(item for item, _ in items)
+    else:
+        result, good = _one(option, value)
+        bad = not good
+    if bad:
+        return value, f"expected {option.kind.__name__}"
+    return result, bounds_problem(option, result)
+
+
+def _one(option: Option, value: Any) -> tuple[Any, bool]:
+    if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value), True
+    return value, type(value) is option.kind
+
+
+def _scalar(value: Any) -> str:
+    """One YAML value on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _derived(config: Config) -> dict[str, Any]:
+    """What fields left open come to, where that needs no world."""
+    model = config.model
+    return {
+        "ffn_hidden_size": model.ffn_size,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_dim,
+        "max_position_embeddings": model.max_positions,
+        "pipeline_schedule": config.parallel.schedule,
+        "virtual_pipeline_model_parallel_size": config.parallel.num_chunks,
+    }

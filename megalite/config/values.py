@@ -1,0 +1,130 @@
+"""Text of a flag or a YAML scalar -> value of a field's type, with a line for the user where that fails.
+
+The text of both is read by one set of rules, so that `lr: 1e-3` (a string to YAML 1.1) and `--lr 1e-3` mean the same.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from megalite.config.parallel import SCHEDULE_ALIASES
+from megalite.config.schema import Option
+
+__all__ = ["BadValue", "bounds_problem", "convert", "show"]
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+
+#: Other names of choices, by field.
+_CHOICE_ALIASES = {
+    "pipeline_schedule": SCHEDULE_ALIASES,
+    "optimizer": {"adamw": "adam"},
+    "tokenizer_type": {
+        "llama2tokenizer": "SentencePieceTokenizer",
+        "gptsentencepiecetokenizer": "SentencePieceTokenizer",
+    },
+    "activation": {"swish-glu": "swiglu", "gelu_tanh": "gelu-tanh", "squared_relu": "squared-relu"},
+}
+
+
+class BadValue(Exception):
+    """A text that is no value of its field; the message is what stands after `--flag=text: `."""
+
+
+def show(value: Any) -> str:
+    """Write a value as a user would type it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return " ".join(show(item) for item in value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def convert(option: Option, text: str) -> Any:
+    """Read one value (one item, where the field holds several).
+
+    Raises:
+        BadValue: the text is not of the field's type, or not one of its choices.
+    """
+    if option.kind is bool:
+        return _boolean(text)
+    if option.kind is int:
+        return _integer(text)
+    if option.kind is float:
+        return _number(text)
+    return text if option.choices is None else _choice(option, text)
+
+
+def bounds_problem(option: Option, value: Any) -> str | None:
+    """Check the bounds of a field; returns the text after `--flag=value: `, or None where all is well."""
+    facts = option.facts
+    if option.choices is not None and value is not None:
+        if value not in option.choices and value not in _CHOICE_ALIASES.get(option.name, {}):
+            return f"choose {_either(option.choices)}"
+    if value is None or isinstance(value, (bool, str)):
+        return None
+    for item in value if isinstance(value, tuple) else (value,):
+        if isinstance(item, str):
+            continue
+        if option.kind is int and "ge" in facts and "le" in facts:
+            if not facts["ge"] <= item <= facts["le"]:
+                return f"choose {_either(tuple(str(n) for n in range(facts['ge'], facts['le'] + 1)))}"
+            continue
+        for name, sign, holds in (
+            ("ge", ">=", item >= facts.get("ge", item)),
+            ("gt", ">", item > facts.get("gt", -math.inf)),
+            ("le", "<=", item <= facts.get("le", item)),
+            ("lt", "<", item < facts.get("lt", math.inf)),
+        ):
+            if not holds:
+                return f"must be {sign} {facts[name]}" + (f" ({facts['hint']})" if "hint" in facts else "")
+    return None
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in _TRUE or lowered in _FALSE:
+        return lowered in _TRUE
+    raise BadValue(f"expected true/false, got text '{text}'")
+
+
+def _integer(text: str) -> int:
+    try:
+        exact = Decimal(text.strip())
+    except InvalidOperation:
+        raise BadValue("not an integer") from None
+    # 1e9 is a fair way to write a token count; 1e999999999 is not.
+    if not exact.is_finite() or exact.adjusted() > 30 or exact != exact.to_integral_value():
+        raise BadValue("not an integer")
+    return int(exact)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise BadValue("not a number") from None
+    if not math.isfinite(value):
+        raise BadValue("not a finite number")
+    return value
+
+
+def _choice(option: Option, text: str) -> str:
+    choices = option.choices
+    assert choices is not None
+    lowered = text.lower()
+    alias = _CHOICE_ALIASES.get(option.name, {}).get(lowered)
+    if alias is not None:
+        return alias
+    for choice in choices:
+        if choice.lower() == lowered:
+            return choice
+    raise BadValue(f"choose {_either(choices)}")
+
+
+def _either(choices: tuple[str, ...]) -> str:
+    if len(choices) == 1:
+        return choices[0]
+    return ", ".join(choices[:-1]) + " or " + choices[-1]
