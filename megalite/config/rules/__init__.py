@@ -1,0 +1,34 @@
+"""The rules that tie fields together, one function a topic; each yields its problems, one line each.
+
+A rule may assume that every field alone is within its bounds; it may not assume that other rules hold. It is pure.
+Adding one: write the function in the file of its topic, put it in `RULES`, add its row to `test_bad_input.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megalite.config.root import Config
+from megalite.config.rules.inputs import checkpoint, data, tracking
+from megalite.config.rules.layout import batch, pipeline_schedule, pipeline_stages, tensor_parallel, warnings, world
+from megalite.config.rules.run import learning_rate, length, precision, weight_decay
+from megalite.config.rules.shape import model_shape, recompute
+
+__all__ = ["RULES", "warnings"]
+
+RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
+    model_shape,
+    recompute,
+    world,
+    tensor_parallel,
+    pipeline_stages,
+    pipeline_schedule,
+    batch,
+    length,
+    precision,
+    learning_rate,
+    weight_decay,
+    data,
+    checkpoint,
+    tracking,
+)

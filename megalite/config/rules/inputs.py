@@ -1,0 +1,110 @@
+"""Rules of what a run reads and writes: data, tokenizer, checkpoints, trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.root import Config
+from megalite.config.rules.text import multiples_around
+from megalite.config.values import show
+
+__all__ = ["checkpoint", "data", "tracking"]
+
+
+def data(config: Config, world_size: int) -> Iterator[str]:
+    """Where data come from, and by which tokenizer."""
+    source = config.data
+    own = {
+        "--train-data-path": source.train_data_path,
+        "--valid-data-path": source.valid_data_path,
+        "--test-data-path": source.test_data_path,
+    }
+    given = [flag for flag, value in own.items() if value]
+    if source.data_path:
+        for flag in given:
+            yield f"{flag}: excludes --data-path; give one kind"
+    if source.data_args_path is not None and (source.data_path or given):
+        yield f"--data-args-path={source.data_args_path}: excludes --data-path and its kin; give one kind"
+    if source.mock_data and (source.data_path or given or source.data_args_path is not None):
+        yield "--mock-data: excludes --data-path and its kin; give one kind"
+    for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
+        if path.endswith((".bin", ".idx")):
+            yield f"--data-path={path}: give the prefix, '{path[:-4]}'"
+    yield from _split_weights(source.split)
+    yield from _tokenizer(config)
+
+
+def _split_weights(text: str) -> Iterator[str]:
+    try:
+        weights = [float(part) for part in text.replace(" ", "").split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
+        yield f"--split={text}: expected up to three weights such as 969,30,1, not all 0"
+
+
+def _tokenizer(config: Config) -> Iterator[str]:
+    source, kind = config.data, config.data.tokenizer_type
+    if kind == "GPT2BPETokenizer":
+        for flag, value in (("--vocab-file", source.vocab_file), ("--merge-file", source.merge_file)):
+            if value is None:
+                yield f"--tokenizer-type={kind}: needs {flag}"
+    elif kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and source.tokenizer_model is None:
+        yield f"--tokenizer-type={kind}: needs --tokenizer-model"
+    elif kind == "NullTokenizer" and config.model.vocab_size < 2:
+        yield f"--tokenizer-type={kind}: needs --vocab-size"
+    elif kind is None and source.mock_data and config.model.vocab_size < 2:
+        yield "--mock-data: needs --vocab-size (or a --tokenizer-type)"
+    takers = {
+        "--tokenizer-model": (source.tokenizer_model, ("HuggingFaceTokenizer", "SentencePieceTokenizer")),
+        "--vocab-file": (source.vocab_file, ("GPT2BPETokenizer",)),
+        "--merge-file": (source.merge_file, ("GPT2BPETokenizer",)),
+    }
+    for flag, (value, kinds) in takers.items():
+        if value is not None and kind not in kinds:
+            yield f"{flag}={show(value)}: needs --tokenizer-type={' or '.join(kinds)}"
+
+
+def checkpoint(config: Config, world_size: int) -> Iterator[str]:
+    """Saving needs a place, loading a source."""
+    settings = config.checkpoint
+    if settings.save is None:
+        for flag, value in (
+            ("--save-interval", settings.save_interval),
+            ("--keep-last-n", settings.keep_last_n),
+            ("--save-retain-interval", settings.save_retain_interval),
+        ):
+            if value is not None:
+                yield f"{flag}={show(value)}: needs --save"
+        for flag, on in (("--async-save", settings.async_save), ("--auto-resume", settings.auto_resume)):
+            if on:
+                yield f"{flag}: needs --save"
+    interval, retain = settings.save_interval, settings.save_retain_interval
+    if retain is not None and interval is not None and retain % interval:
+        near = multiples_around(retain, interval)
+        yield f"--save-retain-interval={retain}: not a multiple of --save-interval={interval}; try {near}"
+    if settings.load is None:
+        if settings.ckpt_step is not None and not settings.auto_resume:
+            yield f"--ckpt-step={settings.ckpt_step}: needs --load"
+        for flag, on in (
+            ("--finetune", settings.finetune),
+            ("--no-load-optim", not settings.load_optim),
+            ("--no-load-rng", not settings.load_rng),
+        ):
+            if on and not (settings.auto_resume and flag != "--finetune"):
+                yield f"{flag}: needs --load"
+    elif settings.auto_resume and settings.load != settings.save:
+        yield f"--load={settings.load}: excludes --auto-resume, which loads from --save; give one of them"
+
+
+def tracking(config: Config, world_size: int) -> Iterator[str]:
+    """Weights & Biases settings need a project."""
+    log = config.logging
+    if log.wandb_project is None:
+        for flag, value in (
+            ("--wandb-exp-name", log.wandb_exp_name),
+            ("--wandb-entity", log.wandb_entity),
+            ("--wandb-save-dir", log.wandb_save_dir),
+        ):
+            if value is not None:
+                yield f"{flag}={show(value)}: needs --wandb-project"

@@ -1,0 +1,219 @@
+"""Rules of the layout: world, tensor and pipeline parallelism, schedule, global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite import schedule as schedules
+from megalite.config.batch_size import parse_step_schedule
+from megalite.config.parallel import zero_reason
+from megalite.config.root import Config
+from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
+from megalite.config.values import show
+
+__all__ = ["batch", "pipeline_schedule", "pipeline_stages", "tensor_parallel", "warnings", "world"]
+
+
+def world(config: Config, world_size: int) -> Iterator[str]:
+    """Does the layout fit the number of ranks?"""
+    parallel = config.parallel
+    needed = parallel.model_parallel_size
+    if world_size < needed:
+        yield f"world size {world_size}: {TP} x {PP} = {needed} needs at least {needed} processes"
+    elif world_size % needed:
+        yield (
+            f"world size {world_size}: not divisible by {TP} x {PP} = {needed}; "
+            f"use {multiples_around(world_size, needed)}"
+        )
+    if parallel.nprocs is not None and parallel.nprocs != world_size:
+        yield f"--nprocs={parallel.nprocs}: the launcher already started {world_size} processes; drop it"
+    instances = parallel.num_distributed_optimizer_instances
+    replicas = max(1, world_size // needed)
+    if replicas % instances:
+        yield (
+            f"--num-distributed-optimizer-instances={instances}: must divide the data-parallel size {replicas}; "
+            f"legal: {listed(divisors(replicas))}"
+        )
+    if instances > 1 and parallel.zero_stage == 0:
+        yield f"--num-distributed-optimizer-instances={instances}: needs --zero-stage=1 or more"
+    if parallel.device == "cpu" and parallel.distributed_backend == "nccl":
+        yield "--distributed-backend=nccl: needs CUDA; use gloo"
+    for rank in config.logging.profile_ranks:
+        if config.logging.profile and rank >= world_size:
+            yield f"--profile-ranks={rank}: there are {world_size} ranks (0 to {world_size - 1})"
+
+
+def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """What tensor parallelism must divide."""
+    model, size = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups = model.num_attention_heads, model.query_groups
+    if heads % size:
+        yield f"{TP}={size}: does not divide --num-attention-heads={heads}; legal: {listed(divisors(heads))}"
+    elif heads % groups == 0 and groups % size:
+        yield f"{TP}={size}: does not divide --num-query-groups={groups}; legal: {listed(divisors(groups))}"
+    if model.ffn_size % size:
+        yield (
+            f"{TP}={size}: does not divide the MLP width {model.ffn_size} (--ffn-hidden-size); "
+            f"try {multiples_around(model.ffn_size, size)}"
+        )
+    if config.parallel.sequence_parallel and model.seq_length % size:
+        yield (
+            f"--sequence-parallel: {TP}={size} does not divide --seq-length={model.seq_length}; "
+            f"try {multiples_around(model.seq_length, size)}"
+        )
+
+
+def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
+    """Stages, chunks and how layers are dealt to them."""
+    parallel, layers = config.parallel, config.model.num_layers
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
+    layout = parallel.pipeline_model_parallel_layout
+    if size > layers and layout is None:
+        yield f"{PP}={size}: more stages than --num-layers={layers}"
+    elif size * chunks > layers and layout is None:
+        yield (
+            f"{VPP}={chunks}: {size} ranks x {chunks} chunks = {size * chunks} stages, more than --num-layers={layers}"
+        )
+    given = parallel.virtual_pipeline_model_parallel_size
+    if given is not None and given > 1 and size == 1:
+        yield f"{VPP}={given}: needs {PP} >= 2"
+    ends = {
+        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
+    }
+    given_ends = {flag: count for flag, count in ends.items() if count is not None}
+    for flag, count in given_ends.items():
+        if size == 1:
+            yield f"{flag}={count}: needs {PP} >= 2"
+        if layout is not None:
+            yield f"{flag}={count}: excludes --pipeline-model-parallel-layout; give one of them"
+    left, stages = layers - sum(given_ends.values()), size * chunks - len(given_ends)
+    if given_ends and size > 1 and (left < stages or (stages == 0 and left)):
+        flag, count = next(iter(given_ends.items()))
+        yield f"{flag}={count}: leaves {left} of --num-layers={layers} for the other {stages} stages"
+
+
+def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
+    """Can the schedule run in this shape, with these features?"""
+    parallel, training = config.parallel, config.training
+    name, size, given = (
+        parallel.schedule,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    if parallel.pipeline_schedule_file is not None:
+        if parallel.pipeline_schedule is not None:
+            yield f"--pipeline-schedule={name}: excludes --pipeline-schedule-file; give one of them"
+        return
+    for micro_batches, samples in _micro_batches(config, world_size):
+        reasons = schedules.legal(name, size, micro_batches, given)
+        for reason in reasons:
+            yield reason + _enough_samples(name, size, micro_batches, given, samples)
+    if parallel.pipeline_flush_steps and not schedules.find(name).asynchronous:
+        yield (f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} flushes after every iteration; drop it")
+    if name == "pipedream" and size > 1:
+        why = "pipedream takes a step on each stage after each micro-batch"
+        if config.optimizer.clip_grad > 0:
+            yield f"--clip-grad={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
+        if training.fp16:
+            yield f"--fp16: {why}, so stages can not agree on a loss scale; use --bf16 or 2bw"
+        if not config.model.untie_embeddings_and_output_weights:
+            yield (
+                f"--pipeline-schedule=pipedream: {why}, so tied embeddings would drift apart; "
+                "use --untie-embeddings-and-output-weights or 2bw"
+            )
+    excluded = zero_reason(parallel.zero_stage, name)
+    if excluded is not None:
+        legal = listed(stage for stage in range(4) if zero_reason(stage, name) is None)
+        yield f"--zero-stage={parallel.zero_stage}: not with --pipeline-schedule={name}: {excluded}; legal: {legal}"
+
+
+def _micro_batches(config: Config, world_size: int) -> list[tuple[int, int]]:
+    """(Micro-batches, samples) of every batch size that occurs, where they come out even."""
+    unit = config.training.micro_batch_size * max(1, config.data_parallel_size(world_size))
+    try:
+        sizes = config.batch_size_schedule(world_size).sizes
+    except ValueError:
+        return []
+    return [(size // unit, size) for size in dict.fromkeys(sizes) if size % unit == 0 and size >= unit]
+
+
+def _enough_samples(name: str, size: int, micro_batches: int, chunks: int | None, samples: int) -> str:
+    """The nearest larger batch with which the schedule runs, where that is what is missing."""
+    for more in range(micro_batches + 1, micro_batches + 4 * size + 1):
+        if not schedules.legal(name, size, more, chunks):
+            return f" (legal: --global-batch-size={samples // micro_batches * more})"
+    return ""
+
+
+def batch(config: Config, world_size: int) -> Iterator[str]:
+    """Global batch, micro-batch, ramp-up."""
+    training = config.training
+    replicas = max(1, config.data_parallel_size(world_size))
+    unit = training.micro_batch_size * replicas
+    rule = f"--micro-batch-size={training.micro_batch_size} x data-parallel size {replicas} = {unit}"
+    size = training.global_batch_size
+    if size is not None and size < unit:
+        yield f"--global-batch-size={size}: smaller than {rule}"
+    elif size is not None and size % unit:
+        yield f"--global-batch-size={size}: not divisible by {rule}; nearest {multiples_around(size, unit)}"
+    if training.rampup_batch_size is not None and training.step_batch_size_schedule is not None:
+        yield "--rampup-batch-size: excludes --step-batch-size-schedule; give one of them"
+    elif training.rampup_batch_size is not None:
+        yield from _ramp(config, unit, rule, size if size is not None else unit)
+    elif training.step_batch_size_schedule is not None:
+        yield from _step_schedule(config, unit, rule)
+
+
+def _ramp(config: Config, unit: int, rule: str, full: int) -> Iterator[str]:
+    ramp = config.training.rampup_batch_size
+    assert ramp is not None
+    flag = "--rampup-batch-size=" + " ".join(str(n) for n in ramp)
+    if len(ramp) != 3:
+        yield f"{flag}: expected three numbers, START INCREMENT SAMPLES"
+        return
+    start, increment, _ = ramp
+    if start > full:
+        yield f"{flag}: starts above --global-batch-size={full}"
+    elif (full - start) % increment:
+        yield f"{flag}: increments of {increment} do not lead from {start} to --global-batch-size={full}"
+    for what, number in (("start", start), ("increment", increment)):
+        if number % unit:
+            yield f"{flag}: the {what} is not divisible by {rule}; nearest {multiples_around(number, unit)}"
+
+
+def _step_schedule(config: Config, unit: int, rule: str) -> Iterator[str]:
+    training = config.training
+    text = training.step_batch_size_schedule or ""
+    flag = f"--step-batch-size-schedule='{text}'"
+    if training.global_batch_size is not None:
+        yield f"--global-batch-size={training.global_batch_size}: excludes --step-batch-size-schedule; give one of them"
+    try:
+        sizes = parse_step_schedule(text, config.model.seq_length).sizes
+    except ValueError as error:
+        yield f"{flag}: {error}; write it like '0:768 250B:1536'"
+        return
+    for size in sizes:
+        if size % unit:
+            yield f"{flag}: {size} is not divisible by {rule}; nearest {multiples_around(size, unit)}"
+
+
+def warnings(config: Config, world_size: int) -> list[str]:
+    """What is legal but doubtful, for a configuration without problems."""
+    parallel, training = config.parallel, config.training
+    lines = []
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
+    if training.fp16 and parallel.device == "cpu":
+        lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
+    if config.optimizer.lr > 0.1 and config.optimizer.optimizer == "adam":
+        lines.append(f"--lr={show(config.optimizer.lr)}: unusually high for adam; 1e-4 to 1e-3 is common")
+    if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
+        for micro_batches, _ in _micro_batches(config, world_size):
+            lines += schedules.warnings(
+                parallel.schedule,
+                parallel.pipeline_model_parallel_size,
+                micro_batches,
+                parallel.virtual_pipeline_model_parallel_size,
+            )
+    return list(dict.fromkeys(lines))

@@ -1,0 +1,50 @@
+"""Rules of the model's shape and of recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.root import Config
+from megalite.config.rules.text import divisors, listed, multiples_around
+from megalite.config.values import show
+
+__all__ = ["model_shape", "recompute"]
+
+
+def model_shape(config: Config, world_size: int) -> Iterator[str]:
+    """Heads, groups, positions."""
+    model = config.model
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
+    if model.kv_channels is None and hidden % heads:
+        near = multiples_around(hidden, heads)
+        yield f"--hidden-size={hidden}: not divisible by --num-attention-heads={heads}; try {near}"
+    if heads % groups:
+        legal = listed(divisors(heads))
+        yield f"--num-query-groups={groups}: must divide --num-attention-heads={heads}; legal: {legal}"
+    if model.position_embedding_type == "learned_absolute" and model.seq_length > model.max_positions:
+        yield (
+            f"--seq-length={model.seq_length}: exceeds --max-position-embeddings={model.max_positions} "
+            "(learned positions); raise it or use --position-embedding-type rope"
+        )
+    if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or model.rotary_dim == 0):
+        yield (
+            f"--rotary-percent={show(model.rotary_percent)}: rotates {model.rotary_dim} of a head's {model.head_dim} "
+            "channels; RoPE needs an even number above 0"
+        )
+    if model.ffn_size < 1:
+        yield (
+            f"--hidden-size={hidden}: the default MLP width of --activation={model.activation} would be 0; "
+            "give --ffn-hidden-size"
+        )
+
+
+def recompute(config: Config, world_size: int) -> Iterator[str]:
+    """Which recomputation settings belong together."""
+    model = config.model
+    if model.recompute_granularity != "full":
+        for flag, value in (
+            ("--recompute-method", model.recompute_method),
+            ("--recompute-num-layers", model.recompute_num_layers),
+        ):
+            if value is not None:
+                yield f"{flag}={show(value)}: needs --recompute-granularity=full"
