@@ -24,47 +24,94 @@ from torch import Tensor, nn
 class GradSink:
     """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
 
-    `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer
-    of the same stage). While `armed` (the last micro-batch of a batch), the sink counts them and calls `on_ready`
-    after the last.
+    The first contribution of a batch overwrites what the buffer held (`reopen` says that a batch begins), so that
+    nobody has to zero it: one pass over memory less. Whoever wants to accumulate by hand reads `grad`, which is zero if
+    nothing has arrived yet, and then calls `done`.
+
+    `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer of
+    the same stage). After `expect(n)` the n-th contribution calls `on_ready`: nothing more will come in this batch. A
+    contribution that comes all the same is an error of the caller's count, and raises rather than being lost behind a
+    finished reduction. `on_open` is called before the first contribution (a buffer that exists only while it is needed
+    is made there).
     """
 
-    __slots__ = ("grad", "uses", "armed", "seen", "on_ready")
+    __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open")
 
-    def __init__(self, grad: Tensor, *, uses: int = 1, on_ready: Callable[[], None] | None = None) -> None:
-        self.grad = grad
+    def __init__(
+        self,
+        grad: Tensor,
+        *,
+        uses: int = 1,
+        on_ready: Callable[[], None] | None = None,
+        on_open: Callable[[], None] | None = None,
+    ) -> None:
+        self.buffer = grad
         self.uses = uses
         self.on_ready = on_ready
-        self.armed = False
-        self.seen = 0
+        self.on_open = on_open
+        self.fresh = True
+        self.remaining: int | None = None
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient so far, ready to be accumulated into."""
+        if self.fresh:
+            self._open()
+            self.buffer.zero_()
+        return self.buffer
+
+    def reopen(self) -> None:
+        """A batch begins: the next contribution overwrites, and any number may follow."""
+        self.fresh, self.remaining = True, None
+
+    def expect(self, contributions: int) -> None:
+        """`contributions` more belong to this batch."""
+        self.remaining = contributions
 
     def arm(self) -> None:
-        """The next `uses` contributions are the last of this batch."""
-        self.armed, self.seen = True, 0
+        """The next micro-batch's contributions are the last of this batch."""
+        self.expect(self.uses)
 
     def add(self, gradient: Tensor) -> None:
         """grad += gradient (any float dtype)."""
-        self.grad.add_(gradient)
+        if self.fresh:
+            self._open()
+            self.buffer.copy_(gradient)
+        else:
+            self.buffer.add_(gradient)
         self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
-        """grad += a @ b for a 2-D view of `grad`: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where
-        the backend can."""
-        target = self.grad.view(a.shape[0], b.shape[1])
-        if a.dtype == target.dtype:
-            target.addmm_(a, b)
+        """grad += a @ b for a 2-D view of `grad`: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the
+        backend can."""
+        fresh = self.fresh
+        if fresh:
+            self._open()
+        target = self.buffer.view(a.shape[0], b.shape[1])
+        if a.dtype != target.dtype:
+            product = torch.mm(a, b)
+            target.copy_(product) if fresh else target.add_(product)
+        elif fresh:
+            torch.mm(a, b, out=target)
         else:
-            target.add_(torch.mm(a, b))
+            target.addmm_(a, b)
         self.done()
 
     def done(self) -> None:
         """Counts one contribution that was written into `grad` directly."""
-        if self.armed:
-            self.seen += 1
-            if self.seen == self.uses:
-                self.armed = False
-                if self.on_ready is not None:
-                    self.on_ready()
+        if self.remaining is None:
+            return
+        assert self.remaining > 0, (
+            "a gradient arrived after its bucket was closed: wrong number of uses or micro-batches"
+        )
+        self.remaining -= 1
+        if self.remaining == 0 and self.on_ready is not None:
+            self.on_ready()
+
+    def _open(self) -> None:
+        self.fresh = False
+        if self.on_open is not None:
+            self.on_open()
 
 
 def sink_of(parameter: Tensor) -> GradSink | None:
@@ -82,7 +129,9 @@ def attach_sink(parameter: nn.Parameter, sink: GradSink) -> None:
 def _move_into_sink(parameter: Tensor) -> None:
     sink = sink_of(parameter)
     gradient = parameter.grad
-    assert sink is not None and gradient is not None
+    assert sink is not None
+    if gradient is None:  # a layer has put it into the sink itself; autograd's accumulation node runs all the same
+        return
     parameter.grad = None
     sink.add(gradient)
 

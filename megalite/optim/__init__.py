@@ -1,0 +1,24 @@
+"""Update rules, learning-rate schedules, loss scaling, clipping.
+
+Public names: `OPTIMIZERS` (table), `Hyperparameters`, `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of
+consumed samples), `DynamicLossScaler`, `ConstantLossScaler`, `clip_coefficient`.
+
+Nothing here knows about ranks: sharding is `parallel/zero`, which hands an update rule flat pieces of the parameters.
+Proof: `tests/unit/optim/`.
+"""
+
+from megalite.optim.clip import clip_coefficient
+from megalite.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from megalite.optim.optimizers import OPTIMIZERS, Hyperparameters
+from megalite.optim.precision import ConstantLossScaler, DynamicLossScaler, LossScaler
+
+__all__ = [
+    "OPTIMIZERS",
+    "ConstantLossScaler",
+    "DynamicLossScaler",
+    "Hyperparameters",
+    "LearningRateSchedule",
+    "LossScaler",
+    "WeightDecaySchedule",
+    "clip_coefficient",
+]

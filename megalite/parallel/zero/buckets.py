@@ -1,0 +1,267 @@
+"""The parameters and gradients of one stage in flat, contiguous memory.
+
+Every parameter becomes a view of a flat compute buffer and shares its version counter: an update in place between a
+forward and its backward is an error that autograd reports, not a silently wrong gradient. All weight versions of a
+parameter add into the same gradient.
+
+    versions[0]   [ layer 3 | layer 2 | layer 1 | embedding ]      compute dtype, one per weight version
+    gradient      [ bucket 0 |  bucket 1  |     bucket 2    ]      main dtype (fp32; fp64 for fp64 parameters)
+                    complete first            complete last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm.collectives import all_gather_into, all_reduce_
+from megalite.comm.layout import Placement
+from megalite.comm.mesh import Axis
+from megalite.gradient import GradSink, attach_sink
+from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
+from megalite.parallel.zero.layout import Entry, Slot, plan_buckets
+from megalite.parallel.zero.options import ZeroOptions, default_bucket_size
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+class ParameterBuffers:
+    """Owns the memory of one stage's parameters and gradients, and reduces the gradients.
+
+    Args:
+        versions: for each weight version the stage's (logical name, parameter) in forward order; the same names and
+            shapes in each. Each parameter carries `.placement` (`megalite.comm.layout.Placement`) and may carry
+            `.sink_uses` (contributions a micro-batch, 1).
+        dp_shard: ranks over which ZeRO shards (all of data parallelism in stage 0). dp_replicate: ranks that hold
+            copies of the shards.
+        tp: the axis over which partial gradients (`placement.tp_partial_grad`) are summed.
+        tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
+        counts_tied: False on the stage that holds the copy: it is neither counted in the norm nor saved.
+        extra_reduce: further axes that hold replicas of this stage (Chimera).
+        whole: which parameters must lie in one shard (`shard rule whole_tensor`: Muon's matrices).
+    """
+
+    def __init__(
+        self,
+        versions: Sequence[NamedParameters],
+        *,
+        dp_shard: Axis,
+        dp_replicate: Axis,
+        tp: Axis,
+        options: ZeroOptions,
+        tied: frozenset[str] = frozenset(),
+        counts_tied: bool = True,
+        extra_reduce: Sequence[Axis] = (),
+        whole: Callable[[str, nn.Parameter], bool] | None = None,
+    ) -> None:
+        first = versions[0]
+        assert all([n for n, _ in v] == [n for n, _ in first] for v in versions), "versions of a stage differ"
+        self.dp_shard, self.dp_replicate, self.tp = dp_shard, dp_replicate, tp
+        self.options = options
+        self.counts_tied = counts_tied
+        self.extra_reduce = tuple(axis for axis in extra_reduce if axis.size > 1)
+        self.dtype = first[0][1].dtype if first else torch.float32
+        self.device = first[0][1].device if first else torch.device("cpu")
+        assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a stage have one dtype"
+        entries = [
+            Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p))
+            for i, (name, p) in enumerate(first)
+        ]
+        self.plans = plan_buckets(
+            entries,
+            shards=dp_shard.size if options.stage else 1,
+            bucket_size=options.bucket_size or default_bucket_size(dp_shard.size, overlap=options.overlap_grad_reduce),
+            tied=tied,
+            by_layer=options.stage == 3 or (options.stage == 2 and options.bucket_size is None),
+        )
+        self.buckets = [Bucket(p, stage=options.stage, axis=dp_shard, replicate=dp_replicate) for p in self.plans]
+        self._next = 0
+        self.numel = self.plans[-1].stop if self.plans else 0
+        for version in versions:
+            self._flatten_weights([p for _, p in version])
+        self._make_gradients([[version[i][1] for version in versions] for i in range(len(first))])
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The wider of fp32 and the parameter dtype: what masters and moments are kept in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        halved = self.options.grad_reduce_in_bf16 and self.dtype == torch.bfloat16
+        return torch.bfloat16 if halved else self.main_dtype
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.buckets[0].weights) if self.buckets else 0
+
+    def _flatten_weights(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Moves one version's parameters into a new flat buffer."""
+        flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        for bucket in self.buckets:
+            bucket.weights.append(flat[bucket.plan.start : bucket.plan.stop])
+            bucket.weight_shards.append(flat[bucket.owned_start : bucket.owned_stop])
+            for slot in bucket.plan.slots:
+                move_parameter(parameters[slot.entry.index], flat[slot.start : slot.stop])
+
+    def _make_gradients(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Gives the parameters (by forward index, then version) their place in the gradient buffer."""
+        held = [b for b in self.buckets if self.options.stage < 2 or b.plan.tied]
+        streamed = [b for b in self.buckets if b not in held]
+        dtype, device = self.gradient_dtype, self.device
+        for bucket in held if self.options.stage >= 2 else []:
+            bucket.hold(torch.zeros(bucket.numel, dtype=dtype, device=device))
+        if self.options.stage < 2:
+            flat = torch.zeros(self.numel, dtype=dtype, device=device)
+            for bucket in held:
+                bucket.hold(flat[bucket.plan.start : bucket.plan.stop])
+        self.scratch = ScratchPool(max((b.numel for b in streamed), default=0), dtype, device)
+        owned = torch.zeros(sum(b.owned_stop - b.owned_start for b in streamed), dtype=dtype, device=device)
+        at = 0
+        for bucket in streamed:
+            size = bucket.owned_stop - bucket.owned_start
+            bucket.stream(self.scratch, owned[at : at + size])
+            at += size
+        for bucket in self.buckets:
+            for slot in bucket.plan.slots:
+                sink = self._make_sink(bucket, slot, parameters[slot.entry.index][0])
+                bucket.sinks.append(sink)
+                for parameter in parameters[slot.entry.index]:
+                    attach_sink(parameter, sink)
+
+    def _make_sink(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> GradSink:
+        uses: int = getattr(parameter, "sink_uses", 1)
+
+        def ready() -> None:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch_ready()
+
+        if bucket.streams:
+            return StreamingSink(torch.empty(0), uses=uses, on_ready=ready, on_open=bucket.make_scratch)
+        begin = slot.start - bucket.plan.start
+        view = bucket.full[begin : begin + slot.entry.numel].view(slot.entry.shape)
+        return GradSink(view, uses=uses, on_ready=ready)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held by this rank for weights and gradients, and for scratch (which exists only in stages 2 and 3)."""
+        weights = {
+            w.untyped_storage().data_ptr(): w.untyped_storage().nbytes()
+            for b in self.buckets
+            for w in b.weights + b.weight_shards
+        }
+        grads = [b.full if not b.streams else b.gradient for b in self.buckets]
+        held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
+        return {"weights": sum(weights.values()), "gradients": sum(held.values()), "scratch": self.scratch.nbytes}
+
+    # ---- one batch ---------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, microbatches: int | None = None) -> None:
+        """The gradient is zero again. With the number of micro-batches that this stage will run, `arm` need not be
+        called."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.begin_batch(microbatches)
+
+    def arm(self) -> None:
+        """The next micro-batch to run backward is the last: buckets are reduced as they become complete."""
+        for bucket in self.buckets:
+            bucket.arm()
+
+    def start_reduce(self) -> None:
+        """Starts every reduction that has not started yet (tied parameters excepted)."""
+        for bucket in self.buckets:
+            if not bucket.plan.tied and (bucket.opened if bucket.streams else not bucket.launched):
+                self._launch(bucket)
+
+    def tied_gradients(self) -> list[Tensor]:
+        """The gradients to be summed with the other stage that holds the same parameters, before
+        `start_tied_reduce`."""
+        tied = [b for b in self.buckets if b.plan.tied]
+        for bucket in tied:
+            bucket.close()
+        return [b.full for b in tied]
+
+    def start_tied_reduce(self) -> None:
+        """Starts the reduction of the tied parameters."""
+        for bucket in self.buckets:
+            if bucket.plan.tied:
+                self._launch(bucket)
+
+    def finish_reduce(self) -> None:
+        """Waits for all reductions, then sums over the axes that hold further parts of the gradient."""
+        for bucket in self.buckets:
+            assert bucket.launched or bucket.streams, "finish_reduce before start_reduce and start_tied_reduce"
+            bucket.finish_batch()
+            for axis in (self.dp_replicate, *self.extra_reduce):
+                all_reduce_(bucket.gradient, axis)
+        self._sum_partial_gradients()
+
+    def _launch_ready(self) -> None:
+        """Launches complete buckets in the order of the plan, never in the order of arrival."""
+        if not self.options.overlap_grad_reduce and self.options.stage < 2:
+            return
+        normal = [b for b in self.buckets if not b.plan.tied]
+        while self._next < len(normal) and normal[self._next].missing == 0:
+            self._launch(normal[self._next])
+            self._next += 1
+        if self._next == len(normal) and self.options.stage >= 2:
+            self._next = 0  # the next micro-batch goes round again
+
+    def _launch(self, bucket: Bucket) -> None:
+        overlap = self.options.overlap_grad_reduce
+        if bucket.streams:
+            for other in self.buckets:  # at most two pieces of scratch: the one that travels and the one that fills
+                if other.streams:
+                    other.finish()
+        bucket.launch(async_op=overlap)
+        if bucket.streams and not overlap:
+            bucket.finish()
+
+    def _sum_partial_gradients(self) -> None:
+        """Adds up over tp what each tensor-parallel rank computed a share of: one small message."""
+        if self.tp.size == 1:
+            return
+        pieces = []
+        for bucket in self.buckets:
+            for run in bucket.plan.runs:
+                start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
+                if run.kind.tp_partial_grad and start < stop:
+                    pieces.append(bucket.gradient[start - bucket.owned_start : stop - bucket.owned_start])
+        if pieces:
+            packed = torch.cat(pieces)
+            all_reduce_(packed, self.tp)
+            for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
+                piece.copy_(part)
+
+    # ---- after the optimizer step ------------------------------------------------------------------------------------
+
+    def gather_weights(self, version: int = 0) -> None:
+        """Every rank's slice of the updated weights to every rank (stages 1 and 2)."""
+        for bucket in self.buckets:
+            torch.autograd.graph.increment_version(bucket.weights[version])
+            if self.options.stage:
+                all_gather_into(bucket.weights[version], bucket.weight_shards[version], self.dp_shard)
+
+
+def placement_of(name: str, parameter: Tensor) -> Placement:
+    """The parameter's `.placement`; a parameter without one is whole, replicated, and decays if it is a matrix."""
+    placement = getattr(parameter, "placement", None)
+    if placement is None:
+        shape = tuple(parameter.shape)
+        return Placement(shape, (0,) * len(shape), tp_replicated=True, decay=len(shape) > 1)
+    return placement
+
+
+@torch.no_grad()
+def move_parameter(parameter: nn.Parameter, flat: Tensor) -> None:
+    """Makes the parameter a view of `flat` (same values), the same object as before, with the version counter of
+    `flat`."""
+    flat.copy_(parameter.reshape(-1))
+    view = nn.Parameter(flat.view(parameter.shape), requires_grad=parameter.requires_grad)
+    view.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, view)

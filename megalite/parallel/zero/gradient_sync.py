@@ -1,0 +1,218 @@
+"""A bucket: a contiguous piece of a stage's parameters and gradients, and its reduction over the data-parallel ranks.
+
+    stage 0      full gradient            all-reduce; every rank owns all of it
+    stage 1      full gradient            reduce-scatter; this rank owns one slice of it
+    stage 2, 3   scratch while needed     reduce-scatter after every micro-batch, added into the owned slice
+
+The sum is plain: the factor 1 / (micro-batches * data-parallel size) is in the loss already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalite.comm.collectives import Handle, all_reduce_, reduce_scatter_into
+from megalite.comm.mesh import Axis
+from megalite.gradient import GradSink
+from megalite.parallel.zero.layout import BucketPlan
+
+
+class ScratchPool:
+    """Memory for gradients that live only until they are reduced: taken, given back, taken again, never handed to the
+    allocator between.
+
+    `capacity` elements each. How many exist at once is bounded by the buckets in flight (two), which is asserted by a
+    test.
+    """
+
+    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = capacity
+        self.dtype = dtype
+        self.device = device
+        self.made = 0
+        self._free: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        if self._free:
+            return self._free.pop()
+        self.made += 1
+        return torch.empty(self.capacity, dtype=self.dtype, device=self.device)
+
+    def give(self, scratch: Tensor) -> None:
+        self._free.append(scratch)
+
+    @property
+    def nbytes(self) -> int:
+        return self.made * self.capacity * self.dtype.itemsize
+
+
+class StreamingSink(GradSink):
+    """The sink of stages 2 and 3: ready as soon as one micro-batch's worth has arrived; what comes before the reduction
+    starts joins it.
+
+    (A split backward may bring a bias gradient of the next micro-batch before the weight gradient of this one: sums do
+    not mind.)
+    """
+
+    __slots__ = ("seen",)
+
+    def __init__(
+        self, grad: Tensor, *, uses: int, on_ready: Callable[[], None] | None, on_open: Callable[[], None] | None
+    ) -> None:
+        super().__init__(grad, uses=uses, on_ready=on_ready, on_open=on_open)
+        self.seen = 0
+
+    def reopen(self) -> None:
+        super().reopen()
+        self.seen = 0
+
+    def expect(self, contributions: int) -> None:
+        """Nothing to count: every micro-batch is reduced by itself."""
+
+    def done(self) -> None:
+        self.seen += 1
+        if self.seen == self.uses and self.on_ready is not None:
+            self.on_ready()
+
+
+class Bucket:
+    """Runtime of one `BucketPlan`.
+
+    weights[v]: all parameters of the bucket in weight version v, contiguous. weight_shards[v]: the owned slice of them.
+    gradient: the owned slice of the gradient (all of it in stage 0), valid after `finish`.
+    """
+
+    def __init__(self, plan: BucketPlan, *, stage: int, axis: Axis, replicate: Axis) -> None:
+        self.plan = plan
+        self.stage = stage
+        self.axis = axis
+        self.replicate = replicate
+        self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if stage else (plan.start, plan.stop)
+        self.weights: list[Tensor] = []
+        self.weight_shards: list[Tensor] = []
+        self.sinks: list[GradSink] = []
+        self.missing = 0
+        self.launched = False
+        self.gradient: Tensor = torch.empty(0)
+        self._handle: Handle | None = None
+        self._full: Tensor | None = None
+        self._arriving: Tensor = self.gradient
+        self._pool: ScratchPool | None = None
+        self._scratch: Tensor | None = None
+        self._flying: Tensor | None = None
+        self._accumulated = False
+
+    @property
+    def numel(self) -> int:
+        return self.plan.stop - self.plan.start
+
+    @property
+    def streams(self) -> bool:
+        """Reduced after every micro-batch; the full gradient is scratch."""
+        return self._pool is not None
+
+    @property
+    def full(self) -> Tensor:
+        """The gradient of this rank's micro-batches, before the reduction."""
+        assert self._full is not None, "the bucket's gradient is not in memory"
+        return self._full
+
+    def hold(self, full: Tensor) -> None:
+        """Uses persistent memory for the full gradient (stages 0 and 1; tied parameters in any stage)."""
+        self._full = full
+        self.gradient = full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
+
+    def stream(self, pool: ScratchPool, owned: Tensor) -> None:
+        """Uses scratch for the full gradient and accumulates the reduced slices in `owned` (stages 2 and 3)."""
+        self._pool = pool
+        self.gradient = owned
+
+    def begin_batch(self, microbatches: int | None) -> None:
+        """Forgets the last batch's gradient. microbatches: how many will contribute (None: `arm` says when the last one
+        comes)."""
+        assert self._scratch is None and self._handle is None, "the last batch was never finished"
+        self.launched, self._accumulated = False, False
+        self._reopen()
+        if microbatches is not None:
+            for sink in self.sinks:
+                sink.expect(sink.uses * microbatches)
+
+    def arm(self) -> None:
+        for sink in self.sinks:
+            sink.arm()
+
+    def make_scratch(self) -> None:
+        """Called by the first sink of a streaming bucket that receives something."""
+        if self._pool is None or self._scratch is not None:
+            return
+        self.finish()
+        self._scratch = self._pool.take()
+        self._full = self._scratch[: self.numel]
+        for sink, slot in zip(self.sinks, self.plan.slots, strict=True):
+            begin = slot.start - self.plan.start
+            sink.buffer = self._full[begin : begin + slot.entry.numel].view(slot.entry.shape)
+        self._zero_gaps()
+
+    @property
+    def opened(self) -> bool:
+        """Something has arrived that is not reduced yet."""
+        return any(not sink.fresh for sink in self.sinks)
+
+    def close(self) -> None:
+        """Parameters that received nothing count as zero."""
+        self.make_scratch()
+        for sink in self.sinks:
+            if sink.fresh:
+                _ = sink.grad
+
+    def launch(self, *, async_op: bool) -> None:
+        """Starts the reduction of what has arrived. A streaming bucket may be filled again at once (with other
+        scratch)."""
+        self.close()
+        self.launched = True
+        if self.stage == 0:
+            self._handle = all_reduce_(self.full, self.axis, async_op=async_op)
+            return
+        self._arriving = self.full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
+        self._handle = reduce_scatter_into(self._arriving, self.full, self.axis, async_op=async_op)
+        if self._pool is not None:
+            self._flying, self._scratch, self._full = self._scratch, None, None
+            self._reopen()
+
+    def finish(self) -> None:
+        """Waits for what was launched; a streaming bucket adds what arrived to its gradient and gives its scratch
+        back."""
+        if self._handle is None:
+            return
+        self._handle.wait()
+        self._handle = None
+        if self._pool is None or self._flying is None:
+            return
+        if self._accumulated:
+            self.gradient.add_(self._arriving)
+        else:
+            self.gradient.copy_(self._arriving)
+        self._accumulated = True
+        self._pool.give(self._flying)
+        self._flying = None
+
+    def finish_batch(self) -> None:
+        """Waits; a streaming bucket that never received anything has gradient zero."""
+        self.finish()
+        if self._pool is not None and not self._accumulated:
+            self.gradient.zero_()
+
+    def _reopen(self) -> None:
+        self.missing = len(self.sinks)
+        for sink in self.sinks:
+            sink.reopen()
+
+    def _zero_gaps(self) -> None:
+        at = self.plan.start
+        for slot in self.plan.slots:
+            self.full[at - self.plan.start : slot.start - self.plan.start].zero_()
+            at = slot.stop
+        self.full[at - self.plan.start :].zero_()

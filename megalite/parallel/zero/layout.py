@@ -1,0 +1,189 @@
+"""Where every parameter lies in the flat buffer of a stage: pure arithmetic, the same on every data-parallel rank.
+
+A bucket is a contiguous range of the buffer that is reduced in one message and cut into `shards` equal, contiguous
+slices, one an owner. Two shard rules, both giving contiguous slices, so that reduction, gathering, norm and checkpoint
+never ask which one it was:
+
+    flat            parameters one after the other; a slice may begin in the middle of one
+                    [ w2 w1 | norm bias ... pad ]         cut anywhere: |--- rank 0 ---|--- rank 1 ---|
+    whole_tensor    each parameter lies in one slice (bin-packed by size): what Muon needs
+                    [ w3 w1 pad | w2 pad ]                            |-- rank 0 --|-- rank 1 --|
+
+Inside a flat bucket the parameters are sorted by `Kind`, so that an optimizer sees few long segments instead of
+hundreds of small tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megalite.comm.layout import Placement, Shape
+
+ALIGNMENT = 64
+"""Every parameter, segment and slice begins at a multiple of this many elements: whole vector registers, so that an
+elementwise update rounds the same way wherever a slice begins (stage 1 is bitwise stage 0)."""
+
+
+class Kind(NamedTuple):
+    """What the optimizer and the norm must know of an element; equal kinds lie together."""
+
+    no_decay: bool
+    tp_replicated: bool
+    tp_partial_grad: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter to be placed: `index` is its position in forward order."""
+
+    index: int
+    name: str
+    shape: Shape
+    placement: Placement
+    whole: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> Kind:
+        place = self.placement
+        return Kind(not place.decay, place.tp_replicated, place.tp_partial_grad)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place: elements `start .. start + numel` of the flat buffer."""
+
+    entry: Entry
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.entry.numel
+
+
+@dataclass(frozen=True)
+class Run:
+    """A range of the buffer whose elements are of one kind (gaps of alignment included; they are zero for ever).
+
+    slots: the parameters inside, in order. whole: exactly one parameter, to be updated as a matrix.
+    """
+
+    start: int
+    stop: int
+    kind: Kind
+    slots: tuple[Slot, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Elements `start .. stop` of the buffer; `stop - start` is divisible by `shards * ALIGNMENT`."""
+
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+    tied: bool = False
+    layer: str = ""
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for run in self.runs for slot in run.slots]
+
+    def slice_of(self, rank: int, shards: int) -> tuple[int, int]:
+        """(start, stop) of the elements that `rank` owns."""
+        size = (self.stop - self.start) // shards
+        return self.start + rank * size, self.start + (rank + 1) * size
+
+
+def layer_of(name: str) -> str:
+    """The layer that a logical name belongs to: `layers.3`, `embedding`, `head`."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def plan_buckets(
+    entries: Sequence[Entry],
+    *,
+    shards: int,
+    bucket_size: int | None,
+    tied: frozenset[str] = frozenset(),
+    by_layer: bool = False,
+) -> list[BucketPlan]:
+    """Buckets in the order in which backward completes them: the last layers first, tied parameters at the very end.
+
+    by_layer: one bucket a layer (stage 3) instead of `bucket_size` elements (None: no limit).
+    """
+    plans: list[BucketPlan] = []
+    start = 0
+    for group in _group(entries, bucket_size, tied, by_layer):
+        place = _place_whole if group[0].whole else _place_flat
+        runs, stop = place(group, start, shards)
+        plans.append(
+            BucketPlan(
+                start, stop, tuple(runs), tied=group[0].name in tied, layer=layer_of(group[0].name) if by_layer else ""
+            )
+        )
+        start = stop
+    return plans
+
+
+def _group(
+    entries: Sequence[Entry], bucket_size: int | None, tied: frozenset[str], by_layer: bool
+) -> list[list[Entry]]:
+    """Entries of one bucket, bucket after bucket. Whole tensors never share a bucket with flat ones."""
+    groups: list[list[Entry]] = []
+    open_groups: dict[tuple[bool, bool, str], list[Entry]] = {}
+    filled: dict[tuple[bool, bool, str], int] = {}
+    backward = sorted(entries, key=lambda entry: (entry.name in tied, -entry.index))
+    for entry in backward:
+        key = (entry.name in tied, entry.whole, layer_of(entry.name) if by_layer else "")
+        full = not by_layer and bucket_size is not None and filled.get(key, 0) >= bucket_size
+        if key not in open_groups or full:
+            open_groups[key] = []
+            filled[key] = 0
+            groups.append(open_groups[key])
+        open_groups[key].append(entry)
+        filled[key] += entry.numel
+    return groups
+
+
+def _place_flat(group: Sequence[Entry], start: int, shards: int) -> tuple[list[Run], int]:
+    ordered = sorted(group, key=lambda entry: entry.kind)
+    at = start
+    pieces: list[tuple[Kind, list[Slot]]] = []
+    for entry in ordered:
+        if not pieces or pieces[-1][0] != entry.kind:
+            pieces.append((entry.kind, []))
+        pieces[-1][1].append(Slot(entry, at))
+        at = align(at + entry.numel)
+    stop = start + align(at - start, shards * ALIGNMENT)
+    bounds = [slots[0].start for _, slots in pieces] + [stop]
+    runs = [Run(bounds[i], bounds[i + 1], kind, tuple(slots)) for i, (kind, slots) in enumerate(pieces)]
+    return runs, stop
+
+
+def _place_whole(group: Sequence[Entry], start: int, shards: int) -> tuple[list[Run], int]:
+    """Longest first onto the least loaded slice: at most 4/3 of the best possible balance (Graham 1969)."""
+    loads = [0] * shards
+    placed: list[tuple[int, int, Entry]] = []
+    for entry in sorted(group, key=lambda entry: (-entry.numel, entry.index)):
+        owner = loads.index(min(loads))
+        placed.append((owner, loads[owner], entry))
+        loads[owner] += align(entry.numel)
+    size = max(loads)
+    runs = []
+    for owner, offset, entry in sorted(placed, key=lambda item: item[:2]):
+        begin = start + owner * size + offset
+        runs.append(Run(begin, begin + align(entry.numel), entry.kind, (Slot(entry, begin),), whole=True))
+    return runs, start + shards * size
+
+
+def align(count: int, unit: int = ALIGNMENT) -> int:
+    """The next multiple of `unit`."""
+    return -(-count // unit) * unit

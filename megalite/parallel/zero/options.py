@@ -1,0 +1,32 @@
+"""What a user chooses about data parallelism, resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """How gradients, optimizer state and parameters are spread over the data-parallel ranks.
+
+    stage: 0 everything replicated; 1 optimizer state and master weights sharded; 2 also gradients; 3 also parameters.
+    overlap_grad_reduce: a bucket's reduction starts as soon as its last gradient is there, not at the end of the batch.
+    overlap_param_gather: updated weights are gathered while the next forward runs (stages 1 and 2), layers ahead of
+    their use (stage 3).
+    bucket_size: elements of a gradient bucket; None: `default_bucket_size`. Stage 3 has one bucket a layer, whatever
+    this says.
+    grad_reduce_in_bf16: gradients of bf16 parameters are accumulated and summed in bf16 (half the bytes, 8 bits of
+    mantissa).
+    """
+
+    stage: int = 0
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None
+    grad_reduce_in_bf16: bool = False
+
+
+def default_bucket_size(data_parallel_size: int, *, overlap: bool) -> int | None:
+    """Elements of a bucket: `max(40M, 1M * dp)` with overlap (Megatron's rule: a ring's latency grows with dp), else
+    one bucket."""
+    return max(40_000_000, 1_000_000 * data_parallel_size) if overlap else None
