@@ -52,6 +52,7 @@ class LayerStack(nn.Module):
         if tied and "embedding" in self.names and "head" in self.names:
             head, embedding = cast(Head, self.get_submodule("head")), cast(Embedding, self.get_submodule("embedding"))
             head.output.weight = embedding.word_embeddings.weight
+            head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # gradients that a micro-batch brings
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
         self.segments = recompute_segments(len(self.names), places, config)
 

@@ -70,6 +70,9 @@ def fused_cross_entropy(
     weight: `[V_padded/t, h]`; labels: int64 `[n]`; loss_mask: float `[n]`. The gradient of x is complete (summed over
     the axis).
     """
+    if not torch.is_grad_enabled():
+        x = collectives.all_gather(x, shard.axis) if sequence_parallel else x
+        return torch.dot(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
     return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
 
 
@@ -132,7 +135,7 @@ class _FusedCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        reducing = collectives.Done()
+        reducing: collectives.Handle = collectives.Done()
         if dx is not None:
             whole = dx * dtotal
             if ctx.sequence:
@@ -143,12 +146,7 @@ class _FusedCrossEntropy(Function):
                 reducing = collectives.all_reduce_(dx, ctx.axis, async_op=True)
         if dweight is not None and ctx.sink is not None:
             sink = ctx.sink
-
-            def accumulate() -> None:
-                sink.grad.addcmul_(dweight, dtotal.to(dweight.dtype))
-                sink.done()
-
-            ctx.queue.put(accumulate)
+            ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)))
         elif dweight is not None:
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()

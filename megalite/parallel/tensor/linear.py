@@ -110,11 +110,13 @@ class _ColumnLinear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         axis: Axis = ctx.axis
-        whole, gathering = x, collectives.Done()
+        whole = x
+        gathering: collectives.Handle = collectives.Done()
         if ctx.sequence and ctx.needs_input_grad[1]:
             whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
             gathering = collectives.all_gather_into(whole, x, axis, async_op=True)
-        dx, reducing = None, collectives.Done()
+        dx = None
+        reducing: collectives.Handle = collectives.Done()
         if ctx.needs_input_grad[0]:
             partial = torch.matmul(dy, weight.flatten(0, -2))
             gathering.wait()
@@ -164,7 +166,8 @@ def weight_gradients(
     """dW = dy^T x and db = sum of dy, into the sinks (and then None) or returned for autograd where there is none."""
     dweight = dbias = None
     if ctx.needs_input_grad[1]:
-        rows, columns = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        # detached: put aside, it must not keep the graph of the micro-batch alive
+        rows, columns = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         sink: GradSink | None = ctx.sinks[0]
         if sink is None:
             dweight = torch.mm(columns.t(), rows).view(weight.shape)
