@@ -1,0 +1,136 @@
+"""A checkpoint as a whole model in this one process, whatever layout wrote it: for generation, evaluation and export.
+
+A checkpoint is self-contained: configuration, weights by logical name, and the tokenizer's files. Nothing else of the
+run is needed, and nothing of it is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint import Checkpointer, resolve
+from megalite.checkpoint.storage import read_manifest
+from megalite.comm.layout import TensorShard
+from megalite.comm.mesh import Axis
+from megalite.config import Config, ParallelConfig
+from megalite.config.saved import from_dict
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_io import load_tokenizer
+from megalite.errors import CheckpointError, ConfigError
+from megalite.models import build_stack, layer_specs
+from megalite.nn.context import LayerContext
+from megalite.nn.naming import placement_of
+from megalite.nn.stack import LayerStack
+
+__all__ = ["LoadedModel", "load_for_inference", "pick_device", "pick_dtype"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for use.
+
+    config: of the run that saved it, with its parallel section replaced by that of one process.
+    tokenizer: what the checkpoint carries.
+    model: all layers, in evaluation mode, without gradients.
+    path, iteration, consumed_samples: the checkpoint it came from.
+    """
+
+    config: Config
+    tokenizer: Tokenizer
+    model: LayerStack
+    path: Path
+    iteration: int
+    consumed_samples: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+
+def load_for_inference(
+    directory: Path | str,
+    *,
+    ckpt_step: int | None = None,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | None = None,
+) -> LoadedModel:
+    """Load a checkpoint into one process.
+
+    Args:
+        directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`) or one checkpoint.
+        device: `auto` is cuda where torch sees a GPU.
+        dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
+
+    Raises:
+        CheckpointError: nothing there, or damaged.
+        DataError: the tokenizer in it can not be built (a package it needs is missing, for example).
+    """
+    path = resolve(directory, ckpt_step)
+    checkpointer = Checkpointer(path.parent, world=Axis.single("world"))
+    meta = checkpointer.load_meta(path)
+    if not isinstance(meta.get("config"), dict):
+        raise CheckpointError(f"{path}: holds no configuration; was it written by megalite's trainer?")
+    config = from_dict(meta["config"], where=str(path))
+    target = pick_device(str(device))
+    config = dataclasses.replace(config, parallel=ParallelConfig(device=target.type))
+    tokenizer = _tokenizer_of(checkpointer, path)
+    model = _empty_model(config, target, dtype or pick_dtype(config, target))
+    checkpointer.load(path, _shards(model), cast=True)
+    return LoadedModel(
+        config, tokenizer, model, path, int(meta.get("iteration", 0)), int(meta.get("consumed_samples", 0))
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """Turn `--device` into a device.
+
+    Raises:
+        ConfigError: cuda is asked for and torch sees no GPU.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device={name}: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
+    return torch.device(name)
+
+
+def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The training's parameter dtype; half precision becomes fp32 on a CPU, where it would be slow and no smaller."""
+    training = config.training
+    if training.fp64:
+        return torch.float64
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+
+
+def _empty_model(config: Config, device: torch.device, dtype: torch.dtype) -> LayerStack:
+    model = build_stack(config.model, layer_specs(config.model), LayerContext(dtype=dtype, device=device))
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.zero_()  # padding rows are in no checkpoint
+    return model.eval()
+
+
+def _shards(model: LayerStack) -> list[TensorShard]:
+    """All parameters as the rectangles that they are of their logical tensors: everything but padding."""
+    shards = []
+    for name, parameter in model.logical_parameters():
+        place = placement_of(parameter)
+        inside = tuple(slice(extent) for extent in place.valid_shape(tuple(parameter.shape)))
+        shards.append(TensorShard(name, place.global_shape, place.offset, parameter.detach()[inside]))
+    return shards
+
+
+def _tokenizer_of(checkpointer: Checkpointer, path: Path) -> Tokenizer:
+    """Rebuild the tokenizer from verified copies of its files, never from the files themselves."""
+    with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
+        for name in read_manifest(path).extra_files:
+            (Path(folder) / name).write_bytes(checkpointer.read_file(path, name))
+        return load_tokenizer(folder)
