@@ -9,6 +9,7 @@ A section is a frozen dataclass whose fields are made by `option` (with a defaul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any
@@ -75,7 +76,8 @@ class Option:
         return choices
 
 
-def options_of(section: str, cls: type) -> list[Option]:
+@functools.cache
+def options_of(section: str, cls: type) -> tuple[Option, ...]:
     """List the fields of a section dataclass as `Option`s, in the order they are written."""
     hints = typing.get_type_hints(cls)
     found = []
@@ -83,7 +85,7 @@ def options_of(section: str, cls: type) -> list[Option]:
         kind, many, optional = _simplify(hints[field.name])
         default = None if field.default is dataclasses.MISSING else field.default
         found.append(Option(section, field.name, kind, many, optional, default, field.metadata))
-    return found
+    return tuple(found)
 
 
 def _simplify(hint: Any) -> tuple[type, bool, bool]:

@@ -1,0 +1,318 @@
+"""Bad input: (flags or file) -> the exact lines, and nothing but these lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_arguments import argv
+
+from megalite.config import parse, parse_with_origins
+from megalite.errors import ConfigError
+
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+VPP = "--virtual-pipeline-model-parallel-size"
+
+
+def problems_of(arguments: list[str], world_size: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments, world_size=world_size)
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+# (flags beside the base, world size, the one line)
+ONE_LINE = [
+    # heads, groups, positions
+    ("--hidden-size 100", 1, "--hidden-size=100: not divisible by --num-attention-heads=8; try 96 or 104"),
+    ("--num-query-groups 3", 1, "--num-query-groups=3: must divide --num-attention-heads=8; legal: 1,2,4,8"),
+    (
+        "--seq-length 4096 --max-position-embeddings 2048",
+        1,
+        "--seq-length=4096: exceeds --max-position-embeddings=2048 (learned positions); raise it or use "
+        "--position-embedding-type rope",
+    ),
+    (
+        "--position-embedding-type rope --rotary-percent 0.25",
+        1,
+        "--rotary-percent=0.25: rotates 3 of a head's 12 channels; RoPE needs an even number above 0",
+    ),
+    (
+        "--activation swiglu --hidden-size 16",
+        1,
+        "--hidden-size=16: the default MLP width of --activation=swiglu would be 0; give --ffn-hidden-size",
+    ),
+    ("--recompute-method block", 1, "--recompute-method=block: needs --recompute-granularity=full"),
+    # world and layout
+    (
+        f"{TP} 12 --num-attention-heads 12 --nprocs 24 {PP} 1 --hidden-size 96 --ffn-hidden-size 50",
+        24,
+        f"{TP}=12: does not divide the MLP width 50 (--ffn-hidden-size); try 48 or 60",
+    ),
+    (
+        f"--num-attention-heads 12 {TP} 8",
+        8,
+        f"{TP}=8: does not divide --num-attention-heads=12; legal: 1,2,3,4,6,12",
+    ),
+    (f"--num-query-groups 2 {TP} 4", 4, f"{TP}=4: does not divide --num-query-groups=2; legal: 1,2"),
+    (f"--nprocs 8 {TP} 4 {PP} 4", None, f"world size 8: {TP} x {PP} = 16 needs at least 16 processes"),
+    (f"--nprocs 12 {TP} 8", None, f"world size 12: not divisible by {TP} x {PP} = 8; use 8 or 16"),
+    ("--nprocs 4", 2, "--nprocs=4: the launcher already started 2 processes; drop it"),
+    (f"--num-layers 6 {PP} 8", 8, f"{PP}=8: more stages than --num-layers=6"),
+    (f"{VPP} 2", 1, f"{VPP}=2: needs {PP} >= 2"),
+    (
+        f"{VPP} 4 {PP} 4 --global-batch-size 8",
+        4,
+        f"{VPP}=4: 4 ranks x 4 chunks = 16 stages, more than --num-layers=8",
+    ),
+    (
+        f"--num-layers-per-virtual-pipeline-stage 3 {PP} 2 --global-batch-size 8",
+        2,
+        "--num-layers-per-virtual-pipeline-stage=3: --num-layers=8 is not a multiple of it times "
+        f"{PP}=2; use {VPP}, which balances",
+    ),
+    (
+        f"--decoder-first-pipeline-num-layers 8 {PP} 2 --global-batch-size 8",
+        2,
+        "--decoder-first-pipeline-num-layers=8: leaves 0 of --num-layers=8 for the other 1 stages",
+    ),
+    (
+        f"--sequence-parallel --seq-length 65 {TP} 2",
+        2,
+        f"--sequence-parallel: {TP}=2 does not divide --seq-length=65; try 64 or 66",
+    ),
+    # schedules and ZeRO
+    (
+        f"--pipeline-schedule 2bw {PP} 4 --micro-batch-size 4 --global-batch-size 8",
+        4,
+        "--pipeline-schedule=2bw: m = 2 micro-batches per batch with p = 4 ranks: rank 0 runs 3 forwards ahead and "
+        "would need weights before their update (m >= p-1 = 3); raise --global-batch-size or use "
+        "--pipeline-schedule=1f1b (legal: --global-batch-size=12)",
+    ),
+    (
+        f"--pipeline-schedule 2bw {PP} 2 --global-batch-size 4 --zero-stage 3",
+        2,
+        "--zero-stage=3: not with --pipeline-schedule=2bw: gathering weights would need both weight versions at once; "
+        "legal: 0,1",
+    ),
+    (
+        "--pipeline-flush-steps 5",
+        1,
+        "--pipeline-flush-steps=5: 1f1b flushes after every iteration; drop it",
+    ),
+    ("--zero-stage 4", 1, "--zero-stage=4: choose 0, 1, 2 or 3"),
+    (
+        "--num-distributed-optimizer-instances 3 --zero-stage 1 --global-batch-size 4",
+        4,
+        "--num-distributed-optimizer-instances=3: must divide the data-parallel size 4; legal: 1,2,4",
+    ),
+    ("--distributed-backend nccl --device cpu", 1, "--distributed-backend=nccl: needs CUDA; use gloo"),
+    # batch
+    (
+        "--global-batch-size 100 --micro-batch-size 8",
+        4,
+        "--global-batch-size=100: not divisible by --micro-batch-size=8 x data-parallel size 4 = 32; nearest 96 or 128",
+    ),
+    (
+        "--global-batch-size 16 --micro-batch-size 8",
+        4,
+        "--global-batch-size=16: smaller than --micro-batch-size=8 x data-parallel size 4 = 32",
+    ),
+    ("--micro-batch-size 0", 1, "--micro-batch-size=0: must be >= 1"),
+    (
+        "--global-batch-size 16 --rampup-batch-size 4 5 100",
+        1,
+        "--rampup-batch-size=4 5 100: increments of 5 do not lead from 4 to --global-batch-size=16",
+    ),
+    (
+        "--global-batch-size 16 --rampup-batch-size 4 4",
+        1,
+        "--rampup-batch-size=4 4: expected three numbers, START INCREMENT SAMPLES",
+    ),
+    (
+        "--step-batch-size-schedule 5:8",
+        1,
+        "--step-batch-size-schedule='5:8': the first step must begin at 0 tokens; write it like '0:768 250B:1536'",
+    ),
+    (
+        "--step-batch-size-schedule 0:8 --global-batch-size 8",
+        1,
+        "--global-batch-size=8: excludes --step-batch-size-schedule; give one of them",
+    ),
+    # length, learning rate, precision
+    ("--lr -1e-4", 1, "--lr=-0.0001: must be > 0"),
+    ("--lr 3e-4x", 1, "--lr=3e-4x: not a number"),
+    ("--lr nan", 1, "--lr=nan: not a finite number"),
+    ("--num-layers 2.5", 1, "--num-layers=2.5: not an integer"),
+    ("--lr-warmup-iters 2000 --train-iters 1000", 1, "--lr-warmup-iters=2000: not below --train-iters=1000"),
+    ("--train-iters 0", 1, "--train-iters=0: must be >= 1 (use --skip-train to only evaluate)"),
+    ("--train-samples 10", 1, "--train-samples=10: excludes --train-iters; give one of them"),
+    ("--clip-grad -1", 1, "--clip-grad=-1: must be >= 0 (0 disables)"),
+    ("--min-lr 1", 1, "--min-lr=1: above --lr=0.001"),
+    ("--lr-decay-style WSD", 1, "--lr-decay-style=WSD: needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"),
+    (
+        "--lr-decay-style cosin",
+        1,
+        "--lr-decay-style=cosin: choose constant, linear, cosine, inverse-square-root or WSD",
+    ),
+    ("--weight-decay-incr-style linear --end-weight-decay 1", 1, "--weight-decay-incr-style=linear: needs --start-weight-decay"),
+    ("--bf16 --fp16", 1, "--fp16: excludes --bf16; choose one"),
+    ("--loss-scale 128", 1, "--loss-scale=128: needs --fp16"),
+    ("--swiglu --squared-relu", 1, "--squared-relu: contradicts --swiglu; give one of them"),
+    ("--use-distributed-optimizer --zero-stage 2", 1, "--zero-stage=2: contradicts --use-distributed-optimizer; give one of them"),
+    # names
+    ("--hiden 512", 1, "unknown flag --hiden; did you mean --hidden-size?"),
+    ("--num-layer 512", 1, "unknown flag --num-layer; did you mean --num-layers?"),
+    ("--xyzzy 512", 1, "unknown flag --xyzzy; see --help"),
+    ("--use-flash-attn", 1, "--use-flash-attn: not needed, drop it: torch's attention picks flash where the device has it"),
+    ("stray", 1, "unexpected argument 'stray'; flags begin with --"),
+    ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),
+    ("--bf16=maybe", 1, "--bf16: expected true/false, got text 'maybe'"),
+    ("--save-interval 5", 1, "--save-interval=5: needs --save"),
+    ("--save d --save-interval 0", 1, "--save-interval=0: must be >= 1 (omit to save only at the end)"),
+    ("--ckpt-step 5", 1, "--ckpt-step=5: needs --load"),
+    ("--async-save", 1, "--async-save: needs --save"),
+    (
+        "--save d --save-interval 10 --save-retain-interval 25",
+        1,
+        "--save-retain-interval=25: not a multiple of --save-interval=10; try 20 or 30",
+    ),
+    ("--wandb-exp-name x", 1, "--wandb-exp-name=x: needs --wandb-project"),
+    ("--profile --profile-step-end 5", 1, "--profile-step-end=5: not above --profile-step-start=10"),
+    ("--profile --profile-ranks 3", 1, "--profile-ranks=3: there are 1 ranks (0 to 0)"),
+    ("--split 1,2,x", 1, "--split=1,2,x: expected up to three weights such as 969,30,1, not all 0"),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-file /dev/null", 1, "--tokenizer-type=GPT2BPETokenizer: needs --merge-file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "world_size", "line"), ONE_LINE, ids=[row[0][:60] for row in ONE_LINE])
+def test_one_problem_gives_exactly_one_line(changes: str, world_size: int | None, line: str) -> None:
+    assert problems_of(argv(changes), world_size) == [line]
+
+
+def test_the_base_itself_is_legal() -> None:
+    parse(argv())
+
+
+PATHS = [
+    ("--data-path corpus.bin", "--data-path=corpus.bin: give the prefix, 'corpus'"),
+    (
+        "--data-path corpus",
+        "--data-path=corpus: corpus.idx not found (nor a text file corpus); run tools/preprocess_data.py",
+    ),
+    (
+        "--data-path 0.3 corpus 0.7 corpus",
+        "--data-path=corpus: corpus.idx not found (nor a text file corpus); run tools/preprocess_data.py",
+    ),
+    ("--data-path .", "--data-path=.: is a directory; give a file or the prefix of .bin and .idx files"),
+    (
+        "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok.json",
+        "--tokenizer-model=tok.json: no such file",
+    ),
+    ("--mock-data --load nowhere", "--load=nowhere: no such directory; omit --load to start fresh"),
+    ("--mock-data --data-path x.bin", "--mock-data: excludes --data-path and its kin; give one kind"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), PATHS, ids=[row[0] for row in PATHS])
+def test_missing_files(changes: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert line in problems_of(argv(changes, without="mock-data"))
+
+
+def test_an_empty_save_directory_may_be_loaded(tmp_path: Path) -> None:
+    parse(argv(f"--save {tmp_path}/run --load {tmp_path}/run"))
+
+
+# (text of run.yaml, the one line)
+YAML = [
+    ("hiden: 512\n", "run.yaml:1: unknown key 'hiden'; did you mean 'hidden_size'?"),
+    ("model:\n  hiden: 512\n", "run.yaml:2: unknown key 'hiden'; did you mean 'hidden_size'?"),
+    ("modle:\n  hidden_size: 512\n", "run.yaml:2: unknown section 'modle'; did you mean 'model'?"),
+    ("training:\n  lr: 1.0\n", "run.yaml:2: 'lr' belongs to section 'optimizer', not 'training'"),
+    ('seed: 1\nbf16: "no"\n', "run.yaml:2: bf16: expected true/false, got text 'no'"),
+    ("min_lr: 3e-4x\n", "run.yaml:1: min_lr=3e-4x: not a number"),
+    ("lr_decay_iters: 1:30\n", "run.yaml:1: lr_decay_iters=1:30: not an integer"),
+    ("seed:\n", "run.yaml:1: seed: expected a value"),
+    ("seed: [1, 2]\n", "run.yaml:1: seed: expected one value, got a list"),
+    ("a: 1\nb:\n\tc: 1\n", "run.yaml:3:1: not valid YAML: tab used for indentation"),
+    ("seed: 1\nseed: 2\n", "run.yaml:2: duplicate key 'seed' (first at run.yaml:1)"),
+    ("a: &x 1\nb: *x\n", "run.yaml:1:4: anchors and aliases are not allowed; write the value out"),
+    ("a: !!python/object/apply:os.system [ls]\n", "run.yaml:1:4: tags ('tag:yaml.org,2002:python/object/apply:os.system') are not allowed; write the plain value"),
+    ("a: [[[[[1]]]]]\n", "run.yaml:1:7: nested too deep; sections hold plain values and lists"),
+    ("- 1\n", "run.yaml:1: expected 'key: value' lines"),
+    ("model:\n  a:\n    b: 1\n", "run.yaml:2: 'a' is no section; expected a plain value"),
+    ("use_flash_attn: true\n", "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it"),
+    ("bf16: true\nfp16: true\n", "--fp16: excludes --bf16; choose one [run.yaml:2]"),
+    ("save: x\nsave_interval: 0\n", "--save-interval=0: must be >= 1 (omit to save only at the end) [run.yaml:2]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line"), YAML, ids=[row[0] for row in YAML])
+def test_yaml_mistakes_name_file_and_line(
+    text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(text)
+    assert problems_of([*argv(), "--config", "run.yaml"]) == [line]
+
+
+def test_yaml_file_that_is_missing_or_hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert problems_of([*argv(), "--config", "missing.yaml"]) == [
+        f"--config=missing.yaml: no such file (cwd {tmp_path})"
+    ]
+    Path("big.yaml").write_text("#" * 300_000)
+    assert problems_of([*argv(), "--config", "big.yaml"]) == [
+        "--config=big.yaml: larger than 256 KiB; a configuration is not"
+    ]
+    Path("bytes.yaml").write_bytes(b"seed: \xff\n")
+    assert problems_of([*argv(), "--config", "bytes.yaml"]) == ["--config=bytes.yaml: not UTF-8 text (byte 6)"]
+    Path("deep.yaml").write_text("[" * 200_000)
+    assert problems_of([*argv(), "--config", "deep.yaml"]) == [
+        "deep.yaml:1:5: nested too deep; sections hold plain values and lists"
+    ]
+
+
+def test_all_problems_come_in_one_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model:\n  num_layer: 3\ntraining:\n  bf16: 'no'\n")
+    lines = problems_of(
+        [
+            "--config",
+            "run.yaml",
+            *argv("--hidden-size 100 --lr 3e-4x --zero-stage 9 --foo bar --clip-grad -2", "seq-length"),
+        ]
+    )
+    assert lines == [
+        "--lr=3e-4x: not a number",
+        "unknown flag --foo; see --help",
+        "run.yaml:2: unknown key 'num_layer'; did you mean 'num_layers'?",
+        "run.yaml:4: bf16: expected true/false, got text 'no'",
+        "--seq-length: required (as a flag, or as 'seq_length' in a --config file)",
+        "--zero-stage=9: choose 0, 1, 2 or 3",
+        "--clip-grad=-2: must be >= 0 (0 disables)",
+        "--hidden-size=100: not divisible by --num-attention-heads=8; try 96 or 104",
+    ]
+
+
+def test_nothing_given_names_what_is_required() -> None:
+    lines = problems_of([])
+    required = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "lr")
+    for flag in required:
+        assert any(line.startswith(f"--{flag}: required") for line in lines)
+    assert len(lines) == len(required) + 1  # and the length of the training
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "begin"),
+    [
+        ("--sequence-parallel", 1, "--sequence-parallel: has no effect"),
+        ("--fp16 --device cpu", 1, "--fp16: slow on a CPU"),
+        ("--lr 1.5", 1, "--lr=1.5: unusually high"),
+        (f"--pipeline-schedule 2bw {PP} 4 --global-batch-size 3", 4, "--pipeline-schedule=2bw: m = p-1 = 3"),
+    ],
+)
+def test_doubtful_settings_are_warned_of(changes: str, world_size: int, begin: str) -> None:
+    (line,) = parse_with_origins(argv(changes), world_size=world_size).warnings
+    assert line.startswith(begin)
