@@ -43,7 +43,9 @@ class Progress:
 
     iteration: iterations done, skipped ones included. updates: batches that went through the pipeline (each is one
     weight version,
-    two for none: a skipped update counts). microbatches: those run by this replica since the beginning.
+    a skipped update counts). microbatches: those run by this replica since the beginning. schedule_samples: samples
+    that the learning-rate
+    schedule has seen: those of skipped updates do not count.
     """
 
     iteration: int = 0
@@ -51,6 +53,7 @@ class Progress:
     updates: int = 0
     microbatches: int = 0
     skipped_iterations: int = 0
+    schedule_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,7 @@ class Trainer:
         results = self.parts.updater.take_results()
         skipped = any(result.skipped for result in results)
         progress.skipped_iterations += skipped
+        progress.schedule_samples += 0 if skipped else samples
         norms = [result.grad_norm for result in results if result.grad_norm is not None]
         return StepStats(
             iteration=number,

@@ -14,7 +14,7 @@ weights go to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,7 +75,6 @@ class Updater:
         nonfinite: str,
         num_slots: int,
         version: int,
-        update_of: Callable[[int], int],
     ) -> None:
         self._buffers = dict(buffers)
         self._optimizer = optimizer
@@ -86,7 +85,6 @@ class Updater:
         self._nonfinite = nonfinite
         self._num_slots = num_slots
         self._version = version
-        self._update_of = update_of
         self._arrived: set[StageKey] = set()
         self.results: list[UpdateResult] = []
 
@@ -136,8 +134,8 @@ class Updater:
     def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
         norm = float(scaled_norm) / numbers.loss_scale
         finite = math.isfinite(norm)
-        self._scaler.update(overflow=not finite)
-        if not finite and not self._scaler.is_dynamic and self._nonfinite == "stop":
+        self._scaler.update(found_non_finite=not finite)
+        if not finite and not self._scaler.skips_non_finite and self._nonfinite == "stop":
             raise RuntimeFailure(
                 f"update {update + 1}: the gradient norm is {norm}; stopped before the update, the weights are as they "
                 "were; look at the data and --lr, or go on with --nonfinite=skip"
@@ -153,7 +151,7 @@ class Updater:
                 version=slot,
             )
         elif self._num_slots > 1:
-            self._optimizer.copy_master_to(slot)  # the version number advances, the weights do not
+            self._optimizer.write_weights(slot)  # the version number advances, the weights do not
         self._version += 1
         self.results.append(
             UpdateResult(update, numbers.learning_rate, numbers.loss_scale, norm if finite else None, not finite)

@@ -14,7 +14,7 @@ while the input's gradient is computed, and runs it later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,24 +24,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.comm.p2p import TensorSpec
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
-
-
-class LayerStack(nn.Module):
-    """Named layers in order, each `forward(x, batch) -> x`; the names are the logical prefixes (`layers.3`)."""
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.names = list(layers)
-        self.stack = nn.ModuleList(layers.values())
-
-    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
-        for layer in self.stack:
-            x = layer(x, batch)
-        assert x is not None, "a stage has at least one layer"
-        return x
-
-    def layers(self) -> list[tuple[str, nn.Module]]:
-        return list(zip(self.names, self.stack, strict=True))
 
 
 @dataclass
@@ -55,7 +37,7 @@ class _InFlight:
 class Stage:
     """One model chunk of one rank.
 
-    modules: one LayerStack per weight-version slot.
+    modules: one module per weight-version slot, `forward(x, batch) -> x`; the last stage's gives the summed loss.
     weight_grads: the queue that the stage's layers put weight-gradient computations into.
     spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
@@ -63,7 +45,7 @@ class Stage:
 
     def __init__(
         self,
-        modules: Sequence[LayerStack],
+        modules: Sequence[nn.Module],
         weight_grads: WeightGradQueue,
         *,
         spec: TensorSpec,
@@ -77,7 +59,7 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
 
-    def module(self, version: int) -> LayerStack:
+    def module(self, version: int) -> nn.Module:
         """The layers that hold weight version `version`."""
         return self.modules[version % len(self.modules)]
 
@@ -118,7 +100,8 @@ class Stage:
     @torch.no_grad()
     def evaluate(self, x: Tensor | None, batch: Microbatch, *, version: int) -> Tensor:
         """Forward without a backward: the output, or the summed loss on the last stage."""
-        return self.module(version)(x, batch)
+        out: Tensor = self.module(version)(x, batch)
+        return out
 
     @property
     def num_in_flight(self) -> int:

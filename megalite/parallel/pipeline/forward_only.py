@@ -1,0 +1,83 @@
+"""Forward-only runs (evaluation) as one more program for the same executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megalite.comm.p2p import TensorSpec
+from megalite.microbatch import Microbatch
+from megalite.parallel.pipeline.executor import StageKey
+from megalite.parallel.pipeline.stage import Stage
+from megalite.schedule import Peak, Program, insert_communication
+from megalite.schedule.action import Action, forward
+from megalite.schedule.placement import Placement
+from megalite.schedule.program import Batch
+
+
+def forward_program(placement: Placement, num_microbatches: int) -> Program:
+    """Every stage runs all micro-batches, first chunk first; nothing is kept for a backward. Replica 0 does it all.
+
+    p=2, m=3     rank 0  F0 F1 F2
+                 rank 1  .. F0 F1 F2
+    """
+
+    def order(rank: int, batch: Batch) -> Iterator[Action]:
+        for stage, replica in placement.stages_of(rank):
+            if replica == 0:
+                for microbatch in range(batch.size):
+                    yield forward(stage, batch.start + microbatch)
+
+    ranks = placement.num_ranks
+    program = Program(
+        name="forward only",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        order=lambda rank, batch: list(order(rank, batch)),
+        weight_versions=(1,) * ranks,
+        peak_activations=(Peak(0),) * ranks,
+        staleness=(0,) * placement.num_stages,
+    )
+    return insert_communication(program)
+
+
+class ForwardOnly(Stage):
+    """A stage seen by an executor that only evaluates: same weights, no graph, nothing kept."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.modules = stage.modules
+        self.spec: TensorSpec = stage.spec
+        self.is_first, self.is_last = stage.is_first, stage.is_last
+
+    def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
+        return self.evaluate(x, batch, version=version)
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0
+
+
+class NoUpdates:
+    """`Events` of a run without backwards; `version` says which weights it sees (the newest)."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+
+    def newest_version(self) -> int:
+        return self._version
+
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+        raise AssertionError("a forward-only program has no backward")
+
+    def reduce(self, stage: StageKey, update: int) -> None:
+        raise AssertionError("a forward-only program has no reduction")
+
+    def step(self, stage: StageKey, update: int) -> None:
+        raise AssertionError("a forward-only program has no step")
+
+    def unshard(self, stage: StageKey) -> None:
+        raise AssertionError("a forward-only program gathers in the layers")
+
+    def reshard(self, stage: StageKey) -> None:
+        raise AssertionError("a forward-only program gathers in the layers")

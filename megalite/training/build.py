@@ -1,0 +1,202 @@
+"""The composition root: the one place that knows all rooms.
+
+config, world -> mesh -> schedule program -> layer specs -> partition -> stages -> buffers -> optimizer -> executor
+                         data -> feed                                    checkpoint -> progress        -> Trainer
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.p2p import TensorSpec
+from megalite.config import Config
+from megalite.gradient import WeightGradQueue
+from megalite.models import LayerSpec, build_stack, layer_specs
+from megalite.nn.context import LayerContext
+from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
+from megalite.optim import Hyperparameters as OptimizerSettings
+from megalite.optim.optimizers import ParamGroup
+from megalite.parallel.pipeline.executor import StageKey
+from megalite.parallel.pipeline.shared_params import SharedGradient, holders
+from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.schedule import Program, lower
+from megalite.schedule import build as build_schedule
+from megalite.schedule.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """--bf16, --fp16, --fp64, else fp32."""
+    training = config.training
+    if training.bf16:
+        return torch.bfloat16
+    if training.fp16:
+        return torch.float16
+    return torch.float64 if training.fp64 else torch.float32
+
+
+def wide_dtype(config: Config) -> torch.dtype:
+    """The wider of fp32 and the parameter dtype: masters, gradients, losses."""
+    return torch.promote_types(torch.float32, parameter_dtype(config))
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The pipeline programs of a run: one for each number of micro-batches (ramp-up), flush ones for the first
+    steps."""
+
+    config: Config
+    num_ranks: int
+
+    def program(self, num_microbatches: int, iteration: int) -> Program:
+        """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
+        parallel = self.config.parallel
+        flush = parallel.schedule == "2bw" and iteration <= parallel.pipeline_flush_steps
+        return self._lowered("1f1b" if flush else parallel.schedule, num_microbatches)
+
+    def _lowered(self, name: str, num_microbatches: int) -> Program:
+        key = (name, num_microbatches)
+        if key not in self._cache:
+            chunks = self.config.parallel.virtual_pipeline_model_parallel_size
+            program = lower(build_schedule(name, self.num_ranks, num_microbatches, chunks))
+            self._cache[key] = program
+        return self._cache[key]
+
+    @cached_property
+    def _cache(self) -> dict[tuple[str, int], Program]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's part of the model: its stages, their buffers and the optimizer over them."""
+
+    stages: dict[StageKey, Stage]
+    buffers: dict[StageKey, ParameterBuffers]
+    optimizer: ShardedOptimizer
+    placement: Placement
+    shared: SharedGradient
+    num_slots: int
+
+
+def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
+    """Builds, initialises and shards this rank's stages. `cuts[s]`: indices of stage s in the list of layers."""
+    specs = layer_specs(config.model)
+    placement = program.placement
+    rank = mesh.pp.rank
+    num_slots = program.weight_versions[rank]
+    tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
+    replica_axes = _replica_axes(mesh, placement)
+    stages: dict[StageKey, Stage] = {}
+    buffers: dict[StageKey, ParameterBuffers] = {}
+    for key in placement.stages_of(rank):
+        queue = WeightGradQueue()
+        modules = [
+            _build_module(config, mesh, [specs[i] for i in cuts[key[0]]], queue, device) for _ in range(num_slots)
+        ]
+        stages[key] = Stage(
+            modules,
+            queue,
+            spec=boundary_spec(config, mesh, device),
+            is_first=key[0] == 0,
+            is_last=key[0] == placement.num_stages - 1,
+        )
+        buffers[key] = ParameterBuffers(
+            [module.logical_parameters() for module in modules],
+            dp_shard=mesh.dp_shard,
+            dp_replicate=mesh.dp_replicate,
+            tp=mesh.tp,
+            options=zero_options(config),
+            tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
+            counts_tied=key == (0, 0),
+            extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
+        )
+    shared_axis = mesh.pipeline_subaxis("embedding", [holders(placement)] if tied_apart and mesh.pp.size > 1 else [])
+    optimizer = ShardedOptimizer(
+        list(buffers.values()),
+        make_optimizer=optimizer_factory(config),
+        # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
+        model_axis=mesh.tp if program.update_per_microbatch else mesh.model,
+    )
+    return Model(stages, buffers, optimizer, placement, SharedGradient(shared_axis), num_slots)
+
+
+def _build_module(
+    config: Config, mesh: ParallelMesh, specs: list[LayerSpec], queue: WeightGradQueue, device: torch.device
+) -> nn.Module:
+    context = LayerContext(
+        tp=mesh.tp,
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=parameter_dtype(config),
+        device=device,
+        seed=config.training.seed,
+        weight_grads=queue,
+        autograd_only=config.training.compile,
+    )
+    return build_stack(config.model, specs, context, init_seed=config.training.seed)
+
+
+def _replica_axes(mesh: ParallelMesh, placement: Placement) -> dict[int, Axis]:
+    """For schedules that hold a stage more than once (Chimera): stage -> the axis through its holders."""
+    if placement.num_replicas == 1:
+        return {}
+    axes = {}
+    for stage in range(placement.num_stages):
+        ranks = sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas)})
+        axes[stage] = mesh.pipeline_subaxis(f"stage{stage}", [ranks])
+    return {stage: axis for stage, axis in axes.items() if axis.size > 1}
+
+
+def zero_options(config: Config) -> ZeroOptions:
+    parallel = config.parallel
+    return ZeroOptions(
+        stage=parallel.zero_stage,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+        grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
+    )
+
+
+def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> TensorSpec:
+    """What crosses between stages: `[s, b, h]`, `[s/t, b, h]` under sequence parallelism."""
+    model = config.model
+    split = mesh.tp.size if config.parallel.sequence_parallel else 1
+    shape = (model.seq_length // split, config.training.micro_batch_size, model.hidden_size)
+    dtype = wide_dtype(config) if model.fp32_residual_connection else parameter_dtype(config)
+    return TensorSpec(shape, dtype, device)
+
+
+def optimizer_factory(config: Config) -> Callable[[list[ParamGroup]], torch.optim.Optimizer]:
+    """Parameter groups -> the update rule of `--optimizer` with its settings."""
+    settings = config.optimizer
+    names = {field.name for field in dataclasses.fields(OptimizerSettings)}
+    values = OptimizerSettings(**{name: getattr(settings, name) for name in names})
+    return lambda groups: OPTIMIZERS[settings.optimizer](groups, values)
+
+
+def build_scaler(config: Config) -> LossScaler:
+    """fp16: constant or dynamic scale; every other precision needs none."""
+    training = config.training
+    if not training.fp16:
+        return ConstantLossScaler()
+    if training.loss_scale is not None:
+        return ConstantLossScaler(training.loss_scale, skips_non_finite=True)
+    return DynamicLossScaler(
+        initial_scale=training.initial_loss_scale,
+        min_scale=training.min_loss_scale,
+        window=training.loss_scale_window,
+        hysteresis=training.hysteresis,
+    )
