@@ -1,0 +1,154 @@
+"""Several corpora as one: weights, and whose sample comes next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.cache import cached_folder, digest_of
+from megalite.data.gpt_dataset import GPTDataset, SequentialSource
+from megalite.errors import DataError
+
+__all__ = ["BlendedDataset", "blend_order", "normalise", "parse_blend", "samples_per_part"]
+
+# Each part is asked for a little more than its share, since the greedy order may run ahead of it.
+SURPLUS = 0.005
+MAX_PARTS = 32767
+
+
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
+    """Split `W1 P1 W2 P2 ...` into paths and weights, or take every word as a path (weights None).
+
+    Raises:
+        DataError: weights and paths are mixed up, or a weight is not positive.
+    """
+    words = list(words)
+    numbers = [_number(word) for word in words[::2]] if len(words) % 2 == 0 else []
+    if not numbers or all(number is None for number in numbers):
+        return words, None
+    shown = " ".join(words[:6]) + (" ..." if len(words) > 6 else "")
+    if any(number is None for number in numbers):
+        raise DataError(
+            f"{flag}={shown}: weights and paths are mixed; give either only paths or weight and path in turn"
+        )
+    weights = [number for number in numbers if number is not None]
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise DataError(f"{flag}={shown}: weights must be 0 or more and not all 0; give weight and path in turn")
+    if len(weights) > MAX_PARTS:
+        raise DataError(
+            f"{flag}: {len(weights)} data sets, at most {MAX_PARTS} can be blended; merge some with "
+            "tools/merge_datasets.py"
+        )
+    return words[1::2], weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def normalise(weights: Sequence[float]) -> list[float]:
+    """Weights that sum to 1 (float64, as Megatron computes them)."""
+    array = np.array(weights, np.float64)
+    return [float(weight) for weight in array / np.sum(array)]
+
+
+def samples_per_part(weights: Sequence[float], size: int, surplus: float = SURPLUS) -> list[int]:
+    """Samples that each part is asked for, for a blend of `size`."""
+    return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in normalise(weights)]
+
+
+def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """At step t the part that is furthest behind its share, `argmax_i w_i * max(t, 1) - taken_i`, gives its next
+    sample; the first wins ties.
+
+    Step t does not depend on `size`: a longer blend begins with the shorter one.
+
+    Returns:
+        Number of the part, int16 `[size]`, and number of the sample in it, int64 `[size]`.
+    """
+    shares = normalise(weights)
+    parts, samples = np.empty(size, np.int16), np.empty(size, np.int64)
+    taken = [0] * len(shares)
+    others = list(enumerate(shares))[1:]
+    for step in range(size):
+        scale = float(step) if step else 1.0
+        best, most = 0, shares[0] * scale - taken[0]
+        for part, share in others:
+            behind = share * scale - taken[part]
+            if behind > most:
+                best, most = part, behind
+        parts[step] = best
+        samples[step] = taken[best]
+        taken[best] += 1
+    return parts, samples
+
+
+class BlendedDataset:
+    """Samples of several data sets in the order of `blend_order`.
+
+    Args:
+        parts: data sets of one split. weights: one for each. size: samples of the blend.
+    """
+
+    def __init__(
+        self, parts: Sequence[GPTDataset], weights: Sequence[float], size: int, *, cache_dir: Path | None = None
+    ) -> None:
+        assert parts and len(parts) == len(weights)
+        self.parts = list(parts)
+        self.seq_length = parts[0].seq_length
+        self._part, self._sample = _cached_order(weights, size, cache_dir)
+        asked = np.bincount(self._part, minlength=len(parts))
+        for part, count in zip(self.parts, asked.tolist(), strict=True):
+            if count > len(part):
+                raise DataError(
+                    f"--data-path={part.store.name}: the blend needs {count} samples, {len(part)} are there; "
+                    "lower its weight"
+                )
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        return self.parts[int(self._part[sample])].fill(int(self._sample[sample]), out)
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        """Tokens of one sample, int64 `[S + 1]`."""
+        out = np.empty(self.seq_length + 1, np.int64)
+        self.fill(sample, out)
+        return out
+
+    def sequential(self) -> SequentialSource:
+        """All parts once, one after the other, whatever their weights."""
+        return SequentialSource(self.parts)
+
+
+def _cached_order(
+    weights: Sequence[float], size: int, cache_dir: Path | None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    if cache_dir is None:
+        return blend_order(weights, size)
+
+    def write(folder: Path) -> None:
+        parts, samples = blend_order(weights, size)
+        np.save(folder / "part.npy", parts, allow_pickle=False)
+        np.save(folder / "sample.npy", samples, allow_pickle=False)
+
+    folder = cached_folder(cache_dir / "index", digest_of("blend", 1, [float(w) for w in weights], size), write)
+    try:
+        parts, samples = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("part", "sample")
+        )
+        if parts.shape == samples.shape == (size,):
+            return parts, samples
+    except (OSError, ValueError):
+        pass
+    return blend_order(weights, size)

@@ -1,0 +1,331 @@
+"""From the data section to the three splits: the one entry of this room."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megalite.data.blend import BlendedDataset, parse_blend, samples_per_part
+from megalite.data.corpus import TextCorpus, file_corpus, stdlib_corpus, tokenise
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
+from megalite.data.mock import MockStore
+from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_io import TokenizerConfig, tokenizer_from_config
+from megalite.errors import DataError
+
+__all__ = ["Datasets", "build_datasets", "build_tokenizer"]
+
+logger = logging.getLogger(__name__)
+
+Dataset = GPTDataset | BlendedDataset
+Part = tuple[float, float]
+
+
+class DataSection(TokenizerConfig, Protocol):
+    """The fields of the data section that this room reads."""
+
+    @property
+    def data_path(self) -> Sequence[str]: ...
+    @property
+    def train_data_path(self) -> Sequence[str] | None: ...
+    @property
+    def valid_data_path(self) -> Sequence[str] | None: ...
+    @property
+    def test_data_path(self) -> Sequence[str] | None: ...
+    @property
+    def data_args_path(self) -> str | None: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def mock_data(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The splits of a run; None where a split is not used.
+
+    `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
+    hands them back as `began_with`, so that it keeps its order.
+    """
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    train_requests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What one flag names: words to blend, and the part of each that a split takes."""
+
+    flag: str
+    words: tuple[str, ...]
+    part: Part | None
+    whole: bool
+
+
+def build_tokenizer(cfg: DataSection, *, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a run. Unset, it is bytes for raw text, numbers for `--mock-data`; token files need it named.
+
+    Raises:
+        DataError: it can not be made, or is not named where it must be.
+    """
+    sources = _sources(cfg)
+    files = (
+        [path for source in sources.values() for path in parse_blend(source.words, source.flag)[0]] if sources else []
+    )
+    raw = [path for path in dict.fromkeys(files) if not is_indexed(strip_suffix(path))]
+    named = cfg.tokenizer_type or cfg.tokenizer_model or cfg.vocab_file or cfg.merge_file
+    if not named and files and len(raw) < len(set(files)):
+        if vocab_size is None:
+            raise DataError(
+                "--tokenizer-type: not given, and token files do not say which tokenizer wrote them; "
+                "name it, or NullTokenizer with --vocab-size"
+            )
+        return tokenizer_from_config(cfg, vocab_size=vocab_size, default="NullTokenizer")
+
+    def texts() -> Iterator[str]:
+        for corpus in [_open_raw(path, "--data-path") for path in raw] if files else [stdlib_corpus()]:
+            yield from corpus.documents(None, "train")
+
+    has_text = not cfg.mock_data and (not files or bool(raw))
+    default = "NullTokenizer" if cfg.mock_data and vocab_size is not None else "ByteTokenizer"
+    return tokenizer_from_config(cfg, vocab_size=vocab_size, texts=texts if has_text else None, default=default)
+
+
+def _sources(cfg: DataSection) -> dict[str, _Source]:
+    """What each split is made of; empty for the default corpus and for mock data."""
+    own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
+    given = [f"--{split}-data-path" for split, words in own.items() if words]
+    given += ["--data-path"] * bool(cfg.data_path) + ["--data-args-path"] * bool(cfg.data_args_path)
+    shared = [flag for flag in given if flag in ("--data-path", "--data-args-path")]
+    if len(given) > 1 and shared:
+        raise DataError(
+            f"{shared[0]}: given together with {next(f for f in given if f != shared[0])}; name the data in one way"
+        )
+    if cfg.mock_data and given:
+        raise DataError(f"--mock-data: given together with {given[0]}; drop one")
+    if not given:
+        return {}
+    if not shared:
+        return {
+            split: _Source(f"--{split}-data-path", tuple(words), (0.0, 1.0), whole=True)
+            for split, words in own.items()
+            if words
+        }
+    words = tuple(cfg.data_path) or _read_words(str(cfg.data_args_path))
+    parts = dict(zip(SPLIT_NAMES, parse_split(cfg.split), strict=True))
+    return {split: _Source(shared[0], words, part, whole=False) for split, part in parts.items()}
+
+
+def _read_words(path: str) -> tuple[str, ...]:
+    try:
+        words = tuple(Path(path).read_text(encoding="utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"--data-args-path={path}: can not be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
+        ) from None
+    if not words:
+        raise DataError(f"--data-args-path={path}: the file is empty; write into it what --data-path would hold")
+    return words
+
+
+def build_datasets(
+    cfg: DataSection,
+    *,
+    seq_length: int,
+    train_samples: int | None,
+    valid_samples: int | None,
+    test_samples: int | None,
+    seed: int,
+    tokenizer: Tokenizer,
+    cache_dir: Path | None,
+    began_with: Sequence[int] = (),
+    vocab_size: int | None = None,
+) -> Datasets:
+    """Open the data of a run.
+
+    Args:
+        train_samples, valid_samples, test_samples: samples that the run reads in all; 0: the split is not used;
+        None: one epoch.
+        cache_dir: `cache.cache_directory(...)`. began_with: `Datasets.train_requests` of the checkpoint that is
+        resumed.
+        vocab_size: ids that the model knows, if more than the tokenizer's.
+
+    Raises:
+        DataError: in one line, whatever is missing, damaged, empty or too small.
+    """
+    requests = tuple(began_with)
+    if train_samples is not None and (not requests or train_samples > max(requests)):
+        requests += (train_samples,)
+    opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, vocab_size)
+    train = opener.split("train", requests or (None,)) if train_samples != 0 else None
+    valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 else None
+    test = None
+    if test_samples != 0:
+        try:
+            test = opener.split("test", (test_samples,))
+        except _Unusable as error:
+            # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
+            logger.warning("no final test: %s", error)
+    return Datasets(train, valid, test, requests)
+
+
+class _Unusable(DataError):
+    """A split that is empty or too small."""
+
+
+class _Opener:
+    """Opens each corpus once for all splits."""
+
+    def __init__(
+        self,
+        cfg: DataSection,
+        seq_length: int,
+        seed: int,
+        tokenizer: Tokenizer,
+        cache_dir: Path | None,
+        vocab_size: int | None,
+    ) -> None:
+        self.cfg, self.seq_length, self.seed, self.tokenizer, self.cache_dir = (
+            cfg,
+            seq_length,
+            seed,
+            tokenizer,
+            cache_dir,
+        )
+        self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
+        self.sources = _sources(cfg)
+        self._stores: dict[str, IndexedDataset] = {}
+        self._corpora: dict[str, TextCorpus] = {}
+
+    def split(self, split: str, requests: Sequence[int | None]) -> Dataset:
+        """Data set of one split, by its totals of samples."""
+        if self.cfg.mock_data:
+            store = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
+            parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
+            return self._dataset(store, bounds_of(parts[split], len(store.lengths)), split, requests)
+        if not self.sources:
+            if split == "test":
+                raise _Unusable("the default corpus has no test part")
+            store = self._tokens("", None if split == "all" else (0.0, 1.0), split, "--data-path")
+            return self._dataset(store, (0, len(store)), split, requests)
+        source = self.sources.get(split)
+        if source is None:
+            raise _Unusable(f"--{split}-data-path: not given; name data for it or turn its use off")
+        if source.part is None:
+            raise _Unusable(
+                f"--split={self.cfg.split}: the {split} split is empty (weight 0); give it more or turn its use off"
+            )
+        paths, weights = parse_blend(source.words, source.flag)
+        if len(paths) == 1 and weights is None:
+            return self._dataset(*self._open(paths[0], source, split), split, requests)
+        return self._blend(paths, weights, source, split, requests)
+
+    def _blend(
+        self,
+        paths: Sequence[str],
+        weights: list[float] | None,
+        source: _Source,
+        split: str,
+        requests: Sequence[int | None],
+    ) -> Dataset:
+        opened = [self._open(path, source, split) for path in paths]
+        if weights is None:
+            # By size: one epoch of each is enough for Megatron; a longer run repeats them in the same proportion.
+            once = [self._dataset(store, bounds, split, (None,)) for store, bounds in opened]
+            weights = [float(len(part)) for part in once]
+            total = sum(len(part) for part in once)
+            if requests[0] is None or (len(requests) == 1 and requests[0] <= total):
+                return BlendedDataset(once, weights, requests[0] or total, cache_dir=self.cache_dir)
+        assert requests[0] is not None or len(requests) == 1
+        if requests[0] is None:
+            requests = (self._one_epoch(opened, weights),)
+        sizes = [request for request in requests if request is not None]
+        asked = [samples_per_part(weights, size) for size in sizes]
+        parts = [
+            self._dataset(store, bounds, split, [one[number] for one in asked])
+            for number, (store, bounds) in enumerate(opened)
+        ]
+        size = sum(samples_per_part(weights, sizes[-1], 0.0))
+        return BlendedDataset(parts, weights, size, cache_dir=self.cache_dir)
+
+    def _one_epoch(self, opened: Sequence[tuple[TokenStore, tuple[int, int]]], weights: Sequence[float]) -> int:
+        """Samples of a blend that reads no part more than once."""
+        shares = np.array(weights) / sum(weights)
+        tokens = [int(store.lengths[begin:end].sum(dtype=np.int64)) for store, (begin, end) in opened]
+        return max(
+            1,
+            min(
+                int((count - 1) // self.seq_length / share)
+                for count, share in zip(tokens, shares, strict=True)
+                if share > 0
+            ),
+        )
+
+    def _dataset(
+        self, store: TokenStore, bounds: tuple[int, int], split: str, requests: Sequence[int | None]
+    ) -> GPTDataset:
+        try:
+            return GPTDataset(
+                store,
+                *bounds,
+                seq_length=self.seq_length,
+                requests=requests,
+                seed=self.seed,
+                split=split,
+                cache_dir=self.cache_dir,
+                vocab_size=self.vocab_size,
+            )
+        except DataError as error:
+            raise _Unusable(str(error)) from None
+
+    def _open(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
+        """Store and bounds of one path for one split."""
+        if path.endswith((".bin", ".idx")) or not os.path.isfile(path):
+            if path not in self._stores:
+                self._stores[path] = self._indexed(path, source.flag)
+            store = self._stores[path]
+            return store, bounds_of(source.part, len(store))
+        tokens = self._tokens(path, None if source.whole else source.part, split, source.flag)
+        return tokens, (0, len(tokens))
+
+    def _indexed(self, path: str, flag: str) -> IndexedDataset:
+        if os.path.isdir(path) and not is_indexed(path):
+            raise DataError(f"{flag}={path}: is a folder; name a text file in it, or the prefix of a .bin/.idx pair")
+        store = IndexedDataset(path, flag=flag)
+        if np.iinfo(store.dtype).max < self.tokenizer.vocab_size - 1:
+            raise DataError(
+                f"{path}.idx: dtype {store.dtype.name} cannot hold the {self.tokenizer.vocab_size} ids of "
+                f"{self.tokenizer.kind}; "
+                "run tools/preprocess_data.py again with this tokenizer"
+            )
+        return store
+
+    def _tokens(self, path: str, part: Part | None, split: str, flag: str) -> IndexedDataset:
+        """Tokens of raw text; path "" is the default corpus."""
+        if path not in self._corpora:
+            self._corpora[path] = _open_raw(path, flag) if path else stdlib_corpus()
+        assert self.cache_dir is not None, "raw text needs a cache folder"
+        try:
+            return tokenise(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
+        except DataError as error:
+            raise (_Unusable(str(error)) if "split is empty" in str(error) else error) from None
+
+
+def _open_raw(path: str, flag: str) -> TextCorpus:
+    if not os.path.exists(path):
+        raise DataError(
+            f"{flag}={path}: no such file, and {path}.idx not found; name a text file or run tools/preprocess_data.py"
+        )
+    if os.path.isdir(path):
+        raise DataError(f"{flag}={path}: is a folder; name a text file in it, or the prefix of a .bin/.idx pair")
+    return file_corpus(path, flag)

@@ -1,0 +1,94 @@
+"""Folders of derived data: named by a digest of everything they depend on, written whole or not at all.
+
+A name that is a digest of content can not be stale: another text, tokenizer, split, seed or length is another name.
+A folder is staged beside its place and renamed, so that a killed or a second writer harms nobody; a lock keeps the
+processes of one machine from doing the same twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from megalite.errors import DataError
+
+__all__ = ["cache_directory", "cached_folder", "digest_of"]
+
+logger = logging.getLogger(__name__)
+
+COMPLETE = "COMPLETE"
+
+
+def cache_directory(data_cache_path: str | None, save: str | None) -> Path:
+    """Where derived data go: `--data-cache-path`, else `data_cache` beside `--save`, else the user's cache folder."""
+    if data_cache_path:
+        return Path(data_cache_path)
+    if save:
+        return Path(save).resolve().parent / "data_cache"
+    return Path.home() / ".cache" / "megalite"
+
+
+def digest_of(*parts: object) -> str:
+    """Hex digest (128 bit) of the parts, bytes as they are, everything else as its `repr`."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        content = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
+        digest.update(f"{type(part).__name__}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def cached_folder(root: Path, name: str, build: Callable[[Path], None]) -> Path:
+    """The folder `root/name`, made by `build(folder)` where it is not there yet.
+
+    Raises:
+        DataError: the cache can not be written.
+    """
+    target = root / name
+    if (target / COMPLETE).is_file():
+        return target
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{name}.lock"):
+            if (target / COMPLETE).is_file():
+                return target
+            _build(root, target, build)
+    except OSError as error:
+        raise DataError(
+            f"--data-cache-path={root}: can not be written ({error.strerror}); name another folder"
+        ) from error
+    return target
+
+
+def _build(root: Path, target: Path, build: Callable[[Path], None]) -> None:
+    stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=root))
+    try:
+        build(stage)
+        (stage / COMPLETE).touch()
+        if target.exists():  # left by a version of this program that did not mark it, or damaged by hand
+            shutil.rmtree(target)
+        os.rename(stage, target)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        # On a file system without working locks another machine may have finished first: its folder is as good.
+        if not (target / COMPLETE).is_file():
+            raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock for the block; without support for locks the rename alone keeps things whole."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.debug("no lock on %s (%s)", path, error.strerror)
+        yield

@@ -1,0 +1,294 @@
+"""Text that is not tokenised yet: text files, JSONL, and the default corpus.
+
+The default corpus is what every Python installation holds: the sources of its standard library, sorted, every 20th
+file held out for validation. A text file is one running text, cut by characters at the borders of the split, without
+any end-of-document token; each line of a JSONL file and each file of the default corpus is a document and ends with
+one (if the tokenizer has one). Tokens are kept in a cache whose key is content, tokenizer and split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megalite.data.cache import cached_folder, digest_of
+from megalite.data.indexed import IndexedDataset, IndexedWriter
+from megalite.data.splits import SPLIT_NAMES, bounds_of
+from megalite.data.tokenizer import Tokenizer, fingerprint
+from megalite.errors import DataError
+
+__all__ = [
+    "TextCorpus",
+    "file_corpus",
+    "open_text",
+    "read_jsonl",
+    "stdlib_corpus",
+    "stdlib_files",
+    "text_pieces",
+    "tokenise",
+]
+
+logger = logging.getLogger(__name__)
+
+JSONL_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+# Parts of the standard library that some installations leave out, or that are tables rather than text.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "site-packages", "dist-packages", "encodings", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
+)
+HELD_OUT_EVERY = 20
+PIECE = 1 << 20
+BATCH_BYTES = 4 << 20
+CACHE_VERSION = 1
+
+Part = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """A text that can be cut into parts.
+
+    name: for messages. digest: of the content. documents: gives the documents of a part (`None`: of all).
+    ends_documents: whether a document ends with the end-of-document token.
+    """
+
+    name: str
+    digest: Callable[[], str]
+    documents: Callable[[Part | None, str], Iterable[str]]
+    ends_documents: bool
+
+
+def stdlib_files(root: str | None = None) -> list[Path]:
+    """Sources of the standard library, sorted by path: the same list on every run of one Python version.
+
+    Raises:
+        DataError: there are none (a zipped or frozen installation).
+    """
+    folder = Path(root or sysconfig.get_path("stdlib"))
+    found = []
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
+        found += [Path(where) / file for file in files if file.endswith(".py")]
+    found.sort(key=lambda path: path.relative_to(folder).as_posix())
+    if len(found) < HELD_OUT_EVERY:
+        raise DataError(
+            f"--data-path: not given, and the default corpus is not there ({len(found)} Python sources in {folder}); "
+            "name a text file or a .bin/.idx prefix by --data-path"
+        )
+    return found
+
+
+def stdlib_corpus(root: str | None = None) -> TextCorpus:
+    """The default corpus. Validation is every 20th file, training the others; there is no test part."""
+    files = stdlib_files(root)
+
+    def documents(part: Part | None, split: str) -> Iterator[str]:
+        for number, file in enumerate(files, 1):
+            held_out = number % HELD_OUT_EVERY == 0
+            if part is None or (split == "valid" and held_out) or (split == "train" and not held_out):
+                with contextlib.suppress(UnicodeDecodeError):
+                    text = file.read_text(encoding="utf-8")
+                    if text.strip():
+                        yield text
+
+    def digest() -> str:
+        state = xxhash.xxh3_128()
+        for file in files:
+            state.update(file.read_bytes())
+        return state.hexdigest()
+
+    return TextCorpus("the Python standard library", digest, documents, ends_documents=True)
+
+
+def file_corpus(path: str, flag: str = "--data-path") -> TextCorpus:
+    """A text file (one running text) or a JSONL file (one document a line, field `text`)."""
+    jsonl = path.endswith(JSONL_SUFFIXES)
+
+    def documents(part: Part | None, split: str) -> Iterator[str]:
+        if jsonl:
+            texts = [text for text in read_jsonl(path) if text]
+            begin, end = bounds_of(part, len(texts)) if part else (0, len(texts))
+            yield from texts[begin:end]
+        else:
+            text = _read_text(path, flag)
+            begin, end = bounds_of(part, len(text)) if part else (0, len(text))
+            if end > begin:
+                yield text[begin:end]
+
+    return TextCorpus(path, lambda: _file_digest(path, flag), documents, ends_documents=jsonl)
+
+
+def _file_digest(path: str, flag: str) -> str:
+    state = xxhash.xxh3_128(b"jsonl" if path.endswith(JSONL_SUFFIXES) else b"text")
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 22):
+                state.update(block)
+    except OSError as error:
+        raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
+    return state.hexdigest()
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        # newline="": characters are kept as they are, a byte of the file is a byte of the text.
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{flag}={path}: not UTF-8 text (byte {error.start}: 0x{error.object[error.start]:02x}); convert it, "
+            "or name a .bin/.idx prefix"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def open_text(path: str) -> Iterator[io.TextIOBase]:
+    """Open a text file for reading, unpacked if its name ends in `.gz` or `.zst`."""
+    with contextlib.ExitStack() as stack:
+        if path.endswith(".gz"):
+            binary: io.BufferedIOBase = stack.enter_context(gzip.open(path, "rb"))  # type: ignore[arg-type]
+        elif path.endswith(".zst"):
+            try:
+                import zstandard
+            except ImportError:
+                raise DataError(f"{path}: needs the package zstandard; pip install zstandard") from None
+            raw = stack.enter_context(open(path, "rb"))
+            binary = stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw))
+        else:
+            binary = stack.enter_context(open(path, "rb"))
+        yield io.TextIOWrapper(binary, encoding="utf-8", newline="\n")
+
+
+def read_jsonl(path: str, key: str = "text") -> Iterator[str]:
+    """Field `key` of every line; empty lines are passed over.
+
+    Raises:
+        DataError: naming file and line, if a line is not a JSON object with a text in that field.
+    """
+    number = 0
+    try:
+        with open_text(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield parse_line(line, key, f"{path}:{number}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number + 1}: not UTF-8 text ({error.reason}); convert the file") from None
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: can not be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def parse_line(line: str | bytes, key: str, where: str) -> str:
+    """Text of one JSONL line; `where` is its place, for the error."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: not valid JSON ({error}); repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{where}: not a JSON object but {type(record).__name__}; each line must be an object with a field '{key}'"
+        )
+    if key not in record:
+        has = ", ".join(list(map(str, record))[:8]) or "no field at all"
+        raise DataError(
+            f"{where}: no field '{key}' (has: {has}); tools/preprocess_data.py takes other fields by --json-keys"
+        )
+    if not isinstance(record[key], str):
+        raise DataError(f"{where}: field '{key}' is not text but {type(record[key]).__name__}")
+    return str(record[key])
+
+
+def text_pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """Cut a long text after newlines that stand between two non-space characters, about every `size` characters."""
+    at = 0
+    while len(text) - at > size:
+        cut = text.find("\n", at + size)
+        while 0 <= cut < len(text) - 1 and (text[cut - 1].isspace() or text[cut + 1].isspace()):
+            cut = text.find("\n", cut + 1)
+        if cut < 0 or cut >= len(text) - 1:
+            break
+        yield text[at : cut + 1]
+        at = cut + 1
+    if at < len(text):
+        yield text[at:]
+
+
+def write_documents(writer: IndexedWriter, documents: Iterable[str], tokenizer: Tokenizer, ends_documents: bool) -> int:
+    """Tokenise documents in batches into `writer`; documents without a token are left out. Returns UTF-8 bytes."""
+    eod = [tokenizer.eod_id] if ends_documents and tokenizer.eod_id is not None else []
+    total = waiting = 0
+    pieces: list[str] = []
+    counts: list[int] = []
+
+    def flush() -> None:
+        nonlocal pieces, counts, waiting
+        ids = iter(tokenizer.encode_batch(pieces))
+        for count in counts:
+            document = [next(ids) for _ in range(count)]
+            if any(len(part) for part in document):
+                joined = np.concatenate([*document, np.array(eod, np.int64)]) if eod or count > 1 else document[0]
+                writer.add_document(joined)
+        pieces, counts, waiting = [], [], 0
+
+    for text in documents:
+        cut = list(text_pieces(text)) if tokenizer.splits_at_newline else [text]
+        pieces += cut
+        counts.append(len(cut))
+        waiting += len(text)
+        total += len(text.encode("utf-8", "surrogatepass"))
+        if waiting >= BATCH_BYTES:
+            flush()
+    flush()
+    return total
+
+
+def tokenise(
+    corpus: TextCorpus, part: Part | None, split: str, tokenizer: Tokenizer, cache_dir: Path
+) -> IndexedDataset:
+    """Tokens of one part of a corpus, from the cache if they are there.
+
+    Args:
+        part: fractions `(from, to)` of the split; None: the whole corpus.
+
+    Raises:
+        DataError: the part holds no text, or the tokenizer does not know it.
+    """
+    assert split in SPLIT_NAMES
+    key = digest_of(
+        "tokens",
+        CACHE_VERSION,
+        corpus.digest(),
+        fingerprint(tokenizer),
+        part,
+        split if part else None,
+        corpus.ends_documents,
+    )
+
+    def write(folder: Path) -> None:
+        logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
+        with IndexedWriter(folder / "text_document", vocab_size=tokenizer.vocab_size) as writer:
+            count = write_documents(writer, corpus.documents(part, split), tokenizer, corpus.ends_documents)
+        (folder / "utf8_bytes").write_text(str(count))
+
+    folder = cached_folder(cache_dir / "tokens", key, write)
+    if not (folder / "text_document.bin").stat().st_size:
+        raise DataError(
+            f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
+            "give it more in --split or turn its use off"
+        )
+    dataset = IndexedDataset(folder / "text_document")
+    dataset.name = corpus.name
+    return dataset

@@ -1,0 +1,237 @@
+"""Samples of S + 1 tokens in Megatron's order, over a store of documents."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.cache import cached_folder, digest_of
+from megalite.data.gpt_index import SampleOrder, build_order
+from megalite.data.indexed import TokenStore
+from megalite.errors import DataError
+
+__all__ = ["GPTDataset", "SampleSource", "SequentialSource"]
+
+logger = logging.getLogger(__name__)
+
+# Changes when the meaning of the cached arrays does.
+INDEX_VERSION = 1
+
+
+class SampleSource(Protocol):
+    """What a loader reads: a number of samples of S + 1 tokens, each reachable by its number alone."""
+
+    seq_length: int
+
+    def __len__(self) -> int: ...
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        """Write sample number `sample` into `out`, `[S + 1]`; the tokens that are there (S + 1, fewer at a partial
+        tail)."""
+        ...
+
+
+class GPTDataset:
+    """One split of one token store.
+
+    A run that is continued for longer than it was planned keeps the order that it began with and goes on with
+    further epochs: `requests` are the totals that were asked for, one after the other. The first is indexed as a
+    fresh run; each further one that exceeds what is there adds a segment of whole epochs with its own shuffle (seed
+    + number of the segment).
+
+    Args:
+        store: documents. begin, end: sequences of this split. split: `train`, `valid` or `test`, for messages.
+        requests: totals of samples, in the order in which they were asked for; None among them: one epoch.
+        cache_dir: where the arrays are kept; None: built in memory.
+        vocab_size: ids at or above it are refused when they are read; None: not checked.
+
+    Raises:
+        DataError: the split is empty or holds less than one sample.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        begin: int,
+        end: int,
+        *,
+        seq_length: int,
+        requests: Sequence[int | None],
+        seed: int,
+        split: str = "train",
+        cache_dir: Path | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        assert requests, "at least one request"
+        self.store, self.begin, self.end = store, begin, end
+        self.seq_length, self.seed, self.split = seq_length, seed, split
+        self.vocab_size = vocab_size
+        self._cache_dir = cache_dir
+        self.tokens_per_epoch = int(store.lengths[begin:end].sum(dtype=np.int64)) if end > begin else 0
+        check_size(store.name, split, end - begin, self.tokens_per_epoch, seq_length)
+        self._segments: list[SampleOrder] = []
+        self._stops: list[int] = []
+        for number, request in enumerate(requests):
+            self._extend(number, request)
+
+    def _extend(self, number: int, request: int | None) -> None:
+        have = self._stops[-1] if self._stops else 0
+        if self._stops and (request is None or request <= have):
+            return
+        wanted = None if request is None else request - have
+        order = self._order(wanted, self.seed + number)
+        self._segments.append(order)
+        self._stops.append(have + len(order))
+
+    def _order(self, num_samples: int | None, seed: int) -> SampleOrder:
+        lengths = self.store.lengths
+
+        def build() -> SampleOrder:
+            return build_order(
+                lengths, self.begin, self.end, seq_length=self.seq_length, num_samples=num_samples, seed=seed
+            )
+
+        if self._cache_dir is None:
+            return build()
+        # The order depends on nothing else than this, so it can not be stale.
+        content = np.ascontiguousarray(lengths[self.begin : self.end]).tobytes()
+        key = digest_of("order", INDEX_VERSION, content, self.begin, self.end, self.seq_length, num_samples, seed)
+
+        def write(folder: Path) -> None:
+            order = build()
+            for name in ("document_index", "sample_index", "shuffle_index"):
+                np.save(folder / f"{name}.npy", getattr(order, name), allow_pickle=False)
+            (folder / "num_epochs").write_text(str(order.num_epochs))
+
+        return _read_order(cached_folder(self._cache_dir / "index", key, write), build)
+
+    def __len__(self) -> int:
+        return self._stops[-1]
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the documents that the samples make."""
+        return sum(segment.num_epochs for segment in self._segments)
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        number = bisect_right(self._stops, sample)
+        segment = self._segments[number]
+        cut = int(segment.shuffle_index[sample - (self._stops[number - 1] if number else 0)])
+        (first, offset), (last, stop) = segment.sample_index[cut].tolist(), segment.sample_index[cut + 1].tolist()
+        sequences = segment.document_index[first : last + 1].tolist()
+        at = 0
+        for place, sequence in enumerate(sequences):
+            tokens = self.store.get(
+                sequence,
+                offset if place == 0 else 0,
+                stop + 1 if place == len(sequences) - 1 else None,
+            )
+            out[at : at + len(tokens)] = tokens
+            at += len(tokens)
+        assert at == self.seq_length + 1
+        check_ids(out, self.vocab_size, self.store.name)
+        return at
+
+    def __getitem__(self, sample: int) -> NDArray[np.int64]:
+        """Tokens of one sample, int64 `[S + 1]`."""
+        out = np.empty(self.seq_length + 1, np.int64)
+        self.fill(sample, out)
+        return out
+
+    def sequential(self) -> SequentialSource:
+        """The same split once from its first to its last token, without overlap: for `--full-validation`."""
+        return SequentialSource([self])
+
+
+class SequentialSource:
+    """The splits of `parts` one after the other, in the order of the documents: every token is a label once, but
+    each part's first.
+
+    Sample k of a part holds its tokens k*S to k*S + S; the last one may be partial.
+    """
+
+    def __init__(self, parts: Sequence[GPTDataset]) -> None:
+        self.seq_length = parts[0].seq_length
+        self._parts = list(parts)
+        # A document end is a place in the part's stream; `[documents]` int64 each.
+        self._ends = [np.cumsum(part.store.lengths[part.begin : part.end], dtype=np.int64) for part in self._parts]
+        counts = [-(-(int(ends[-1]) - 1) // self.seq_length) for ends in self._ends]
+        self._stops = np.cumsum(counts).tolist()
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of the whole pass."""
+        return sum(int(ends[-1]) - 1 for ends in self._ends)
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        number = bisect_right(self._stops, sample)
+        part, ends = self._parts[number], self._ends[number]
+        start = (sample - (self._stops[number - 1] if number else 0)) * self.seq_length
+        stop = min(start + self.seq_length + 1, int(ends[-1]))
+        place = int(np.searchsorted(ends, start, side="right"))
+        at = start
+        while at < stop:
+            length = int(part.store.lengths[part.begin + place])
+            begin = int(ends[place]) - length
+            take = min(stop, begin + length)
+            out[at - start : take - start] = part.store.get(part.begin + place, at - begin, take - begin)
+            at, place = take, place + 1
+        out[stop - start :] = 0
+        check_ids(out[: stop - start], part.vocab_size, part.store.name)
+        return stop - start
+
+
+def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:
+    """Refuse a split from which no sample can be cut."""
+    flag = f"--data-path={name}"
+    if tokens == 0:
+        raise DataError(
+            f"{flag}: the {split} split is empty ({documents} documents, 0 tokens); "
+            "give it more in --split or turn its use off"
+        )
+    if tokens < seq_length + 1:
+        raise DataError(
+            f"{flag}: the {split} split is too small ({tokens} tokens, one sample of --seq-length={seq_length} "
+            f"needs {seq_length + 1}); give it more in --split or use a shorter --seq-length"
+        )
+
+
+def check_ids(ids: NDArray[np.int64], vocab_size: int | None, name: str) -> None:
+    """Refuse ids that the model has no embedding for: on an accelerator they would end the process without a word."""
+    if vocab_size is None or not ids.size:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise DataError(
+            f"--data-path={name}: holds token id {bad}, outside of the vocabulary (0..{vocab_size - 1}); "
+            "name the tokenizer that wrote it"
+        )
+
+
+def _read_order(folder: Path, build: Callable[[], SampleOrder]) -> SampleOrder:
+    """Map the arrays of a cache folder; a damaged folder is passed over with a warning."""
+    names = ("document_index", "sample_index", "shuffle_index")
+    try:
+        documents, samples, shuffle = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names
+        )
+        if samples.shape != (len(shuffle) + 1, 2) or documents.ndim != 1 or not len(shuffle):
+            raise ValueError("shapes do not fit")
+        return SampleOrder(documents, samples, shuffle, num_epochs=int((folder / "num_epochs").read_text()))
+    except (OSError, ValueError) as error:
+        logger.warning("%s is damaged (%s) and not used; remove it", folder, error)
+        return build()

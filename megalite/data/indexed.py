@@ -1,0 +1,317 @@
+"""Token files in Megatron's `.bin/.idx` form, written and memory-mapped.
+
+`.bin` holds the raw little-endian tokens of all sequences back to back. `.idx`, little-endian, N sequences, D =
+documents + 1::
+
+    0   9   magic b"MMIDIDX\\0\\0"            18        8   u64 N
+    9   8   u64 version = 1                  26        8   u64 D
+    17  1   u8  dtype code                   34        4N  i32 length of each sequence, in tokens
+                                             34+4N     8N  i64 byte offset of each sequence in .bin
+                                             34+12N    8D  i64 sequence at which each document begins; the last entry
+                                             is N 34+12N+8D  N  i8  mode of each sequence (optional, not used here)
+
+A file of unknown origin is data, never trust: every count and offset is checked against the file sizes before it is
+used.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+from megalite.data.tokenizer import token_dtype
+from megalite.errors import DataError
+
+__all__ = ["IndexedDataset", "IndexedWriter", "TokenStore", "is_indexed", "strip_suffix"]
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+FLOAT_CODES = (6, 7)
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+KNOWN_MAGIC = {
+    b"PK\x03\x04": "a zip",
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstandard",
+    b"PAR1": "parquet",
+    b"{": "JSON",
+}
+
+
+class TokenStore(Protocol):
+    """Sequences of tokens that a sample is cut from: a memory-mapped file or generated ones."""
+
+    name: str
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of every sequence, `[N]`."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        """Type of the stored ids."""
+        ...
+
+    def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        """Tokens `start:stop` of a sequence; not to be written to."""
+        ...
+
+
+def strip_suffix(path: str) -> str:
+    """The prefix that `path` belongs to: without `.bin` or `.idx`."""
+    return path[:-4] if path.endswith((".bin", ".idx")) else path
+
+
+def is_indexed(prefix: str) -> bool:
+    """True if both files of the prefix are there."""
+    return os.path.isfile(prefix + ".bin") and os.path.isfile(prefix + ".idx")
+
+
+class IndexedDataset:
+    """A `.bin/.idx` pair, memory-mapped: opening it reads the index only.
+
+    Args:
+        prefix: path without `.bin` / `.idx`. flag: the flag that named it, for errors.
+
+    Raises:
+        DataError: a file is missing, is not such an index, or contradicts the other one.
+    """
+
+    def __init__(self, prefix: str | Path, *, flag: str = "--data-path") -> None:
+        self.prefix = str(prefix)
+        self.name = self.prefix
+        self._check_files(flag)
+        index_path, bin_path = self.prefix + ".idx", self.prefix + ".bin"
+        try:
+            raw = (
+                np.memmap(index_path, mode="r", dtype=np.uint8)
+                if os.path.getsize(index_path)
+                else np.empty(0, np.uint8)
+            )
+            self._parse(raw, index_path, os.path.getsize(bin_path))
+            self._tokens = np.memmap(bin_path, mode="r", dtype=self._dtype)
+        except OSError as error:
+            raise DataError(f"{flag}={self.prefix}: can not be read ({error.strerror})") from None
+
+    def _check_files(self, flag: str) -> None:
+        if self.prefix.endswith((".bin", ".idx")) and os.path.isfile(self.prefix):
+            raise DataError(f"{flag}={self.prefix}: give the prefix, '{strip_suffix(self.prefix)}'")
+        for suffix in (".idx", ".bin"):
+            if not os.path.isfile(self.prefix + suffix):
+                raise DataError(
+                    f"{flag}={self.prefix}: {self.prefix}{suffix} not found; run tools/preprocess_data.py or name "
+                    "a text file"
+                )
+
+    def _parse(self, raw: NDArray[np.uint8], path: str, bin_bytes: int) -> None:
+        """Read and check every field of the index."""
+        head = raw[: HEADER.size].tobytes()
+        if head[:9] != MAGIC:
+            guess = next((f": {what}?" for start, what in KNOWN_MAGIC.items() if head.startswith(start)), "")
+            raise DataError(
+                f"{path}: not a megalite/Megatron index (magic {head[:4].hex() or 'missing, the file is empty'}{guess})"
+            )
+        if len(head) < HEADER.size:
+            raise DataError(f"{path}: cut off ({len(head)} bytes, the header alone has {HEADER.size}); write it again")
+        _, version, code, n, d = HEADER.unpack(head)
+        if version != VERSION:
+            raise DataError(f"{path}: index version {version}, this megalite reads {VERSION}")
+        if code not in DTYPES:
+            what = "floating point numbers, not tokens" if code in FLOAT_CODES else "unknown"
+            raise DataError(f"{path}: dtype code {code} is {what}; run tools/preprocess_data.py again")
+        self._dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        expected = HEADER.size + 12 * n + 8 * d
+        if raw.size not in (expected, expected + n):
+            raise DataError(
+                f"{path}: {n} sequences and {max(d - 1, 0)} documents need {expected} bytes, the file has "
+                f"{raw.size}; write it again"
+            )
+        at = HEADER.size
+        self._lengths = np.frombuffer(raw, "<i4", n, at)
+        self._pointers = np.frombuffer(raw, "<i8", n, at + 4 * n)
+        self._documents = np.frombuffer(raw, "<i8", d, at + 12 * n)
+        self._check_arrays(path, bin_bytes)
+
+    def _check_arrays(self, path: str, bin_bytes: int) -> None:
+        lengths, pointers, documents, n = self._lengths, self._pointers, self._documents, len(self._lengths)
+        bin_path = self.prefix + ".bin"
+        if n == 0 or bin_bytes == 0 or not lengths.any():
+            raise DataError(f"{bin_path}: 0 tokens; write it again from a text that is not empty")
+        if int(lengths.min()) < 0:
+            raise DataError(f"{path}: damaged (sequence {int(lengths.argmin())} has a negative length)")
+        itemsize = self._dtype.itemsize
+        if bin_bytes % itemsize:
+            raise DataError(
+                f"{bin_path}: {bin_bytes} bytes are no whole number of {self._dtype.name} tokens; write both "
+                "files again"
+            )
+        if int(pointers.min()) < 0 or int(pointers.max()) > bin_bytes or (pointers % itemsize).any():
+            raise DataError(f"{path}: damaged (a sequence begins outside of {bin_path}, {bin_bytes} bytes)")
+        # Both terms are bounded now (pointer <= file size, length < 2^31), so the sum can not overflow.
+        ends = pointers + lengths.astype(np.int64) * itemsize
+        if int(ends.max()) > bin_bytes:
+            bad = int(np.argmax(ends > bin_bytes))
+            raise DataError(
+                f"{bin_path}: cut off ({bin_bytes} bytes, the index says {int(ends.max())}; first missing: "
+                f"sequence {bad}); write both files again"
+            )
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != n or (documents[1:] < documents[:-1]).any():
+            raise DataError(f"{path}: damaged (document boundaries must rise from 0 to {n})")
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of every sequence, int32 `[N]`."""
+        return self._lengths
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        """Sequence at which every document begins, `[documents + 1]`, the last entry N."""
+        return self._documents
+
+    @property
+    def dtype(self) -> np.dtype[np.integer]:
+        return self._dtype
+
+    def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        """Tokens `start:stop` of a sequence as a view of the file (read-only)."""
+        length = int(self._lengths[sequence])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"tokens {start}:{stop} of sequence {sequence}, which has {length}")
+        at = int(self._pointers[sequence]) // self._dtype.itemsize
+        return self._tokens[at + start : at + stop]
+
+    def chunks(self, tokens: int = 1 << 23) -> Iterator[NDArray[np.integer]]:
+        """All tokens in the order of the sequences, in pieces of about `tokens`."""
+        itemsize = self._dtype.itemsize
+        ends = self._pointers + self._lengths.astype(np.int64) * itemsize
+        if self._pointers[0] == 0 and (self._pointers[1:] == ends[:-1]).all():
+            stop = int(ends[-1]) // itemsize
+            for start in range(0, stop, tokens):
+                yield self._tokens[start : min(start + tokens, stop)]
+        else:
+            for sequence in range(len(self)):
+                yield self.get(sequence)
+
+    def digest(self) -> str:
+        """Hex digest of both files: equal digests mean equal tokens."""
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self._lengths).view(np.uint8))
+        digest.update(np.ascontiguousarray(self._pointers).view(np.uint8))
+        digest.update(self._tokens.view(np.uint8))
+        return digest.hexdigest()
+
+
+class IndexedWriter:
+    """Write a `.bin/.idx` pair; both appear under their names only when `close` has written the whole (the index last).
+
+    Used as a context manager it closes at a normal end and leaves nothing at an exception.
+
+    Args:
+        prefix: path without suffix; its folder is made. vocab_size: decides the type on disk (`token_dtype`), or
+        give `dtype`.
+    """
+
+    def __init__(
+        self, prefix: str | Path, *, vocab_size: int | None = None, dtype: np.dtype[np.integer] | None = None
+    ) -> None:
+        assert (vocab_size is None) != (dtype is None), "give vocab_size or dtype"
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype) if dtype is not None else token_dtype(vocab_size or 0)
+        self._lengths: list[NDArray[np.int32]] = []
+        self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
+        self._sequences = 0
+        self.tokens = 0
+        self._temporary = [f"{self.prefix}{suffix}.tmp-{os.getpid()}" for suffix in (".bin", ".idx")]
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
+            self._bin = open(self._temporary[0], "wb")  # noqa: SIM115 (closed by close or abort)
+        except OSError as error:
+            raise DataError(f"{self.prefix}.bin: can not be written ({error.strerror}); name another folder") from None
+
+    def add_document(self, ids: ArrayLike) -> None:
+        """Append one document of one sequence: ids `[n]`, n may be 0."""
+        array = np.asarray(ids)
+        self._write(array)
+        self.extend(np.array([array.size], np.int32))
+
+    def add_tokens(self, ids: NDArray[np.integer], lengths: ArrayLike) -> None:
+        """Append many one-sequence documents: their ids back to back and the length of each."""
+        sizes = np.asarray(lengths, np.int32)
+        assert int(sizes.sum(dtype=np.int64)) == ids.size
+        self._write(ids)
+        self.extend(sizes)
+
+    def append(self, other: IndexedDataset) -> None:
+        """Append all documents of another pair, in order; its sequences and document boundaries are kept."""
+        for tokens in other.chunks():
+            self._write(tokens)
+        self._lengths.append(np.array(other.lengths, np.int32))
+        self._documents.append(other.document_indices[1:] + self._sequences)
+        self._sequences += len(other)
+
+    def extend(self, lengths: NDArray[np.int32]) -> None:
+        """Note documents whose tokens are written already."""
+        self._documents.append(np.arange(1, len(lengths) + 1, dtype=np.int64) + self._sequences)
+        self._lengths.append(lengths)
+        self._sequences += len(lengths)
+
+    def _write(self, ids: NDArray[np.integer]) -> None:
+        if ids.dtype != self.dtype and ids.size:
+            bounds = np.iinfo(self.dtype)
+            if int(ids.min()) < bounds.min or int(ids.max()) > bounds.max:
+                raise DataError(
+                    f"{self.prefix}.bin: dtype {self.dtype} cannot hold id {int(ids.max())}; the vocabulary is "
+                    "larger than announced"
+                )
+        self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+        self.tokens += int(ids.size)
+
+    def close(self) -> None:
+        """Finish both files and give them their names."""
+        lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, np.int32)
+        documents = np.concatenate(self._documents)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        with open(self._temporary[1], "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
+            for array, form in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
+                index.write(np.ascontiguousarray(array, form).data)
+            index.flush()
+            os.fsync(index.fileno())
+        os.replace(self._temporary[0], self.prefix + ".bin")
+        os.replace(self._temporary[1], self.prefix + ".idx")
+
+    def abort(self) -> None:
+        """Leave nothing behind."""
+        self._bin.close()
+        for path in self._temporary:
+            if os.path.exists(path):
+                os.unlink(path)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

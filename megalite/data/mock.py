@@ -1,0 +1,46 @@
+"""`--mock-data`: documents that exist only as a rule, for trying a configuration without any file."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MockStore"]
+
+NUM_DOCUMENTS = 10_000
+MAX_LENGTH = 4096
+
+
+class MockStore:
+    """Documents drawn from (seed, number of the document): a count from a drawn start by a drawn step, modulo the
+    vocabulary.
+
+    A model can learn them (the step shows after two tokens), so a loss that does not fall on them is a fault. Each
+    ends with `eod_id`.
+
+    Args:
+        vocab_size: ids are below it. eod_id: end-of-document token or None.
+    """
+
+    name = "--mock-data"
+
+    def __init__(self, *, seed: int, vocab_size: int, eod_id: int | None, documents: int = NUM_DOCUMENTS) -> None:
+        self.seed, self.vocab_size, self.eod_id = seed, vocab_size, eod_id
+        self._lengths = np.random.RandomState(seed).randint(1, MAX_LENGTH, documents).astype(np.int32) + 1
+        self.dtype: np.dtype[np.integer] = np.dtype(np.int64)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        return self._lengths
+
+    def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        length = int(self._lengths[sequence])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise IndexError(f"tokens {start}:{stop} of document {sequence}, which has {length}")
+        # One generator per document: no document depends on which others were read before.
+        first, step = np.random.default_rng((self.seed, sequence)).integers(0, self.vocab_size, 2).tolist()
+        ids = (first + np.arange(start, stop, dtype=np.int64) * (step % 7 + 1)) % self.vocab_size
+        if self.eod_id is not None and stop == length and stop > start:
+            ids[-1] = self.eod_id
+        return ids

@@ -1,0 +1,44 @@
+"""Which samples a rank reads: a pure function of the samples consumed so far. Nothing is stored, nothing is sent.
+
+Samples are walked in order. A micro-step of all data-parallel ranks takes `micro_batch_size * dp_size` of them, rank
+r the r-th run of `micro_batch_size`; a global batch is as many micro-steps as fit in it. So the samples of a global
+batch do not depend on the layout, and a run may resume with another data-parallel size without losing or repeating
+one. Peers on other axes compute the same.
+"""
+
+from __future__ import annotations
+
+from megalite.errors import DataError
+
+__all__ = ["micro_batch_ranges", "num_micro_batches", "peek"]
+
+
+def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
+    """Micro-batches of one rank in a global batch.
+
+    Raises:
+        DataError: the global batch is no whole number of micro-steps.
+    """
+    step = micro_batch_size * dp_size
+    if global_batch_size <= 0 or global_batch_size % step:
+        raise DataError(
+            f"--global-batch-size={global_batch_size}: must be a multiple of micro-batch size x data-parallel size "
+            f"({micro_batch_size} x {dp_size} = {step}); nearest {max(step, global_batch_size // step * step)} "
+            f"or {(max(global_batch_size, 0) // step + 1) * step}"
+        )
+    return global_batch_size // step
+
+
+def micro_batch_ranges(
+    consumed_samples: int, global_batch_size: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[range]:
+    """Sample numbers of this rank's micro-batches in the global batch that begins at `consumed_samples`."""
+    count = num_micro_batches(global_batch_size, micro_batch_size, dp_size)
+    step = micro_batch_size * dp_size
+    first = consumed_samples + dp_rank * micro_batch_size
+    return [range(first + m * step, first + m * step + micro_batch_size) for m in range(count)]
+
+
+def peek(consumed_samples: int, n: int) -> range:
+    """Numbers of the next `n` samples of all ranks together."""
+    return range(consumed_samples, consumed_samples + n)

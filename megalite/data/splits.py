@@ -1,0 +1,44 @@
+"""`--split A,B,C`: which part of the documents (or characters) trains, validates and tests. Megatron's arithmetic."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megalite.errors import DataError
+
+__all__ = ["SPLIT_NAMES", "bounds_of", "parse_split"]
+
+SPLIT_NAMES = ("train", "valid", "test")
+
+
+def parse_split(text: str) -> list[tuple[float, float] | None]:
+    """Fractions `(from, to)` of train, valid and test; None for a part of weight 0. Weights need not sum to anything.
+
+    Raises:
+        DataError: not one to three non-negative numbers with a positive sum.
+    """
+    words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
+    try:
+        weights = [float(word) for word in words]
+    except ValueError:
+        raise DataError(f"--split={text}: not numbers; give train,valid,test weights such as 969,30,1") from None
+    if not 1 <= len(weights) <= 3:
+        raise DataError(f"--split={text}: {len(weights)} numbers; give train,valid,test weights such as 969,30,1")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+        raise DataError(
+            f"--split={text}: weights must be 0 or more and not all 0; give train,valid,test weights such as 969,30,1"
+        )
+    weights += [0.0] * (3 - len(weights))
+    total = sum(weights)
+    edges = [0.0]
+    for weight in weights:
+        edges.append(edges[-1] + weight / total)
+    return [(low, high) if high > low else None for low, high in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def bounds_of(part: tuple[float, float] | None, count: int) -> tuple[int, int]:
+    """First and last-but-one item of a part of `count` items (round half to even, as Megatron)."""
+    if part is None:
+        return 0, 0
+    return int(round(part[0] * float(count))), int(round(part[1] * float(count)))

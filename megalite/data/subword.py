@@ -1,0 +1,284 @@
+"""Subword tokenizers of the field, through the packages `tokenizers` and `sentencepiece` (imported where they are
+used).
+
+Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). SentencePiece: Kudo &
+Richardson (2018).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.errors import DataError
+
+__all__ = ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "byte_level_alphabet", "read_file"]
+
+# What ends a document in the public families, in the order in which they are looked for when a tokenizer.json comes
+# alone.
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eos|>")
+
+
+def read_file(path: str | Path, flag: str) -> bytes:
+    """Content of a file that `flag` names; raises DataError in one line if it can not be read."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{flag}={path}: no such file") from None
+    except OSError as error:
+        raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
+
+
+def _import(package: str, kind: str) -> Any:
+    try:
+        return __import__(package)
+    except ImportError:
+        raise DataError(f"--tokenizer-type={kind}: needs the package {package}; pip install {package}") from None
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in character of every byte: {character: byte}."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(b): b for b in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
+class _FastTokenizer:
+    """Shared by the two kinds that run on a `tokenizers.Tokenizer`.
+
+    Args:
+        backend: the loaded tokenizer.
+        eod_id: end-of-document id or None.
+    """
+
+    kind = ""
+
+    def __init__(self, backend: Any, eod_id: int | None) -> None:
+        self._backend = backend
+        self.eod_id = eod_id
+        # Ids may have holes (added tokens far above the model's): the vocabulary ends after the largest.
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.vocab_size == 0:
+            raise DataError(f"--tokenizer-type={self.kind}: the vocabulary is empty (0 tokens)")
+        self._definition = json.loads(backend.to_str())
+        self.splits_at_newline = self._is_byte_level()
+
+    @property
+    def backend(self) -> Any:
+        """The underlying `tokenizers.Tokenizer`."""
+        return self._backend
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The tokenizer as its JSON says it."""
+        return self._definition
+
+    def _is_byte_level(self) -> bool:
+        """GPT-2's pre-tokenizer alone: words never reach over a newline that stands between two non-space
+        characters."""
+        pre = self._definition.get("pre_tokenizer") or {}
+        plain = pre.get("type") == "ByteLevel" and not pre.get("add_prefix_space") and pre.get("use_regex", True)
+        return bool(plain and not self._definition.get("normalizer"))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._backend.decode([i for i in ids if i != self.eod_id], skip_special_tokens=False))
+
+    def token_bytes(self) -> NDArray[np.int32]:
+        counts = np.zeros(self.vocab_size, np.int32)
+        added = self._backend.get_added_tokens_decoder()
+        alphabet = byte_level_alphabet() if _decodes_bytes(self._definition.get("decoder")) else None
+        for token, index in self._backend.get_vocab(with_added_tokens=True).items():
+            if index in added:
+                counts[index] = 0 if added[index].special else len(token.encode())
+            elif alphabet is not None and all(c in alphabet for c in token):
+                counts[index] = len(token)
+            else:
+                counts[index] = _piece_bytes(token)
+        return counts
+
+    def describe(self) -> str:
+        return f"{self.kind} ({self.vocab_size} ids, end of document {self.eod_id})"
+
+
+def _decodes_bytes(decoder: dict[str, Any] | None) -> bool:
+    if not decoder:
+        return False
+    return decoder.get("type") == "ByteLevel" or any(_decodes_bytes(part) for part in decoder.get("decoders", ()))
+
+
+def _piece_bytes(piece: str) -> int:
+    """UTF-8 bytes of a sentencepiece-like piece: `<0x0A>` is one byte, the low line a space, a word-piece mark
+    nothing."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return 1
+    return len(piece.replace("\u2581", " ").removeprefix("##").encode("utf-8", "surrogatepass"))
+
+
+class GPT2BPETokenizer(_FastTokenizer):
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; `<|endoftext|>` ends a document.
+
+    Args:
+        vocab: content of `vocab.json`. merges: content of `merges.txt`.
+    """
+
+    kind = "GPT2BPETokenizer"
+
+    def __init__(
+        self, vocab: bytes, merges: bytes, *, vocab_name: str = "vocab.json", merges_name: str = "merges.txt"
+    ) -> None:
+        tokenizers = _import("tokenizers", self.kind)
+        self._vocab, self._merges = vocab, merges
+        try:
+            table = {str(token): int(index) for token, index in json.loads(vocab).items()}
+        except (ValueError, AttributeError, TypeError) as error:
+            raise DataError(f"--vocab-file={vocab_name}: not a JSON object of token to id ({error})") from None
+        try:
+            pairs = _parse_merges(merges.decode())
+            model = tokenizers.models.BPE(table, pairs)
+        except Exception as error:  # the package raises bare Exception
+            raise DataError(f"--merge-file={merges_name}: does not fit the vocabulary ({error})") from None
+        backend = tokenizers.Tokenizer(model)
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = tokenizers.decoders.ByteLevel()
+        eod = "<|endoftext|>"
+        if eod in table:
+            backend.add_special_tokens([tokenizers.AddedToken(eod, special=True, normalized=True)])
+        super().__init__(backend, table.get(eod))
+
+    def files(self) -> dict[str, bytes]:
+        return {"vocab.json": self._vocab, "merges.txt": self._merges}
+
+
+def _parse_merges(text: str) -> list[tuple[str, str]]:
+    pairs = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        words = line.rstrip("\r").split(" ")
+        if len(words) != 2:
+            raise ValueError(f"line {number} is not a pair")
+        pairs.append((words[0], words[1]))
+    return pairs
+
+
+class HuggingFaceTokenizer(_FastTokenizer):
+    """Any `tokenizer.json`. No special token is added by `encode`: document boundaries are `--append-eod`'s.
+
+    Args:
+        definition: content of `tokenizer.json`. config: content of `tokenizer_config.json` beside it, if any: it
+        names the
+            end-of-document token (`eos_token`). origin: the path, for errors.
+    """
+
+    kind = "HuggingFaceTokenizer"
+
+    def __init__(self, definition: bytes, config: bytes | None = None, *, origin: str = "tokenizer.json") -> None:
+        tokenizers = _import("tokenizers", self.kind)
+        self._json, self._config = definition, config
+        try:
+            backend = tokenizers.Tokenizer.from_str(definition.decode())
+        except Exception as error:  # the package raises bare Exception
+            raise DataError(f"--tokenizer-model={origin}: not a tokenizer.json ({str(error)[:120]})") from None
+        backend.no_truncation()
+        backend.no_padding()
+        super().__init__(backend, _find_eod(backend, config, origin))
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> HuggingFaceTokenizer:
+        """Load a `tokenizer.json` or the directory that holds one."""
+        where = Path(path)
+        file = where / "tokenizer.json" if where.is_dir() else where
+        if where.is_dir() and not file.is_file():
+            raise DataError(
+                f"--tokenizer-model={path}: the directory holds no tokenizer.json; save the tokenizer with its "
+                "fast form"
+            )
+        beside = file.parent / "tokenizer_config.json"
+        config = beside.read_bytes() if beside.is_file() else None
+        return cls(read_file(file, "--tokenizer-model"), config, origin=str(path))
+
+    def files(self) -> dict[str, bytes]:
+        files = {"tokenizer.json": self._json}
+        return files if self._config is None else files | {"tokenizer_config.json": self._config}
+
+
+def _find_eod(backend: Any, config: bytes | None, origin: str) -> int | None:
+    if config is not None:
+        try:
+            named = json.loads(config).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise DataError(
+                f"--tokenizer-model={origin}: tokenizer_config.json beside it is not a JSON object ({error})"
+            ) from None
+        content = named.get("content") if isinstance(named, dict) else named
+        if isinstance(content, str):
+            index = backend.token_to_id(content)
+            if index is not None:
+                return int(index)
+    return next((int(i) for i in map(backend.token_to_id, EOD_NAMES) if i is not None), None)
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model; its end-of-sentence piece ends a document.
+
+    Args:
+        model: content of the `.model` file. origin: its path, for errors.
+    """
+
+    kind = "SentencePieceTokenizer"
+    splits_at_newline = False
+
+    def __init__(self, model: bytes, *, origin: str = "tokenizer.model") -> None:
+        sentencepiece = _import("sentencepiece", self.kind)
+        self._model = model
+        self._backend = sentencepiece.SentencePieceProcessor()
+        try:
+            self._backend.LoadFromSerializedProto(model)
+        except Exception as error:  # the package raises RuntimeError of many texts
+            raise DataError(f"--tokenizer-model={origin}: not a sentencepiece model ({str(error)[:80]})") from None
+        self.vocab_size = int(self._backend.GetPieceSize())
+        eos = int(self._backend.eos_id())
+        self.eod_id: int | None = eos if eos >= 0 else None
+
+    @classmethod
+    def from_path(cls, path: str | Path) -> SentencePieceTokenizer:
+        """Load a `.model` file or the directory that holds `tokenizer.model`."""
+        file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
+        return cls(read_file(file, "--tokenizer-model"), origin=str(path))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.EncodeAsIds(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        return [np.array(self._backend.EncodeAsIds(text), np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._backend.DecodeIds([int(i) for i in ids if i != self.eod_id]))
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.model": self._model}
+
+    def token_bytes(self) -> NDArray[np.int32]:
+        special = (self._backend.IsControl, self._backend.IsUnknown, self._backend.IsUnused)
+        return np.array(
+            [
+                0 if any(test(i) for test in special) else _piece_bytes(self._backend.IdToPiece(i))
+                for i in range(self.vocab_size)
+            ],
+            np.int32,
+        )
+
+    def describe(self) -> str:
+        return f"SentencePieceTokenizer ({self.vocab_size} ids, end of document {self.eod_id})"

@@ -1,0 +1,179 @@
+"""From flags to a tokenizer, from a tokenizer to a checkpoint, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, read_file
+from megalite.data.tokenizer import CHARS_FILE, ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer
+from megalite.errors import DataError
+
+__all__ = ["load_tokenizer", "make_tokenizer", "resolve_vocab_size", "tokenizer_files", "tokenizer_from_config"]
+
+DESCRIPTION_FILE = "megalite_tokenizer.json"
+
+
+class TokenizerConfig(Protocol):
+    """The fields of the data section that name a tokenizer."""
+
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+
+
+def make_tokenizer(
+    kind: str,
+    *,
+    tokenizer_model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    vocab_size: int | None = None,
+    texts: Callable[[], Iterable[str]] | None = None,
+) -> Tokenizer:
+    """Make the tokenizer that `--tokenizer-type` and its companions name.
+
+    Args:
+        kind: value of `--tokenizer-type`.
+        vocab_size: `--vocab-size`; NullTokenizer needs it, the others only check it (`resolve_vocab_size`).
+        texts: gives the whole text of the corpus; CharTokenizer builds its vocabulary from it.
+
+    Raises:
+        DataError: a file is missing or not what the kind needs.
+    """
+    if kind == "ByteTokenizer":
+        return ByteTokenizer()
+    if kind == "NullTokenizer":
+        if vocab_size is None:
+            raise DataError("--tokenizer-type=NullTokenizer: the number of ids is not known; give --vocab-size")
+        return NullTokenizer(vocab_size)
+    if kind == "CharTokenizer":
+        return _char_tokenizer(tokenizer_model, texts)
+    if kind == "GPT2BPETokenizer":
+        return _gpt2_tokenizer(tokenizer_model, vocab_file, merge_file)
+    if kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
+        if tokenizer_model is None:
+            what = (
+                "a tokenizer.json or its directory" if kind == "HuggingFaceTokenizer" else "a sentencepiece .model file"
+            )
+            raise DataError(f"--tokenizer-type={kind}: no file given; name {what} by --tokenizer-model")
+        if kind == "HuggingFaceTokenizer":
+            return HuggingFaceTokenizer.from_path(tokenizer_model)
+        return SentencePieceTokenizer.from_path(tokenizer_model)
+    raise DataError(
+        f"--tokenizer-type={kind}: unknown; choose ByteTokenizer, CharTokenizer, GPT2BPETokenizer, "
+        "HuggingFaceTokenizer, "
+        "SentencePieceTokenizer or NullTokenizer"
+    )
+
+
+def _char_tokenizer(tokenizer_model: str | None, texts: Callable[[], Iterable[str]] | None) -> CharTokenizer:
+    if tokenizer_model is not None:
+        file = Path(tokenizer_model) / CHARS_FILE if Path(tokenizer_model).is_dir() else Path(tokenizer_model)
+        return CharTokenizer.from_json(read_file(file, "--tokenizer-model"), str(tokenizer_model))
+    if texts is None:
+        raise DataError(
+            "--tokenizer-type=CharTokenizer: its vocabulary is made from raw text and none is given; "
+            "name a text file by --data-path or a saved vocabulary by --tokenizer-model"
+        )
+    return CharTokenizer.from_texts(texts())
+
+
+def _gpt2_tokenizer(tokenizer_model: str | None, vocab_file: str | None, merge_file: str | None) -> GPT2BPETokenizer:
+    if tokenizer_model is not None and vocab_file is None and merge_file is None:
+        folder = Path(tokenizer_model)
+        vocab_file, merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
+    missing = [flag for flag, value in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if value is None]
+    if missing:
+        raise DataError(
+            f"--tokenizer-type=GPT2BPETokenizer: needs vocab.json and merges.txt; give {' and '.join(missing)}"
+        )
+    assert vocab_file is not None and merge_file is not None
+    return GPT2BPETokenizer(
+        read_file(vocab_file, "--vocab-file"),
+        read_file(merge_file, "--merge-file"),
+        vocab_name=vocab_file,
+        merges_name=merge_file,
+    )
+
+
+def tokenizer_from_config(
+    cfg: TokenizerConfig,
+    *,
+    vocab_size: int | None = None,
+    texts: Callable[[], Iterable[str]] | None = None,
+    default: str = "ByteTokenizer",
+) -> Tokenizer:
+    """The tokenizer of a data section; `default` is the kind where `--tokenizer-type` is unset."""
+    kind = cfg.tokenizer_type
+    if kind is None and (cfg.vocab_file or cfg.merge_file):
+        kind = "GPT2BPETokenizer"
+    elif kind is None and cfg.tokenizer_model:
+        kind = "SentencePieceTokenizer" if cfg.tokenizer_model.endswith(".model") else "HuggingFaceTokenizer"
+    return make_tokenizer(
+        kind or default,
+        tokenizer_model=cfg.tokenizer_model,
+        vocab_file=cfg.vocab_file,
+        merge_file=cfg.merge_file,
+        vocab_size=vocab_size,
+        texts=texts,
+    )
+
+
+def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
+    """The model's vocabulary before padding: the tokenizer's, or a larger `--vocab-size`.
+
+    Raises:
+        DataError: `--vocab-size` is smaller than the tokenizer.
+    """
+    if vocab_size is None:
+        return tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size={vocab_size}: {tokenizer.kind} has {tokenizer.vocab_size} tokens, more than that; "
+            f"omit it or give at least {tokenizer.vocab_size}"
+        )
+    return vocab_size
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What a checkpoint copies: the tokenizer's own files and one that says what they are. `load_tokenizer` reads
+    them."""
+    description: Mapping[str, Any] = {
+        "version": 1,
+        "tokenizer_type": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+    }
+    return {DESCRIPTION_FILE: (json.dumps(description, indent=1) + "\n").encode(), **tokenizer.files()}
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Rebuild the tokenizer from a directory that holds `tokenizer_files`.
+
+    Raises:
+        DataError: the directory holds no tokenizer, or another one than it says.
+    """
+    folder = Path(directory)
+    file = folder / DESCRIPTION_FILE
+    if not file.is_file():
+        raise DataError(
+            f"{folder}: holds no tokenizer ({DESCRIPTION_FILE} not found); give --tokenizer-type and its files"
+        )
+    try:
+        description = json.loads(file.read_bytes())
+        kind, vocab_size = str(description["tokenizer_type"]), int(description["vocab_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: not a tokenizer description ({error})") from None
+    needs_files = kind not in ("ByteTokenizer", "NullTokenizer")
+    tokenizer = make_tokenizer(kind, tokenizer_model=str(folder) if needs_files else None, vocab_size=vocab_size)
+    if tokenizer.vocab_size != vocab_size:
+        raise DataError(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, its description says {vocab_size}")
+    return tokenizer
