@@ -155,16 +155,28 @@ ONE_LINE = [
         1,
         "--lr-decay-style=cosin: choose constant, linear, cosine, inverse-square-root or WSD",
     ),
-    ("--weight-decay-incr-style linear --end-weight-decay 1", 1, "--weight-decay-incr-style=linear: needs --start-weight-decay"),
+    (
+        "--weight-decay-incr-style linear --end-weight-decay 1",
+        1,
+        "--weight-decay-incr-style=linear: needs --start-weight-decay",
+    ),
     ("--bf16 --fp16", 1, "--fp16: excludes --bf16; choose one"),
     ("--loss-scale 128", 1, "--loss-scale=128: needs --fp16"),
     ("--swiglu --squared-relu", 1, "--squared-relu: contradicts --swiglu; give one of them"),
-    ("--use-distributed-optimizer --zero-stage 2", 1, "--zero-stage=2: contradicts --use-distributed-optimizer; give one of them"),
+    (
+        "--use-distributed-optimizer --zero-stage 2",
+        1,
+        "--zero-stage=2: contradicts --use-distributed-optimizer; give one of them",
+    ),
     # names
     ("--hiden 512", 1, "unknown flag --hiden; did you mean --hidden-size?"),
     ("--num-layer 512", 1, "unknown flag --num-layer; did you mean --num-layers?"),
     ("--xyzzy 512", 1, "unknown flag --xyzzy; see --help"),
-    ("--use-flash-attn", 1, "--use-flash-attn: not needed, drop it: torch's attention picks flash where the device has it"),
+    (
+        "--use-flash-attn",
+        1,
+        "--use-flash-attn: not needed, drop it: torch's attention picks flash where the device has it",
+    ),
     ("stray", 1, "unexpected argument 'stray'; flags begin with --"),
     ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),
     ("--bf16=maybe", 1, "--bf16: expected true/false, got text 'maybe'"),
@@ -181,8 +193,12 @@ ONE_LINE = [
     ("--profile --profile-step-end 5", 1, "--profile-step-end=5: not above --profile-step-start=10"),
     ("--profile --profile-ranks 3", 1, "--profile-ranks=3: there are 1 ranks (0 to 0)"),
     ("--split 1,2,x", 1, "--split=1,2,x: expected up to three weights such as 969,30,1, not all 0"),
-    ("--tokenizer-type GPT2BPETokenizer --vocab-file /dev/null", 1, "--tokenizer-type=GPT2BPETokenizer: needs --merge-file"),
-]  # fmt: skip
+    (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file /dev/null",
+        1,
+        "--tokenizer-type=GPT2BPETokenizer: needs --merge-file",
+    ),
+]
 
 
 @pytest.mark.parametrize(("changes", "world_size", "line"), ONE_LINE, ids=[row[0][:60] for row in ONE_LINE])
@@ -238,14 +254,20 @@ YAML = [
     ("a: 1\nb:\n\tc: 1\n", "run.yaml:3:1: not valid YAML: tab used for indentation"),
     ("seed: 1\nseed: 2\n", "run.yaml:2: duplicate key 'seed' (first at run.yaml:1)"),
     ("a: &x 1\nb: *x\n", "run.yaml:1:4: anchors and aliases are not allowed; write the value out"),
-    ("a: !!python/object/apply:os.system [ls]\n", "run.yaml:1:4: tags ('tag:yaml.org,2002:python/object/apply:os.system') are not allowed; write the plain value"),
+    (
+        "a: !!python/object/apply:os.system [ls]\n",
+        "run.yaml:1:4: tags ('tag:yaml.org,2002:python/object/apply:os.system') are not allowed; write the plain value",
+    ),
     ("a: [[[[[1]]]]]\n", "run.yaml:1:7: nested too deep; sections hold plain values and lists"),
     ("- 1\n", "run.yaml:1: expected 'key: value' lines"),
     ("model:\n  a:\n    b: 1\n", "run.yaml:2: 'a' is no section; expected a plain value"),
-    ("use_flash_attn: true\n", "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it"),
+    (
+        "use_flash_attn: true\n",
+        "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it",
+    ),
     ("bf16: true\nfp16: true\n", "--fp16: excludes --bf16; choose one [run.yaml:2]"),
     ("save: x\nsave_interval: 0\n", "--save-interval=0: must be >= 1 (omit to save only at the end) [run.yaml:2]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "line"), YAML, ids=[row[0] for row in YAML])
