@@ -11,6 +11,8 @@ import time
 import traceback
 from dataclasses import dataclass
 
+from megalite.errors import MegaliteError
+
 __all__ = ["RankError", "RankPage"]
 
 BEAT_SECONDS = 0.25
@@ -30,14 +32,15 @@ COMMUNICATION = re.compile(
 class RankError:
     """An exception as it left a rank.
 
-    exit_code: the status that the exception asks for. communication: a peer was missing, so the cause is elsewhere.
-    seconds: when, on the monotonic clock.
+    exit_code: the status that the exception asks for. for_user: `text` is written for the user, the traceback is not
+    wanted. communication: a peer was missing, so the cause is elsewhere. seconds: when, on the monotonic clock.
     """
 
     type: str
     text: str
     traceback: str
     exit_code: int
+    for_user: bool
     communication: bool
     seconds: float
 
@@ -48,7 +51,8 @@ class RankError:
             type=type(error).__name__,
             text=str(error)[:8000],
             traceback="".join(traceback.format_exception(error))[-20000:],
-            exit_code=getattr(error, "exit_code", 1),
+            exit_code=error.exit_code if isinstance(error, MegaliteError) else 1,
+            for_user=isinstance(error, MegaliteError),
             communication=_is_communication(error),
             seconds=time.monotonic(),
         )

@@ -84,6 +84,7 @@ def run_ranks(
     Raises:
         RanksFailed: a rank failed, or none did although `expect` says so.
     """
+    __tracebackhide__ = True
     case = try_ranks(
         function, world_size, *args, timeout=timeout, peer_timeout=peer_timeout, env=env, faults=faults,
         device=device, **kwargs,
@@ -110,6 +111,7 @@ def run_single(
     This is how the reference is computed: pytest's own process must not be what the ranks are compared with, its
     number of threads and its random state depend on the tests before. Raises RanksFailed.
     """
+    __tracebackhide__ = True
     case = _run(function, 1, args, kwargs, False, timeout, None, env, faults, device)
     if case.outcome.culprit is not None:
         raise RanksFailed(case.describe(), case)

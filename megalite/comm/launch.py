@@ -1,0 +1,267 @@
+"""From an environment to a running world: the only reader of environment variables in the project.
+
+    place = read_place()                               who started this process? (no torch needed)
+    status = launch(config, main, place)               main(config, world) on every rank; exit status
+
+One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and mpirun end in the same call. Variables
+that are read: the launchers' (see `environment`), OMP_NUM_THREADS and GLOO_SOCKET_IFNAME (kept if set).
+
+torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/test_launch.py`
+and `tests/faults/test_launcher.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.comm import environment
+from megalite.comm.environment import Place
+from megalite.comm.rank_page import RankError, RankPage
+from megalite.comm.supervisor import Outcome, supervise
+from megalite.config import Config, ParallelConfig
+from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from megalite.comm.world import World
+
+__all__ = ["Main", "Place", "launch", "print_error", "read_place"]
+
+Main = Callable[[Config, "World"], int | None]
+"""What every rank runs; its return value (None = 0) is the rank's exit status."""
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HANG_GRACE_SECONDS = 10.0
+SOLO = Place()
+
+
+def read_place() -> Place:
+    """The place of this process, from the real environment. Raises ConfigError for contradictions."""
+    return environment.detect_place(os.environ)
+
+
+def launch(config: Config, main: Main, place: Place = SOLO) -> int:
+    """Runs `main(config, world)` on every rank and returns the exit status of this process.
+
+    0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
+    rank that failed first is named. In a world of one process other exceptions pass through to the caller.
+    """
+    nprocs = config.parallel.nprocs
+    try:
+        if place.launcher and nprocs is not None:
+            raise ConfigError(
+                f"--nprocs={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
+                f"{place.size}; drop --nprocs"
+            )
+        if nprocs is None or nprocs == 1:
+            return _run_rank(config, main, place, lambda _phase: None)
+        check_devices(config.parallel, nprocs)
+    except MegaliteError as error:
+        if place.rank == 0 or not isinstance(error, ConfigError):  # All ranks have the same configuration errors.
+            print_error(error)
+        return error.exit_code
+    except Exception as error:
+        description = RankError.of(error)
+        if place.size == 1 or not description.communication:
+            raise
+        # The rank that broke prints its traceback; a rank that only lost it says so in one line.
+        first_line = description.text.strip().split("\n")[0]
+        print(f"rank {place.rank} lost a peer: {description.type}: {first_line}", file=sys.stderr)
+        return 1
+    return _run_local_ranks(config, main, nprocs)
+
+
+def print_error(error: MegaliteError) -> None:
+    """Prints the lines of an error for the user, without a traceback."""
+    for line in str(error).split("\n"):
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
+    """Forks and supervises `nprocs` ranks on this host."""
+    # The ranks share what is imported before the fork. torch._dynamo is what the first optimizer would import in each.
+    for module in ("torch", "torch.distributed", "torch._dynamo"):
+        importlib.import_module(module)
+    with tempfile.TemporaryDirectory(prefix="megalite-", ignore_cleanup_errors=True) as folder:  # Mode 0700.
+        rendezvous = Path(folder) / "rendezvous"
+
+        def body(rank: int, page: RankPage) -> int:
+            place = Place("nprocs", rank, nprocs, rank, nprocs)
+            return _run_rank(config, main, place, page.set_phase, rendezvous)
+
+        outcome = supervise(
+            nprocs,
+            body,
+            hang_seconds=config.parallel.distributed_timeout_minutes * 60 + HANG_GRACE_SECONDS,
+            forward=FORWARDED,
+        )
+    _report(outcome)
+    return outcome.exit_code
+
+
+def _report(outcome: Outcome) -> None:
+    """Tells what went wrong: the lines of a user's error, or the first traceback and who failed when."""
+    culprit = outcome.culprit
+    if culprit is None:
+        return
+    if culprit.error is not None and culprit.error.exit_code == 2:
+        for line in culprit.error.text.split("\n"):
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        return
+    if culprit.error is not None and not culprit.error.for_user:
+        print(culprit.error.traceback.rstrip(), file=sys.stderr)
+    print(f"error: {outcome.describe()}", file=sys.stderr, flush=True)
+
+
+def _run_rank(
+    config: Config, main: Main, place: Place, set_phase: Callable[[str], None], rendezvous: Path | None = None
+) -> int:
+    """One rank: device, threads, process group, self-test, `main`, and a clean end."""
+    import torch
+
+    from megalite.comm.world import World
+
+    device = choose_device(config.parallel, place)
+    _set_threads(place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = World(
+        rank=place.rank,
+        size=place.size,
+        device=device,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        host=socket.gethostname(),
+        report_phase=set_phase,
+    )
+    if world.size == 1:
+        return main(config, world) or 0
+
+    import torch.distributed as dist
+
+    set_phase("start-up self-test")
+    store = _join(config, world, place, rendezvous)
+    try:
+        status = main(config, world) or 0
+    except MegaliteError as error:
+        if place.launcher != "nprocs" and _was_told(store, str(error)):
+            raise SystemExit(error.exit_code) from None
+        raise
+    set_phase("leaving")
+    # Nobody tears connections down while a peer still needs them.
+    dist.all_reduce(torch.zeros(1, device="cpu"))
+    dist.destroy_process_group()
+    return status
+
+
+def _join(config: Config, world: World, place: Place, rendezvous: Path | None) -> dist.Store:
+    """Meets the other ranks, compares configurations, forms the process group, tries it; returns the meeting point."""
+    import torch.distributed as dist
+
+    from megalite.comm import self_test
+
+    seconds = config.parallel.distributed_timeout_minutes * 60
+    store = _open_store(world, place, rendezvous, seconds)
+    self_test.check_same_config(store, world, self_test.fingerprint(config), seconds)
+    if world.local_size == world.size and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
+    dist.init_process_group(
+        choose_backend(config.parallel, world.device),
+        store=dist.PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=seconds),
+    )
+    self_test.check_collective(store, world, seconds)
+    return store
+
+
+def _was_told(store: dist.Store, text: str) -> bool:
+    """Whether another rank prints this error already (or the meeting point is gone with the rank that did)."""
+    try:
+        return store.add("told/" + hashlib.sha256(text.encode()).hexdigest(), 1) > 1
+    except RuntimeError:
+        return True
+
+
+def _open_store(world: World, place: Place, rendezvous: Path | None, seconds: float) -> dist.Store:
+    """The key-value store where ranks meet: a private file on one host, else TCP at MASTER_ADDR:MASTER_PORT."""
+    import torch.distributed as dist
+
+    if rendezvous is not None:
+        store: dist.Store = dist.FileStore(str(rendezvous), world.size)
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
+    try:
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            is_master=world.rank == 0 and not place.agent_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except Exception as error:
+        where = f"env: MASTER_ADDR={place.master_addr}, MASTER_PORT={place.master_port}"
+        facts = str(error).splitlines()[0]
+        if world.rank == 0 and not place.agent_store:
+            raise ConfigError(f"{where}: rank 0 can not listen there ({facts}); choose a free port") from error
+        raise RuntimeFailure(f"{where}: rank {world.rank} on {world.host} can not reach rank 0 ({facts})") from error
+    return dist.PrefixStore(f"megalite/{place.attempt}", store)
+
+
+def check_devices(parallel: ParallelConfig, local_size: int) -> None:
+    """Whether this host has what `--device` and `--distributed-backend` ask for. Raises ConfigError."""
+    import torch
+
+    problems = []
+    # device_count asks the driver's management library: it does not initialise CUDA, so forking stays possible.
+    devices = torch.cuda.device_count()
+    wants_cuda = parallel.device == "cuda" or (parallel.device == "auto" and devices > 0)
+    if parallel.device == "cuda" and devices == 0:
+        problems.append(f"--device=cuda: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
+    elif wants_cuda and local_size > devices and parallel.distributed_backend != "gloo":
+        problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or --device=cpu")
+    if parallel.distributed_backend == "nccl" and not wants_cuda:
+        problems.append("--distributed-backend=nccl: needs CUDA; use gloo")
+    if problems:
+        raise ConfigError(problems)
+
+
+def choose_device(parallel: ParallelConfig, place: Place) -> torch.device:
+    """The device of this rank: GPU number `local_rank` where there are GPUs, else the CPU. Raises ConfigError."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    one_gpu_per_task = devices == 1 and place.launcher in ("srun", "mpirun")
+    check_devices(parallel, 1 if one_gpu_per_task else place.local_size)
+    if parallel.device == "cpu" or devices == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % devices)
+
+
+def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
+    """nccl for CUDA tensors, gloo for CPU tensors, unless `--distributed-backend` asks for gloo alone."""
+    if device.type == "cuda" and parallel.distributed_backend != "gloo":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _set_threads(place: Place) -> None:
+    """Shares the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    import torch
+
+    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // place.local_size))

@@ -1,0 +1,128 @@
+"""`launch`: one process, local ranks and an outer launcher run the same `main`, with the exit codes users rely on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.comm.environment import Place
+from megalite.comm.launch import check_devices, choose_backend, launch
+from megalite.comm.world import World
+from megalite.config import Config, ParallelConfig, parse
+from megalite.errors import ConfigError, DataError
+from megalite.faults import fault_point
+from megalite.testing import run_single
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 12 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 64"
+).split()
+
+
+def config_of(*flags: str) -> Config:
+    return parse([*MODEL, "--distributed-timeout-minutes", "0.05", *flags])
+
+
+def main_writes(config: Config, world: World) -> None:
+    total = torch.tensor(float(world.rank + 1))
+    if world.size > 1:
+        dist.all_reduce(total)
+    folder = Path(os.environ["MEGALITE_TEST_FOLDER"])
+    facts = [world.rank, world.size, world.local_rank, world.local_size, int(total), torch.get_num_threads()]
+    (folder / f"{world.rank}.txt").write_text(" ".join(map(str, facts)))
+
+
+def main_fails(config: Config, world: World) -> None:
+    world.report_phase("reading data")
+    fault_point("test.main", rank=world.rank)
+    if world.rank == world.size - 1:
+        raise DataError("--data-path=x: x.idx not found; run tools/preprocess_data.py")
+    if world.size > 1:
+        dist.all_reduce(torch.ones(1))
+
+
+def body_launch(world: World, main_name: str, flags: list[str], place: Place) -> int:
+    return launch(config_of(*flags), globals()[main_name], place)
+
+
+def _launch(folder: Path, main_name: str, flags: list[str], place: Place | None = None, **env: str | None) -> int:
+    # The zygote sets OMP_NUM_THREADS; a user's shell usually does not.
+    environment = {"MEGALITE_TEST_FOLDER": str(folder), "OMP_NUM_THREADS": None} | env
+    return run_single(body_launch, main_name, flags, place or Place(), env=environment)
+
+
+def test_one_process_has_no_process_group(tmp_path: Path) -> None:
+    assert _launch(tmp_path, "main_writes", []) == 0
+    assert (tmp_path / "0.txt").read_text() == "0 1 0 1 1 1"
+
+
+def test_nprocs_starts_local_ranks_that_share_the_cores(tmp_path: Path) -> None:
+    assert _launch(tmp_path, "main_writes", ["--nprocs", "3"]) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert [(tmp_path / f"{r}.txt").read_text() for r in range(3)] == [f"{r} 3 {r} 3 6 {threads}" for r in range(3)]
+
+
+def test_omp_num_threads_wins(tmp_path: Path) -> None:
+    assert _launch(tmp_path, "main_writes", ["--nprocs", "2"], OMP_NUM_THREADS="1") == 0
+    assert (tmp_path / "1.txt").read_text().endswith(" 1")
+
+
+def body_outer_rank(world: World, port: int, rank: int) -> int:
+    return launch(config_of(), main_writes, Place("torchrun", rank, 2, rank, 2, "127.0.0.1", port))
+
+
+def body_two_outer_ranks(world: World, port: int) -> list[int]:
+    """Two processes as torchrun would start them, each with its own call of launch."""
+    children = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(body_outer_rank(world, port, rank))
+        children.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+def test_outer_launcher_meets_over_tcp(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert run_single(body_two_outer_ranks, port, env={"MEGALITE_TEST_FOLDER": str(tmp_path)}) == [0, 0]
+    assert [(tmp_path / f"{r}.txt").read_text()[:9] for r in range(2)] == ["0 2 0 2 3", "1 2 1 2 3"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--nprocs", "2"]])
+def test_a_users_error_is_printed_once_and_exits_2(flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert _launch(Path(), "main_fails", flags) == 2
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
+    assert lines == ["error: --data-path=x: x.idx not found; run tools/preprocess_data.py"]
+
+
+def test_nprocs_under_another_launcher_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _launch(Path(), "main_writes", ["--nprocs", "2"], Place("torchrun", 0, 8)) == 2
+    assert "--nprocs=2: torchrun already started this process as rank 0 of 8; drop --nprocs" in capfd.readouterr().out
+
+
+def test_devices_that_are_not_there_are_refused_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError) as caught:
+        check_devices(ParallelConfig(device="cuda"), 1)
+    assert caught.value.problems[0].startswith("--device=cuda: torch sees no GPU (torch 2.")
+    with pytest.raises(ConfigError, match="^--distributed-backend=nccl: needs CUDA; use gloo$"):
+        check_devices(ParallelConfig(distributed_backend="nccl"), 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="^4 ranks on this host: it has 2 GPUs; use 2 ranks or --device=cpu$"):
+        check_devices(ParallelConfig(), 4)
+    check_devices(ParallelConfig(device="cpu"), 4)
+    check_devices(ParallelConfig(distributed_backend="gloo"), 4)
+
+
+def test_backend_follows_the_device() -> None:
+    assert choose_backend(ParallelConfig(), torch.device("cpu")) == "gloo"
+    assert choose_backend(ParallelConfig(), torch.device("cuda")) == "cpu:gloo,cuda:nccl"
+    assert choose_backend(ParallelConfig(distributed_backend="gloo"), torch.device("cuda")) == "gloo"

@@ -1,0 +1,85 @@
+"""Launchers' environments as dictionaries -> the place of the process, or one clear line."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.comm.environment import Place, detect_place, expand_tasks, first_host
+from megalite.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",
+    "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "9", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_JOB_ID": "20123",
+    "SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_JOB_NODELIST": "gpu[07-08],big1",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, Place()),
+        ({"HOME": "/root", "MASTER_ADDR": "left-over"}, Place()),
+        (TORCHRUN, Place("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun", 0, 1)),
+        (SRUN, Place("srun", 9, 11, 1, 3, "gpu07", 20123)),
+        (SRUN | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77"}, Place("srun", 9, 11, 1, 3, "ib0", 77)),
+        (MPIRUN, Place("mpirun", 1, 2, 1, 2)),
+        (TORCHRUN | SRUN, Place("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
+        # A job script sees the variables of task 0, but srun did not start it.
+        ({"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Place()),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, Place()),
+    ],
+    ids=["nothing", "left-over", "torchrun", "one-by-hand", "srun", "srun-address", "mpirun", "torchrun-in-slurm",
+         "batch-script", "salloc"],
+)  # fmt: skip
+def test_place(environment: dict[str, str], place: Place) -> None:
+    assert detect_place(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"WORLD_SIZE": "8"}, "env: RANK is not set though its companions are"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "env: RANK=8: must be below WORLD_SIZE=8"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "env: RANK=x: not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "env: WORLD_SIZE=0: must be >= 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "env: MASTER_ADDR is not set, and the 2 ranks are not all on this host"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "env: LOCAL_RANK=4: must be below the 4 ranks of this host"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"},
+            "env: SLURM_NTASKS=16 but WORLD_SIZE=8; unset WORLD_SIZE and RANK, or make them agree",
+        ),
+    ],
+)
+def test_contradictions_are_one_line_each(environment: dict[str, str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect_place(environment)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node[01-03,07],gpu2", "node01"),
+        ("gpu[9,12-14]", "gpu9"),
+        ("a-b.c,d", "a-b.c"),
+        ("rack[1-2]-node[003-004]", "rack1-node003"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_expand_tasks() -> None:
+    assert expand_tasks("8(x2),3") == [8, 8, 3]
+    assert expand_tasks("2") == [2]

@@ -1,0 +1,92 @@
+"""The start-up self-test names who is missing and what differs, on every rank, before any collective could hang."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megalite.comm.self_test import check_collective, check_same_config, fingerprint
+from megalite.comm.world import World
+from megalite.errors import ConfigError, RuntimeFailure
+from megalite.testing import run_ranks
+
+
+@dataclass(frozen=True)
+class Inner:
+    seq_length: int = 64
+    lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class Outer:
+    model: Inner = field(default_factory=Inner)
+    seed: int = 1
+
+
+def _store(folder: str, size: int) -> dist.Store:
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    store.set_timeout(timedelta(seconds=5))
+    return store
+
+
+def body_compare(world: World, folder: str, odd: int, config: dict[str, float]) -> str:
+    mine = Outer(Inner(**config)) if world.rank == odd else Outer()  # type: ignore[arg-type]
+    try:
+        check_same_config(_store(folder, world.size), world, fingerprint(mine), 5)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_equal_configurations_pass(tmp_path: Path) -> None:
+    assert run_ranks(body_compare, 3, str(tmp_path), 9, {}) == ["", "", ""]
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_a_different_field_is_named_on_every_rank(tmp_path: Path, odd: int) -> None:
+    texts = run_ranks(body_compare, 3, str(tmp_path), odd, {"seq_length": 32})
+    assert texts == [f"rank {odd} (host localhost) differs from rank 0: seq_length 32 != 64"] * 3
+
+
+def test_all_different_fields_are_named(tmp_path: Path) -> None:
+    texts = run_ranks(body_compare, 2, str(tmp_path), 1, {"seq_length": 32, "lr": 0.5})
+    assert texts == ["rank 1 (host localhost) differs from rank 0: lr 0.5 != 0.1, seq_length 32 != 64"] * 2
+
+
+def body_missing(world: World, folder: str, missing: int) -> str:
+    if world.rank == missing:
+        return "away"
+    start = time.monotonic()
+    try:
+        check_same_config(_store(folder, world.size), world, fingerprint(Outer()), 0.5)
+    except RuntimeFailure as error:
+        assert time.monotonic() - start < 5
+        return str(error)
+    return "passed"
+
+
+def test_a_missing_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    text = "start: rank 2 (never heard of) did not answer within 0.5 s"
+    assert run_ranks(body_missing, 3, str(tmp_path), 2) == [text, text, "away"]
+
+
+def body_collective(world: World, folder: str, absent: int) -> str:
+    store = _store(folder, world.size)
+    store.set(f"host/{world.rank}", f"host h{world.rank}")
+    if world.rank == absent:
+        time.sleep(4)
+        return "away"
+    try:
+        check_collective(store, world, 1.0)
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
+
+
+def test_all_reduce_passes_with_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(body_collective, 3, str(tmp_path), 9) == ["", "", ""]
