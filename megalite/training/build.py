@@ -89,6 +89,7 @@ class Model:
     placement: Placement
     shared: SharedGradient
     num_slots: int
+    update_per_microbatch: bool
 
 
 def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
@@ -130,7 +131,9 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
         model_axis=mesh.tp if program.update_per_microbatch else mesh.model,
     )
-    return Model(stages, buffers, optimizer, placement, SharedGradient(shared_axis), num_slots)
+    return Model(
+        stages, buffers, optimizer, placement, SharedGradient(shared_axis), num_slots, program.update_per_microbatch
+    )
 
 
 def _build_module(
@@ -168,6 +171,13 @@ def zero_options(config: Config) -> ZeroOptions:
         bucket_size=parallel.ddp_bucket_size,
         grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
     )
+
+
+def stage_cuts(config: Config, program: Program) -> list[range]:
+    """Which layers each stage holds: indices into the list [embedding, block 0 .., head]."""
+    count, stages = len(layer_specs(config.model)), program.num_stages
+    bounds = [round(stage * count / stages) for stage in range(stages + 1)]
+    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
 
 
 def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> TensorSpec:

@@ -33,6 +33,8 @@ class Loader(Protocol):
 
     def next_batch(self, global_batch_size: int) -> list[Microbatch]: ...
 
+    def skip(self, samples: int) -> None: ...
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -106,7 +108,7 @@ class Feed:
 
     def pass_over(self, samples: int) -> None:
         """Consumes a global batch that is not used."""
-        self._loader.next_batch(samples)
+        self._loader.skip(samples)
 
     def take_seconds(self) -> float:
         """Seconds spent waiting for data since the last call."""

@@ -137,6 +137,13 @@ class Trainer:
             hooks.on_end(self, status)
         return status
 
+    def only_evaluate(self) -> int:
+        """`--skip-train`: evaluates the loaded weights; returns the exit status."""
+        self.parts.hooks.on_start(self)
+        self._evaluate(final=True)
+        self.parts.hooks.on_end(self, COMPLETED)
+        return 0
+
     def _loop(self, exits: ExitPolicy) -> str:
         while self.iteration < self.train_iters:
             number = self.iteration + 1

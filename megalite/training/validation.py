@@ -42,7 +42,6 @@ class Validator:
         mesh: ParallelMesh,
         *,
         device: torch.device,
-        loss_dtype: torch.dtype,
         newest_version: Callable[[], int],
         token_bytes: Tensor | None = None,
     ) -> None:
@@ -51,7 +50,6 @@ class Validator:
         self._channel = channel
         self._mesh = mesh
         self._device = device
-        self._dtype = loss_dtype
         self._newest_version = newest_version
         self._token_bytes = None if token_bytes is None else token_bytes.to(device)
 

@@ -1,0 +1,119 @@
+"""Data of a run: tokenizer, splits, and the batches that training and evaluation read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from megalite.comm.collectives import barrier
+from megalite.comm.mesh import ParallelMesh
+from megalite.config import Config, with_vocab_size
+from megalite.data import Loader, build_datasets, build_tokenizer, cache_directory, full_pass, resolve_vocab_size
+from megalite.data.build import Dataset, Datasets
+from megalite.data.tokenizer import Tokenizer
+from megalite.microbatch import Microbatch
+
+
+@dataclass(frozen=True)
+class DataFlow:
+    """Everything that reads data in a run; the same on tensor- and pipeline-parallel peers."""
+
+    config: Config
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    datasets: Datasets
+    device: torch.device
+
+    def train_loader(self, consumed_samples: int) -> Loader:
+        """Training batches after `consumed_samples` samples."""
+        assert self.datasets.train is not None
+        return self._loader(self.datasets.train, consumed_samples)
+
+    def evaluation(self, dataset: Dataset) -> Iterable[list[Microbatch]]:
+        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches (the same ones each time)."""
+        samples = self.config.global_batch_size(self.mesh.world.size)
+        if self.config.training.full_validation:
+            return full_pass(dataset.sequential(), samples, **self._shape(), **self._masks())
+        return islice(self._batches(dataset, samples), self.config.training.eval_iters)
+
+    def token_bytes(self) -> Tensor | None:
+        """int32 `[V]`: bytes of text that each token spells; None where the tokenizer can not say."""
+        table = self.tokenizer.token_bytes()
+        if table is None:
+            return None
+        bytes_of = torch.zeros(self.config.model.vocab_size, dtype=torch.int32)
+        bytes_of[: len(table)] = torch.from_numpy(table)
+        return bytes_of
+
+    def _batches(self, dataset: Dataset, samples: int) -> Iterator[list[Microbatch]]:
+        with self._loader(dataset, 0) as loader:
+            while True:
+                yield loader.next_batch(samples)
+
+    def _loader(self, dataset: Dataset, consumed_samples: int) -> Loader:
+        return Loader(
+            dataset,
+            consumed_samples=consumed_samples,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+            **self._shape(),
+            **self._masks(),
+        )
+
+    def _shape(self) -> dict[str, int]:
+        return {
+            "micro_batch_size": self.config.training.micro_batch_size,
+            "dp_rank": self.mesh.dp.rank,
+            "dp_size": self.mesh.dp.size,
+        }
+
+    def _masks(self) -> dict[str, bool | int | None]:
+        data = self.config.data
+        return {
+            "eod_id": self.tokenizer.eod_id,
+            "reset_position_ids": data.reset_position_ids,
+            "reset_attention_mask": data.reset_attention_mask,
+            "eod_mask_loss": data.eod_mask_loss,
+        }
+
+
+def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
+    """The tokenizer, and the configuration with the vocabulary size that it asks for. Raises DataError."""
+    asked = config.model.vocab_size or None
+    tokenizer = build_tokenizer(config.data, vocab_size=asked)
+    return with_vocab_size(config, resolve_vocab_size(tokenizer, asked)), tokenizer
+
+
+def open_data(
+    config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, began_with: Sequence[int]
+) -> DataFlow:
+    """Opens the splits. Rank 0 builds what is not cached yet, then the others map it. Raises DataError."""
+    if not mesh.world.is_first:
+        barrier(mesh.world)
+    datasets = _open(config, mesh, tokenizer, began_with)
+    if mesh.world.is_first:
+        barrier(mesh.world)
+    return DataFlow(config, mesh, tokenizer, datasets, device)
+
+
+def _open(config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, began_with: Sequence[int]) -> Datasets:
+    training, world = config.training, mesh.world.size
+    sizes = config.batch_size_schedule(world)
+    evaluates = training.eval_iters > 0
+    per_evaluation = None if training.full_validation else training.eval_iters * sizes.final
+    return build_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        train_samples=0 if training.skip_train else sizes.samples_after(config.train_iterations(world)),
+        valid_samples=per_evaluation if evaluates else 0,
+        test_samples=per_evaluation if evaluates else 0,
+        seed=training.seed,
+        tokenizer=tokenizer,
+        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.save),
+        began_with=began_with,
+        vocab_size=config.model.vocab_size,
+    )

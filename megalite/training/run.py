@@ -1,0 +1,189 @@
+"""A run on one rank, from the configuration to the exit status."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import Checkpointer, latest
+from megalite.comm.mesh import ParallelMesh
+from megalite.comm.p2p import TorchChannel
+from megalite.comm.world import World
+from megalite.config import Config
+from megalite.optim import LearningRateSchedule, LossScaler, WeightDecaySchedule
+from megalite.parallel.pipeline.executor import Executor
+from megalite.training.build import Model, Schedules, build_model, build_scaler, stage_cuts, wide_dtype
+from megalite.training.dataflow import DataFlow, open_data, resolve_tokenizer
+from megalite.training.exits import ExitPolicy
+from megalite.training.feed import Feed
+from megalite.training.observers import make_hooks
+from megalite.training.state import RunState
+from megalite.training.stats import Record
+from megalite.training.trainer import Parts, Progress, Trainer
+from megalite.training.update import Hyperparameters, Updater
+from megalite.training.validation import Validator
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config, world: World) -> int:
+    """Trains (or only evaluates) as the configuration says. Raises MegaliteError. Returns the exit status."""
+    config, tokenizer = resolve_tokenizer(config)
+    parallel = config.parallel
+    mesh = ParallelMesh.build(
+        rank=world.rank,
+        size=world.size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp_replicate=parallel.num_distributed_optimizer_instances,
+    )
+    checkpoint = config.checkpoint
+    checkpointer = Checkpointer(
+        checkpoint.save or checkpoint.load or ".",
+        world=mesh.world,
+        keep_last=checkpoint.keep_last_n,
+        retain_interval=checkpoint.save_retain_interval,
+    )
+    start = find_start(config, checkpointer)
+    meta = checkpointer.load_meta(start) if start is not None else {}
+    began_with = () if checkpoint.finetune else tuple(meta.get("train_requests", ()))
+    data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
+    schedules = Schedules(config, mesh.pp.size)
+    program = schedules.program(config.num_microbatches(world.size), parallel.pipeline_flush_steps + 1)
+    model = build_model(config, mesh, program, stage_cuts(config, program), world.device)
+    scaler = build_scaler(config)
+    state = RunState(config, model, scaler, tokenizer, data.datasets.train_requests, checkpointer)
+    progress = state.load(start, meta) if start is not None else Progress()
+    trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress)
+    if config.training.skip_train:
+        return trainer.only_evaluate()
+    trainer.train()
+    return 0
+
+
+def find_start(config: Config, checkpointer: Checkpointer) -> Path | None:
+    """The checkpoint to begin from, or None for a fresh start. Raises CheckpointError (ruling 21)."""
+    checkpoint = config.checkpoint
+    if checkpoint.auto_resume and checkpoint.save is not None and latest(checkpoint.save) is not None:
+        return checkpointer.find(checkpoint.save, checkpoint.ckpt_step)
+    if checkpoint.load is None:
+        return None
+    same = checkpoint.save is not None and Path(checkpoint.save).resolve() == Path(checkpoint.load).resolve()
+    if same and latest(checkpoint.load) is None:
+        logger.info("--load=%s: holds no checkpoint yet, and it is --save: a fresh start", checkpoint.load)
+        return None
+    return checkpointer.find(checkpoint.load, checkpoint.ckpt_step)
+
+
+def assemble(
+    config: Config,
+    world: World,
+    mesh: ParallelMesh,
+    data: DataFlow,
+    schedules: Schedules,
+    model: Model,
+    scaler: LossScaler,
+    state: RunState | None,
+    progress: Progress,
+) -> Trainer:
+    """Wires executor, updater, feed, evaluation and hooks into a trainer."""
+    loss_dtype = wide_dtype(config)
+    feed = Feed(
+        data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
+        dp=mesh.dp,
+        per_token=config.training.calculate_per_token_loss,
+        device=world.device,
+        loss_dtype=loss_dtype,
+        loss_scale=lambda: scaler.scale,
+    )
+    rates, decays = learning_rates(config, world.size), weight_decays(config, world.size)
+
+    def policy(update: int) -> Hyperparameters:
+        number = feed.number_of(update) if model.update_per_microbatch else update
+        samples = progress.schedule_samples
+        return Hyperparameters(rates(samples), decays(samples), feed.batch(number).loss_scale)
+
+    updater = Updater(
+        model.buffers,
+        model.optimizer,
+        policy=policy,
+        scaler=scaler,
+        shared=model.shared,
+        clip_grad=config.optimizer.clip_grad,
+        nonfinite=config.training.nonfinite,
+        num_slots=model.num_slots,
+        version=progress.microbatches if model.update_per_microbatch else progress.updates,
+    )
+    channel = TorchChannel(mesh.pp_down, mesh.pp_up)
+    executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater)
+    validator = Validator(
+        model.stages,
+        model.placement,
+        channel,
+        mesh,
+        device=world.device,
+        newest_version=updater.newest_version,
+        token_bytes=data.token_bytes(),
+    )
+
+    def evaluate(iteration: int, final: bool) -> list[Record]:
+        splits: dict[str, Any] = {"valid": data.datasets.valid}
+        if final:
+            splits["test"] = data.datasets.test
+        return [
+            validator.evaluate(kind, iteration, data.evaluation(dataset))
+            for kind, dataset in splits.items()
+            if dataset is not None and config.training.eval_iters > 0
+        ]
+
+    parts = Parts(
+        config=config,
+        mesh=mesh,
+        device=world.device,
+        executor=executor,
+        updater=updater,
+        feed=feed,
+        program=schedules.program,
+        batch_sizes=config.batch_size_schedule(world.size),
+        train_iters=config.train_iterations(world.size),
+        hooks=make_hooks(config, world.rank),
+        exits=ExitPolicy(config.training, mesh.world, device=world.device),
+        evaluate=evaluate,
+        save=state.save if state is not None and config.checkpoint.save is not None else None,
+        report_phase=world.report_phase,
+    )
+    return Trainer(parts, progress)
+
+
+def learning_rates(config: Config, world_size: int) -> LearningRateSchedule:
+    """The learning rate by samples; lengths in iterations are counted in full global batches."""
+    settings, sizes = config.optimizer, config.batch_size_schedule(world_size)
+    total = sizes.samples_after(config.train_iterations(world_size))
+    decay = settings.lr_decay_samples or (settings.lr_decay_iters or 0) * sizes.final or total
+    warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * sizes.final
+    if settings.lr_warmup_fraction is not None:
+        warmup = int(settings.lr_warmup_fraction * decay)
+    return LearningRateSchedule(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        style=settings.lr_decay_style,  # type: ignore[arg-type]
+        decay_samples=decay,
+        warmup_samples=warmup,
+        warmup_init=settings.lr_warmup_init,
+        wsd_style=settings.lr_wsd_decay_style,  # type: ignore[arg-type]
+        wsd_decay_samples=settings.lr_wsd_decay_samples or (settings.lr_wsd_decay_iters or 0) * sizes.final,
+    )
+
+
+def weight_decays(config: Config, world_size: int) -> WeightDecaySchedule:
+    """Weight decay by samples, ramped over the whole training."""
+    settings, sizes = config.optimizer, config.batch_size_schedule(world_size)
+    start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
+    end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay
+    return WeightDecaySchedule(
+        start=start,
+        end=end,
+        style=settings.weight_decay_incr_style,  # type: ignore[arg-type]
+        ramp_samples=sizes.samples_after(config.train_iterations(world_size)),
+    )

@@ -1,0 +1,100 @@
+"""What a checkpoint of a run holds, and how a run takes it up again.
+
+    tensors   masters `<name>`, moments `optimizer/<moment>/<name>`, the older weights of 2BW `previous/<name>`
+    meta      format, configuration, progress, loss scaler, training samples asked for
+    files     the tokenizer, config.yaml
+
+Everything is logical: no rank, stage or slot is written down, so any layout can take it up.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import Checkpointer
+from megalite.comm.layout import TensorShard
+from megalite.config import Config
+from megalite.config.saved import dump_yaml, to_dict
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_io import tokenizer_files
+from megalite.optim import LossScaler
+from megalite.training.build import Model
+from megalite.training.trainer import Progress, progress_from_meta, progress_to_meta
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Saves and restores one run."""
+
+    config: Config
+    model: Model
+    scaler: LossScaler
+    tokenizer: Tokenizer
+    train_requests: tuple[int, ...]
+    checkpointer: Checkpointer
+
+    def save(self, progress: Progress) -> str:
+        """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
+        meta = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "progress": progress_to_meta(progress),
+            "loss_scaler": self.scaler.state_dict(),
+            "train_requests": list(self.train_requests),
+            "config": to_dict(self.config),
+        }
+        files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
+        return str(self.checkpointer.save(progress.iteration, self._shards(self._version(progress)), meta, files))
+
+    def load(self, path: Path, meta: dict[str, Any]) -> Progress:
+        """Takes up a checkpoint of any layout; returns where it stands. Collective."""
+        checkpoint, model = self.config.checkpoint, self.model
+        fresh = checkpoint.finetune
+        progress = Progress() if fresh else progress_from_meta(meta["progress"])
+        with_state = checkpoint.load_optim and not fresh
+        version = self._version(progress)
+        shards = model.optimizer.shards()
+        if not with_state:
+            shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
+        older = with_state and model.num_slots > 1 and self._holds_older(path)
+        if older:
+            shards += self._older_shards(version)
+        self.checkpointer.load(path, shards, cast=fresh)
+        model.optimizer.after_load(version % model.num_slots)
+        if model.num_slots > 1:
+            self._fill_older_slots(version, loaded=older)
+        if with_state:
+            self.scaler.load_state_dict(meta["loss_scaler"])
+        return progress
+
+    def _version(self, progress: Progress) -> int:
+        return progress.microbatches if self.model.update_per_microbatch else progress.updates
+
+    def _shards(self, version: int) -> list[TensorShard]:
+        older = self._older_shards(version) if self.model.num_slots > 1 else []
+        return [*self.model.optimizer.shards(), *older]
+
+    def _older_shards(self, version: int) -> list[TensorShard]:
+        return self.model.optimizer.version_shards((version - 1) % self.model.num_slots)
+
+    def _holds_older(self, path: Path) -> bool:
+        return any(name.startswith("previous/") for name in self.checkpointer.names(path))
+
+    def _fill_older_slots(self, version: int, *, loaded: bool) -> None:
+        """The slot of version - 1: gathered where it was loaded, else a copy of the newest weights."""
+        slot = (version - 1) % self.model.num_slots
+        if loaded:
+            for buffers in self.model.buffers.values():
+                buffers.gather_weights(slot)
+            return
+        self.model.optimizer.write_weights(slot)
+        if version > 0:
+            logger.warning(
+                "the checkpoint holds one weight version: the first batch of %s runs on the newest weights, once",
+                self.config.parallel.schedule,
+            )

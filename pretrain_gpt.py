@@ -1,0 +1,48 @@
+"""Pretrains a GPT: `python pretrain_gpt.py --config configs/quickstart.yaml [--flag value ...]`.
+
+One process, `--nprocs N` local ranks, or whatever torchrun, SLURM or mpirun has started.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from megalite.comm.launch import launch, print_error, read_place
+from megalite.comm.world import World
+from megalite.config import Config
+from megalite.config.cli import parse_with_origins
+from megalite.errors import MegaliteError
+
+
+def main(argv: list[str]) -> int:
+    """Parses, launches, trains; returns the exit status."""
+    try:
+        place = read_place()
+        parsed = parse_with_origins(argv, world_size=place.size if place.launcher else None)
+    except MegaliteError as error:
+        print_error(error)
+        return error.exit_code
+    configure_logging(place.rank)
+    for warning in parsed.warnings:
+        logging.getLogger("megalite").warning(warning)
+    return launch(parsed.config, train, place)
+
+
+def train(config: Config, world: World) -> int:
+    """One rank's whole run."""
+    from megalite.training.run import run  # torch comes with it: not before the configuration is known to be right
+
+    configure_logging(world.rank)
+    return run(config, world)
+
+
+def configure_logging(rank: int) -> None:
+    """Rank 0 tells what happens, the others only what is wrong; one line a message."""
+    level = logging.INFO if rank == 0 else logging.WARNING
+    name = "" if rank == 0 else f"rank {rank}: "
+    logging.basicConfig(level=level, format=f" {name}%(message)s", stream=sys.stdout, force=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
