@@ -26,6 +26,7 @@ Proof: tests/unit/schedule (closed forms of the papers, random shapes, mutations
 """
 
 from megalite.schedule.action import Action, parse_action
+from megalite.schedule.forward_only import forward_only
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Batch, Peak, Program
@@ -41,6 +42,8 @@ from megalite.schedule.registry import (
 )
 from megalite.schedule.shape import Schedule, Shape
 from megalite.schedule.simulate import Costs, Span, Timeline, simulate
+from megalite.schedule.text import dump_program, load_program, parse_program
+from megalite.schedule.validate import Report, validate
 
 __all__ = [
     "ALIASES",
@@ -51,21 +54,27 @@ __all__ = [
     "Peak",
     "Placement",
     "Program",
+    "Report",
     "Schedule",
     "Shape",
     "Span",
     "Timeline",
     "build",
     "default_schedule",
+    "dump_program",
     "find",
+    "forward_only",
     "insert_communication",
     "insert_reduce",
     "insert_unshard",
     "legal",
+    "load_program",
     "lower",
     "merge_backward",
     "parse_action",
+    "parse_program",
     "resolve_chunks",
     "simulate",
+    "validate",
     "warnings",
 ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megalite.errors import ScheduleError
 from megalite.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -87,8 +88,14 @@ def insert_unshard(program: Program) -> Program:
     """UNSHARD one run ahead, so that the gather overlaps; RESHARD where the next two runs do not need the stage.
 
     A run is a maximal sequence of computations of one stage. In breadth-first order that is one gather per chunk and
-    direction, and at most two chunks gathered at a time; with one chunk per rank it is one gather per batch.
+    direction, and at most two chunks gathered at a time; with one chunk per rank it is one gather per batch. Raises
+    ScheduleError for an asynchronous program, which would need several versions gathered at once.
     """
+    if program.asynchronous:
+        raise ScheduleError(
+            f"--zero-stage=3: {program.name} computes on several weight versions, and each would have to be gathered; "
+            "use --zero-stage=1, or --pipeline-schedule=1f1b"
+        )
 
     def order(rank: int, batch: Batch) -> list[Action]:
         actions = program.order(rank, batch)

@@ -1,0 +1,142 @@
+"""Do the messages of a program arrive? FIFO order on every wire (V3), and no deadlock when a send waits for its
+receive.
+
+Transports promise little: messages between two ranks are matched by order, not by name; and a send may complete only
+together with its receive (rendezvous). NCCL moreover runs all messages that share a communicator in the order in which
+a rank issued them. Three models of what shares an order:
+
+    pair        every directed pair of ranks has its own          (gloo; one communicator per pair and direction)
+    direction   each rank has one for messages to higher ranks and one for messages to lower ranks
+    rank        each rank has a single one                        (one communicator for everything)
+
+Computation is never blocked by a send; it waits for its own receives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from megalite.schedule.action import RECV_KINDS, SEND_KINDS, Action
+from megalite.schedule.passes import matching_recv, receives
+from megalite.schedule.placement import Placement
+from megalite.schedule.simulate import dependencies, produced
+
+MODELS = ("pair", "direction", "rank")
+
+
+class Fault(NamedTuple):
+    """What is wrong, and where: (rank, position in its list)."""
+
+    message: str
+    rank: int
+    position: int
+
+
+def fifo_faults(lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+    """On every directed pair of ranks the receives must be the sends, in the same order."""
+    sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for rank, actions in enumerate(lists):
+        for position, action in enumerate(actions):
+            if action.kind in SEND_KINDS:
+                sent[rank, action.peer].append((position, action))
+            elif action.kind in RECV_KINDS:
+                received[action.peer, rank].append((position, action))
+    for source, target in sorted(sent.keys() | received.keys()):
+        sends, recvs = sent[source, target], received[source, target]
+        for (_, send), (position, recv) in zip(sends, recvs, strict=False):
+            expected = matching_recv(send, source)
+            if recv != expected:
+                yield Fault(f"rank {target} receives {recv} where rank {source} sends {send}", target, position)
+                break
+        else:
+            if len(sends) > len(recvs):
+                position, send = sends[len(recvs)]
+                yield Fault(f"rank {source} sends {send}, which rank {target} never receives", source, position)
+            elif len(recvs) > len(sends):
+                position, recv = recvs[len(sends)]
+                yield Fault(f"rank {target} receives {recv}, which rank {source} never sends", target, position)
+
+
+def rendezvous_faults(lists: Sequence[Sequence[Action]], placement: Placement, model: str = "pair") -> list[Fault]:
+    """Run the lists under rendezvous semantics; the places where ranks are stuck, empty if all of them finish."""
+    return _Rendezvous(lists, placement, model).run()
+
+
+class _Rendezvous:
+    def __init__(self, lists: Sequence[Sequence[Action]], placement: Placement, model: str) -> None:
+        assert model in MODELS, model
+        self.lists, self.placement, self.model = lists, placement, model
+        self.position = [0] * len(lists)
+        self.done: set[tuple[str, int, int, int]] = set()
+        self.arrived: set[tuple[int, Action]] = set()
+        self.queues: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
+
+    def run(self) -> list[Fault]:
+        todo = set(range(len(self.lists)))
+        while todo:
+            rank = todo.pop()
+            while self._advance(rank):
+                pass
+            todo |= self._deliver(rank)
+        stuck = [r for r, actions in enumerate(self.lists) if self.position[r] < len(actions)]
+        faults = [Fault(f"rank {r} waits at {self.lists[r][self.position[r]]}", r, self.position[r]) for r in stuck]
+        unmatched = sorted((rank, queue[0]) for (rank, _), queue in self.queues.items() if queue)
+        return faults or [
+            Fault(f"rank {rank} ends with {action} unmatched", rank, self.lists[rank].index(action))
+            for rank, action in unmatched
+        ]
+
+    def _channel(self, rank: int, action: Action) -> tuple[int, Hashable]:
+        """The ordered queue of `rank` that a SEND or RECV joins."""
+        source, target = (rank, action.peer) if action.kind in SEND_KINDS else (action.peer, rank)
+        share: Hashable = {"pair": (source, target), "direction": target > source, "rank": None}[self.model]
+        return rank, share
+
+    def _advance(self, rank: int) -> bool:
+        """Issue the rank's next action; False if it must wait or the list is at its end."""
+        if self.position[rank] >= len(self.lists[rank]):
+            return False
+        action = self.lists[rank][self.position[rank]]
+        if action.kind in SEND_KINDS or action.kind in RECV_KINDS:
+            self.queues[self._channel(rank, action)].append(action)
+        elif action.is_compute:
+            if any((rank, recv) not in self.arrived for recv in receives(action, self.placement)):
+                return False
+            local = (key for source, key in dependencies(action, self.placement) if source == rank)
+            if any(key not in self.done for key in local):
+                return False
+            self.done.update(produced(action))
+        self.position[rank] += 1
+        return True
+
+    def _deliver(self, rank: int) -> set[int]:
+        """Complete all messages that stand at the head of both queues, beginning with those of `rank`."""
+        touched: set[int] = set()
+        check = [key for key, queue in self.queues.items() if key[0] == rank and queue]
+        while check:
+            key = check.pop()
+            queue = self.queues[key]
+            if not queue:
+                continue
+            head = queue[0]
+            other_key = self._channel(head.peer, self._other_end(key[0], head))
+            other = self.queues[other_key]
+            if not other:
+                continue
+            send, recv, sender = (head, other[0], key[0]) if head.kind in SEND_KINDS else (other[0], head, head.peer)
+            if send.kind in SEND_KINDS and recv == matching_recv(send, sender):
+                queue.popleft()
+                other.popleft()
+                self.arrived.add((send.peer, recv))
+                touched |= {key[0], other_key[0]}
+                check += [key, other_key]
+        return touched
+
+    @staticmethod
+    def _other_end(rank: int, action: Action) -> Action:
+        """An action of the peer on the same wire (only kind and peer matter to `_channel`)."""
+        kind = next(iter(RECV_KINDS if action.kind in SEND_KINDS else SEND_KINDS))
+        return action._replace(kind=kind, peer=rank)
