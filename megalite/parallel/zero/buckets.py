@@ -11,18 +11,20 @@ parameter add into the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import all_gather_into, all_reduce_
+from megalite.comm.collectives import all_reduce_
 from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, attach_sink
 from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
 from megalite.parallel.zero.layout import Entry, Slot, plan_buckets
 from megalite.parallel.zero.options import ZeroOptions, default_bucket_size
+from megalite.parallel.zero.unshard import BucketWeights, Unsharder
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -77,6 +79,9 @@ class ParameterBuffers:
             by_layer=options.stage == 3 or (options.stage == 2 and options.bucket_size is None),
         )
         self.buckets = [Bucket(p, stage=options.stage, axis=dp_shard, replicate=dp_replicate) for p in self.plans]
+        self.unsharder = Unsharder(prefetch=options.overlap_param_gather)
+        self._weights_of: dict[int, BucketWeights] = {}
+        self._attached = False
         self._next = 0
         self.numel = self.plans[-1].stop if self.plans else 0
         for version in versions:
@@ -100,13 +105,24 @@ class ParameterBuffers:
         return len(self.buckets[0].weights) if self.buckets else 0
 
     def _flatten_weights(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Moves one version's parameters into a new flat buffer."""
-        flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        """Moves one version's parameters into flat memory: one piece, or in stage 3 one a bucket, which comes and
+        goes."""
+        sharded = self.options.stage == 3 and self.dp_shard.size > 1
+        flat = torch.zeros(0 if sharded else self.numel, dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
-            bucket.weights.append(flat[bucket.plan.start : bucket.plan.stop])
-            bucket.weight_shards.append(flat[bucket.owned_start : bucket.owned_stop])
-            for slot in bucket.plan.slots:
-                move_parameter(parameters[slot.entry.index], flat[slot.start : slot.stop])
+            plan = bucket.plan
+            full = (
+                torch.zeros(bucket.numel, dtype=self.dtype, device=self.device)
+                if sharded
+                else flat[plan.start : plan.stop]
+            )
+            for slot in plan.slots:
+                move_parameter(parameters[slot.entry.index], full[slot.start - plan.start : slot.stop - plan.start])
+            owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
+            weights = BucketWeights(full, owned, axis=self.dp_shard, stage=self.options.stage)
+            weights.free()
+            bucket.weights.append(weights)
+            self._weights_of.update({id(parameters[slot.entry.index]): weights for slot in plan.slots})
 
     def _make_gradients(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         """Gives the parameters (by forward index, then version) their place in the gradient buffer."""
@@ -149,11 +165,8 @@ class ParameterBuffers:
 
     def memory(self) -> dict[str, int]:
         """Bytes held by this rank for weights and gradients, and for scratch (which exists only in stages 2 and 3)."""
-        weights = {
-            w.untyped_storage().data_ptr(): w.untyped_storage().nbytes()
-            for b in self.buckets
-            for w in b.weights + b.weight_shards
-        }
+        tensors = [t for b in self.buckets for w in b.weights for t in (w.shard, w.full)]
+        weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         grads = [b.full if not b.streams else b.gradient for b in self.buckets]
         held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
         return {"weights": sum(weights.values()), "gradients": sum(held.values()), "scratch": self.scratch.nbytes}
@@ -238,14 +251,51 @@ class ParameterBuffers:
             for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
                 piece.copy_(part)
 
-    # ---- after the optimizer step ------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def attach(self, layers: Sequence[nn.Module]) -> None:
+        """Hooks the stage's layers (forward order; once per weight version), so that weights are there when used.
+
+        Needed for stage 3, and for gathers of stages 1 and 2 that run behind the next forward.
+        """
+        weights = [
+            list(dict.fromkeys(self._weights_of[id(p)] for p in layer.parameters() if id(p) in self._weights_of))
+            for layer in layers
+        ]
+        self.unsharder.attach(layers, weights)
+        self._attached = True
 
     def gather_weights(self, version: int = 0) -> None:
-        """Every rank's slice of the updated weights to every rank (stages 1 and 2)."""
+        """Every rank's slice of the updated weights to every rank (stages 1 and 2); stage 3 forgets the old ones."""
+        overlap = self.options.overlap_param_gather and self._attached
+        for bucket in reversed(self.buckets):  # the first layers are needed first
+            bucket.weights[version].updated(async_op=overlap)
+
+    def unshard(self) -> None:
+        """Gathers all weights and keeps them until `reshard` (breadth-first schedules: once a chunk and batch)."""
+        for bucket in reversed(self.buckets):
+            for weights in bucket.weights:
+                weights.pinned = True
+                if not weights.resident:
+                    weights.start_gather(async_op=False)
+                weights.wait()
+
+    def reshard(self) -> None:
+        """Ends `unshard`."""
         for bucket in self.buckets:
-            torch.autograd.graph.increment_version(bucket.weights[version])
-            if self.options.stage:
-                all_gather_into(bucket.weights[version], bucket.weight_shards[version], self.dp_shard)
+            for weights in bucket.weights:
+                weights.pinned = False
+                weights.free()
+        self.unsharder.give_back_all()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """All parameters are readable inside the `with`."""
+        self.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
 
 
 def placement_of(name: str, parameter: Tensor) -> Placement:

@@ -18,6 +18,7 @@ from megalite.comm.collectives import Handle, all_reduce_, reduce_scatter_into
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink
 from megalite.parallel.zero.layout import BucketPlan
+from megalite.parallel.zero.unshard import BucketWeights
 
 
 class ScratchPool:
@@ -81,7 +82,7 @@ class StreamingSink(GradSink):
 class Bucket:
     """Runtime of one `BucketPlan`.
 
-    weights[v]: all parameters of the bucket in weight version v, contiguous. weight_shards[v]: the owned slice of them.
+    weights[v]: the parameters of the bucket in weight version v.
     gradient: the owned slice of the gradient (all of it in stage 0), valid after `finish`.
     """
 
@@ -91,8 +92,7 @@ class Bucket:
         self.axis = axis
         self.replicate = replicate
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if stage else (plan.start, plan.stop)
-        self.weights: list[Tensor] = []
-        self.weight_shards: list[Tensor] = []
+        self.weights: list[BucketWeights] = []
         self.sinks: list[GradSink] = []
         self.missing = 0
         self.launched = False

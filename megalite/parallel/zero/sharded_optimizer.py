@@ -48,7 +48,7 @@ class Segment:
 
     def weights(self, version: int) -> Tensor:
         """The owned compute weights of a version, shaped like `master`."""
-        shard = self.bucket.weight_shards[version]
+        shard = self.bucket.weights[version].shard
         flat = shard[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
         return flat.view(self.master.shape)
 
@@ -112,7 +112,7 @@ class ShardedOptimizer:
         separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
         segments = []
         for bucket in buffers.buckets:
-            shard = bucket.weight_shards[0]
+            shard = bucket.weights[0].shard
             master = shard.to(buffers.main_dtype, copy=True) if separate else shard
             for run in bucket.plan.runs:
                 start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
@@ -145,7 +145,7 @@ class ShardedOptimizer:
         """Bytes of separate master weights and of optimizer state that this rank holds."""
         masters = {s.master.untyped_storage().data_ptr(): s.master.untyped_storage().nbytes() for s in self.segments}
         for segment in self.segments:
-            masters.pop(segment.bucket.weight_shards[0].untyped_storage().data_ptr(), None)
+            masters.pop(segment.bucket.weights[0].shard.untyped_storage().data_ptr(), None)
         states = [t for s in self.segments for t in self._state_tensors(s).values()]
         return {"master": sum(masters.values()), "state": sum(t.numel() * t.element_size() for t in states)}
 

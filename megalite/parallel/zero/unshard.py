@@ -1,0 +1,142 @@
+"""Where the compute weights are: whole on every rank, or a slice a rank and whole only around their use (stage 3).
+
+    forward    use(0) | use(1)  | use(2)  ...       use(i): wait for the weights of layer i, start the gather of layer i
+    + 1, gather       0      1 ahead   2 ahead           give back everything else
+    backward   use(2) | use(1)  | use(0)            the same in the other direction; the last layer is still there
+
+A layer is given back when another one needs the room, not when its forward ends: so a layer whose backward follows its
+forward (the last one, or a recomputed one) is not gathered twice. In stages 1 and 2 the same hooks wait for the gather
+of updated weights that runs behind the first forward after a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm.collectives import Handle, all_gather_into
+from megalite.comm.mesh import Axis
+
+
+class BucketWeights:
+    """One bucket's weights in one version.
+
+    full: all of them, contiguous; the parameters are views of it. In stage 3 its memory exists only while `resident`.
+    shard: this rank's slice (stages 1 and 2: a view of `full`; stage 0: `full` itself).
+    """
+
+    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int) -> None:
+        self.axis = axis
+        self.sharded = stage > 0 and axis.size > 1
+        self.released_after_use = stage == 3 and axis.size > 1
+        self.full = full
+        self.shard = full[owned].clone() if self.released_after_use else full[owned]
+        self.resident = True
+        self.pinned = False
+        self._owned = owned
+        self._gather: Handle | None = None
+
+    def start_gather(self, *, async_op: bool) -> None:
+        """Collective: every rank's slice to every rank. The result may be read after `wait`."""
+        if not self.sharded:
+            return
+        if self.released_after_use and not self.resident:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        self.resident = True
+        # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them
+        # again.
+        self._gather = all_gather_into(self.full.data, self.shard, self.axis, async_op=async_op)
+
+    def wait(self) -> None:
+        """Returns when the weights can be read."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+
+    def free(self) -> None:
+        """Gives the memory of `full` back (stage 3 only)."""
+        if self.released_after_use and self.resident:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+            self.resident = False
+
+    def updated(self, *, async_op: bool) -> None:
+        """The slice holds new values: backward through older ones is an error from now on."""
+        torch.autograd.graph.increment_version(self.full)
+        if self.released_after_use and not self.pinned:
+            self.free()
+        else:
+            self.start_gather(async_op=async_op)
+            if not async_op:
+                self.wait()
+
+
+class Unsharder:
+    """Keeps the weights that are in use, and those that come next, on this rank."""
+
+    def __init__(self, *, prefetch: bool) -> None:
+        self.prefetch = prefetch
+        self._present: list[BucketWeights] = []
+
+    def attach(self, layers: Sequence[nn.Module], weights: Sequence[Sequence[BucketWeights]]) -> None:
+        """Hooks the layers of a stage (in forward order); weights[i]: what layer i uses."""
+        for i, layer in enumerate(layers):
+            before = weights[i - 1] if i > 0 else []
+            after = weights[i + 1] if i + 1 < len(layers) else []
+            layer.register_forward_pre_hook(_Use(self, weights[i], after))
+            if any(w.released_after_use for w in weights[i]):
+                layer.register_forward_hook(_UseInBackward(self, weights[i], before))
+
+    def use(self, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights]) -> None:
+        """Makes `wanted` readable and starts to gather `ahead`."""
+        ahead = ahead if self.prefetch else []
+        keep = [*wanted, *ahead]
+        self._give_back(keep)
+        for bucket in wanted:
+            if not bucket.resident:
+                self._start(bucket, async_op=False)
+            bucket.wait()
+        for bucket in ahead:
+            if not bucket.resident:
+                self._start(bucket, async_op=True)
+
+    def give_back_all(self) -> None:
+        """Frees everything that is not pinned."""
+        self._give_back([])
+
+    def _start(self, bucket: BucketWeights, *, async_op: bool) -> None:
+        bucket.start_gather(async_op=async_op)
+        self._present.append(bucket)
+
+    def _give_back(self, keep: Sequence[BucketWeights]) -> None:
+        for bucket in self._present:
+            if bucket not in keep and not bucket.pinned:
+                bucket.free()
+        self._present = [bucket for bucket in self._present if bucket.resident]
+
+
+class _Use:
+    """Forward pre-hook of a layer."""
+
+    def __init__(self, unsharder: Unsharder, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights]) -> None:
+        self.unsharder, self.wanted, self.ahead = unsharder, wanted, ahead
+
+    def __call__(self, layer: nn.Module, args: Any) -> None:
+        self.unsharder.use(self.wanted, self.ahead)
+
+
+class _UseInBackward:
+    """Forward hook of a layer: the gradient of its output, when it comes, brings the weights back."""
+
+    def __init__(self, unsharder: Unsharder, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights]) -> None:
+        self.unsharder, self.wanted, self.ahead = unsharder, wanted, ahead
+
+    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self.unsharder.use(self.wanted, self.ahead)
