@@ -11,10 +11,14 @@
     discovery.py    newest committed checkpoint, sweeping, retention
     saving.py       one save seen from one rank
     loading.py      cutting what is wanted out of what is stored
+    background.py   asynchronous saving
+    verify.py       every byte against its checksum
+    run_dir.py      from where a run starts, what is refused, when it is complete
+    lock.py         one run, one directory
     checkpointer.py Checkpointer: the collective face of all that
 
-Public: `Checkpointer`, `latest`, `committed`, `resolve`. Weights are stored under their logical name, optimizer state
-    as
+Public: `Checkpointer`, `RunLock`, `latest`, `committed`, `resolve`, `verify`. Weights are stored under their logical
+    name, optimizer state as
 `optimizer/<state>/<logical name>`, the older weights of PipeDream-2BW as `previous/<logical name>`; scalars live in
 `meta` (JSON).
 
@@ -26,5 +30,7 @@ tests/faults/test_checkpoint_faults.py.
 
 from megalite.checkpoint.checkpointer import Checkpointer
 from megalite.checkpoint.discovery import committed, latest, resolve
+from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.verify import verify
 
-__all__ = ["Checkpointer", "committed", "latest", "resolve"]
+__all__ = ["Checkpointer", "RunLock", "committed", "latest", "resolve", "verify"]

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.background import BackgroundSave, StagingMemory
 from megalite.checkpoint.discovery import directory_name, resolve, retain, sweep
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
 from megalite.checkpoint.loading import plan_reads, run_reads, unused_names
+from megalite.checkpoint.run_dir import decide_start
 from megalite.checkpoint.saving import SaveJob, SavePlan, check_space, describe, first_problem, in_words, make_plan
 from megalite.checkpoint.storage import open_plain, read_extra, read_manifest
+from megalite.checkpoint.verify import verify
 from megalite.comm.collectives import all_gather_json
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
@@ -59,6 +62,8 @@ class Checkpointer:
         self._swept = False
         self._plan: tuple[list[str], SavePlan] | None = None
         self._last: Path | None = None
+        self._memory = StagingMemory()
+        self._flight: BackgroundSave | None = None
 
     # ---- saving
 
@@ -76,14 +81,61 @@ class Checkpointer:
         meta: a JSON object, rank 0's is stored. files: name -> content, rank 0's are stored.
         A checkpoint of `step` that this object has just committed is returned as it is. Raises CheckpointError.
         """
+        self.wait()
         if self._last is not None and self._last.name == directory_name(step):
             return self._last
         started = time.perf_counter()
         job = self._prepare(step, shards, meta, files or {})
         reports = all_gather_json(job.write_part(), self._world)
         self._together(job.commit(reports) if self._world.is_first else None)
-        self._committed(job, time.perf_counter() - started)
+        self._last = job.final
+        if self._world.is_first:
+            self._after_commit(job, started)
         return job.final
+
+    def save_async(
+        self,
+        step: int,
+        shards: Sequence[TensorShard],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """As `save`, but returns as soon as the values are copied; returns what the directory will be called.
+
+        Waits for the save before it, if that is still in flight, and raises if it has failed. Call `wait` before exit.
+        """
+        self.wait()
+        if self._last is not None and self._last.name == directory_name(step):
+            return self._last
+        started = time.perf_counter()
+        job = self._prepare(step, shards, meta, files or {})
+        problem = None
+        try:
+            job = job.with_parts(self._memory.copy(job.parts))
+        except (MemoryError, RuntimeError) as error:
+            problem = f"--async-save: no host memory for a copy of this rank's part ({str(error).splitlines()[0]})"
+        self._together(problem)
+        self._flight = BackgroundSave(job, self._world.size, lambda: self._after_commit(job, started))
+        return job.final
+
+    @property
+    def failure(self) -> str | None:
+        """Local: why the save in flight has failed, as far as this rank knows.
+
+        For the trainer's once-a-step agreement; `wait` then raises it on all ranks.
+        """
+        return self._flight.problem if self._flight else None
+
+    def wait(self) -> None:
+        """Waits until no save is in flight. Raises CheckpointError, on all ranks, if it has failed."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+        # Own part first, then a collective: if a peer has died, that fails here instead of waiting for its report for
+        # ever.
+        reports = all_gather_json(flight.wait_written(), self._world)
+        self._together(flight.finish(reports))
+        self._last = flight.job.final
 
     def _prepare(
         self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
@@ -141,13 +193,43 @@ class Checkpointer:
             self._plan = (hashes, make_plan(all_gather_json(rows, self._world)))
         return self._plan[1]
 
-    def _committed(self, job: SaveJob, seconds: float) -> None:
-        self._last = job.final
-        if self._world.is_first:
-            logger.info("saved %s (%s in %.2f s)", job.final, in_words(job.plan.nbytes), seconds)
-            retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
+    def _after_commit(self, job: SaveJob, started: float) -> None:
+        seconds = time.perf_counter() - started
+        logger.info("saved %s (%s in %.2f s)", job.final, in_words(job.plan.nbytes), seconds)
+        retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
 
     # ---- loading
+
+    def decide_start(
+        self, *, save: str | None, load: str | None, auto_resume: bool = False, ckpt_step: int | None = None
+    ) -> Path | None:
+        """The checkpoint that a run begins with (see run_dir.py), None for a fresh start.
+
+        With `auto_resume` damaged checkpoints are passed over, each with a warning; if none of them is whole that is an
+        error, never a fresh start. Raises CheckpointError.
+        """
+        start, problem = None, None
+        if self._world.is_first:
+            try:
+                start = decide_start(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
+                logger.info(start.reason)
+            except CheckpointError as error:
+                problem = str(error)
+        self._together(problem)
+        names = [str(path) for path in start.candidates] if start else []
+        candidates = [Path(name) for name in all_gather_json(names, self._world)[0]]
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        damaged = []
+        for path in candidates:
+            share = verify(path, share=self._world.rank, shares=self._world.size)
+            problems = [line for lines in all_gather_json(share, self._world) for line in lines]
+            if not problems:
+                return path
+            damaged.append(problems[0])
+            if self._world.is_first:
+                logger.warning("--auto-resume: passed over: %s", problems[0])
+        raise CheckpointError(f"--auto-resume: no checkpoint of {save} is whole: {damaged[0]}")
 
     def find(self, load: Path | str, ckpt_step: int | None = None) -> Path:
         """The checkpoint that `--load` and `--ckpt-step` mean, as rank 0 sees the directory. Raises CheckpointError."""
@@ -208,6 +290,10 @@ class Checkpointer:
     def load_meta(self, path: Path | str) -> dict[str, Any]:
         """Local: the JSON object that was saved with a checkpoint. Raises CheckpointError."""
         return dict(read_manifest(Path(path)).meta)
+
+    def names(self, path: Path | str) -> list[str]:
+        """Local: the names of all stored tensors. Raises CheckpointError."""
+        return list(read_manifest(Path(path)).tensors)
 
     def read_file(self, path: Path | str, name: str) -> bytes:
         """Local: a verified file that was saved with a checkpoint. Raises CheckpointError."""

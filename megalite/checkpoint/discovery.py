@@ -116,7 +116,7 @@ def remove(path: Path) -> None:
     doomed = path.with_name(f"{path.name}.tmp-deleted-{uuid.uuid4().hex[:8]}")
     os.rename(path, doomed)
     fsync_directory(path.parent)
-    fault_point("save.gc", path=str(path))
+    fault_point("save.gc", rank=0, step=step_of(path))
     shutil.rmtree(doomed)
 
 

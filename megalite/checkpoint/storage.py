@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import xxhash
@@ -143,6 +144,7 @@ class _NewFile:
     """A file that must not exist yet; synced when it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, block: memoryview) -> str:
@@ -152,8 +154,16 @@ class _NewFile:
             piece = block[start : start + _PIECE_BYTES]
             digest.update(piece)
             while piece:
-                piece = piece[os.write(self._fd, piece) :]
+                piece = piece[self._named(os.write, piece) :]
         return digest.hexdigest()
+
+    def _named(self, call: Callable[..., Any], *args: Any) -> Any:
+        """A system call on the descriptor whose error names the file."""
+        try:
+            return call(self._fd, *args)
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def __enter__(self) -> _NewFile:
         return self
@@ -161,7 +171,7 @@ class _NewFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                os.fsync(self._fd)
+                self._named(os.fsync)
         finally:
             os.close(self._fd)
 

@@ -1,0 +1,152 @@
+"""Asynchronous saving: copy, return, write behind the training step's back.
+
+    main thread     plan, copy -------- train ---- train ---- train ------ wait()
+    writer thread              \\------ write, sync, report
+    rank 0's writer                                        \\-- commit, delete old ones
+
+The writers use no collective, which would have to interleave with those of training: each leaves its report as a file
+in the staging directory, and rank 0's writer commits when all have come. A rank has at most one save in flight and one
+copy of its own part, in memory that is kept from save to save (pinned where the values live on a GPU). What is written
+is the state at the moment of the call.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.saving import Report, SaveJob
+from megalite.checkpoint.storage import Part
+
+_ALIGN = 64
+
+
+class StagingMemory:
+    """Host memory that holds a copy of what a rank writes; it grows to the largest save and is then reused."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts with their values as they are now; later changes of the originals do not show."""
+        starts, at = [], 0
+        for part in parts:
+            starts.append(at)
+            at += -(-part.nbytes // _ALIGN) * _ALIGN
+        cuda = any(part.values.is_cuda for part in parts)
+        if self._bytes.numel() < at or (cuda and not self._bytes.is_pinned()):
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # give the old memory back before asking for more
+            self._bytes = _allocate(at, pinned=cuda)
+        copies = []
+        for part, start in zip(parts, starts, strict=True):
+            space = self._bytes[start : start + part.nbytes].view(part.values.dtype).view(part.values.shape)
+            space.copy_(part.values, non_blocking=cuda)
+            copies.append(Part(part.name, part.global_shape, part.box, space))
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        return copies
+
+
+def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
+    if pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = mmap.mmap(-1, max(nbytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # first touch costs one fault for 2 MiB, not for 4 KiB
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+class BackgroundSave:
+    """One save in flight on this rank.
+
+    after_commit: rank 0, once the checkpoint is committed (deletes old ones).
+    """
+
+    def __init__(self, job: SaveJob, world_size: int, after_commit: Callable[[], None]) -> None:
+        self.job = job
+        self._world_size = world_size
+        self._after_commit = after_commit
+        self._written = threading.Event()
+        self._report: Report = {}
+        self._handed_over: list[Report] | None = None
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def problem(self) -> str | None:
+        """Why this save has failed, as far as this rank knows by now."""
+        return self._problem
+
+    @property
+    def in_flight(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait_written(self) -> Report:
+        """Waits for this rank's own part, for nobody else; returns its report."""
+        self._written.wait()
+        return self._report
+
+    def finish(self, reports: list[Report]) -> str | None:
+        """Waits for the end, given all ranks' reports. Returns this rank's problem, None if all is well."""
+        self._handed_over = reports
+        self._thread.join()
+        return self._problem
+
+    def _run(self) -> None:
+        try:
+            self._report = self.job.write_part()
+            self._problem = self._report.get("error")
+            if self.job.rank != 0:
+                _post(self.job.staging, self.job.rank, self._report)
+        finally:
+            self._written.set()
+        if self.job.rank == 0:
+            reports = self._collect()
+            for rank in range(1, self._world_size):
+                _report_path(self.job.staging, rank).unlink(missing_ok=True)
+            self._problem = self.job.commit(reports)
+            if self._problem is None:
+                self._after_commit()
+
+    def _collect(self) -> list[Report]:
+        """Rank 0's writer: all ranks' reports, from their files or from `finish`, whichever is first."""
+        found: dict[int, Report] = {0: self._report}
+        while len(found) < self._world_size:
+            if self._handed_over is not None:
+                return self._handed_over
+            for rank in range(1, self._world_size):
+                path = _report_path(self.job.staging, rank)
+                if rank not in found and path.exists():
+                    found[rank] = json.loads(path.read_bytes())
+            time.sleep(0.01)
+        return [found[rank] for rank in range(self._world_size)]
+
+
+def _report_path(staging: Path, rank: int) -> Path:
+    return staging / f"report_{rank:05d}.json"
+
+
+def _post(staging: Path, rank: int, report: Report) -> None:
+    """Leaves a report for rank 0, whole or not at all.
+
+    A failure is no loss: `finish` hands the reports over as well.
+    """
+    path = _report_path(staging, rank)
+    temporary = path.with_suffix(".part")
+    try:
+        temporary.write_text(json.dumps(report))
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,218 @@
+"""One run, one directory: a lock that a dead holder can not keep.
+
+`run.lock` holds host, process, start time and a token. The holder touches it every few seconds. It is stale, and taken
+over, when its process is gone (same host) or its heartbeat is (another host): a requeue on another machine needs
+nobody's help. Ages are measured by the file server's clock only, so the hosts' clocks may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megalite.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+HEARTBEAT_SECONDS = 10.0
+STALE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a lock file says about who holds it.
+
+    `processes` names the set of process numbers (a container has its own).
+    """
+
+    token: str
+    host: str
+    pid: int
+    process_start: str
+    since: str
+    processes: str = ""
+
+    @classmethod
+    def myself(cls) -> Holder:
+        now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        pid = os.getpid()
+        return cls(uuid.uuid4().hex, socket.gethostname(), pid, process_start(pid) or "", now, process_space())
+
+    @classmethod
+    def read(cls, path: Path) -> Holder | None:
+        """None where there is no lock or it is not legible (a write that was cut off)."""
+        try:
+            value: Any = json.loads(path.read_bytes()[:4096])
+            texts = {key: str(value[key]) for key in ("token", "host", "process_start", "since", "processes")}
+            return cls(pid=int(value["pid"]), **texts)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def process_start(pid: int) -> str | None:
+    """Something that tells a process from a later one with the same number; None where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return None if Path("/proc/self/stat").exists() else ""
+
+
+def process_space() -> str:
+    """Names the set that this process's number counts in."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+class RunLock:
+    """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it.
+
+    Raises CheckpointError where another live process holds it.
+    """
+
+    def __init__(
+        self, directory: Path | str, *, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_SECONDS
+    ) -> None:
+        self.path = Path(directory) / LOCK_FILE
+        self._heartbeat, self._stale_after = heartbeat, stale_after
+        self._me: Holder | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> RunLock:
+        """Takes the lock, also from a dead holder. Raises CheckpointError."""
+        self._make_directory()
+        me = Holder.myself()
+        for _ in range(5):  # each round but the last lost a race against somebody else's take-over
+            if self._create(me):
+                self._me = me
+                self._stop.clear()
+                self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+                self._thread.start()
+                return self
+            self._remove_stale()
+        raise CheckpointError(f"--save={self.path.parent}: could not get {self.path}; several jobs start here at once")
+
+    def release(self) -> None:
+        """Gives the lock back. Harmless where it is not held."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._me is not None and self.held:
+            self.path.unlink(missing_ok=True)
+        self._me = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the file still says that we hold it."""
+        holder = Holder.read(self.path)
+        return self._me is not None and holder is not None and holder.token == self._me.token
+
+    def _make_directory(self) -> None:
+        directory = self.path.parent
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"--save={directory}: can not be created ({error.strerror}); choose another --save"
+            ) from None
+
+    def _create(self, me: Holder) -> bool:
+        """Makes the lock file appear whole, unless there is one."""
+        temporary = self.path.with_name(f".{LOCK_FILE}.{me.token}")
+        try:
+            with open(temporary, "x") as file:
+                json.dump(me.__dict__, file)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(temporary, self.path)
+            except FileExistsError:
+                return False
+            return True
+        except OSError as error:
+            where = f"--save={self.path.parent}"
+            raise CheckpointError(f"{where}: can not write there ({error.strerror}); choose another --save") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _remove_stale(self) -> None:
+        """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
+        holder = Holder.read(self.path)
+        age = self._age()
+        if age is None:
+            return
+        if not self._is_dead(holder, age):
+            who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
+            raise CheckpointError(
+                f"--save={self.path.parent}: in use by another run ({who}, last sign of life {age:.0f} s ago); "
+                "stop it or choose another --save"
+            )
+        grave = self.path.with_name(f".{LOCK_FILE}.stale-{uuid.uuid4().hex}")
+        try:
+            os.rename(self.path, grave)
+        except FileNotFoundError:
+            return
+        buried = Holder.read(grave)
+        if buried != holder:  # between the look and the rename somebody else took over: give it back
+            try:
+                os.link(grave, self.path)
+            except FileExistsError:
+                pass
+        elif holder:
+            logger.warning("took over %s from a dead run (%s, pid %d)", self.path.parent, holder.host, holder.pid)
+        grave.unlink(missing_ok=True)
+
+    def _is_dead(self, holder: Holder | None, age: float) -> bool:
+        if holder and (holder.host, holder.processes) == (socket.gethostname(), process_space()):
+            started = process_start(holder.pid)
+            return started is None or started != holder.process_start
+        return age > self._stale_after
+
+    def _age(self) -> float | None:
+        """Seconds since the last heartbeat, by the clock of the file server; None where the lock is gone."""
+        probe = self.path.with_name(f".{LOCK_FILE}.clock-{uuid.uuid4().hex}")
+        try:
+            probe.touch(exist_ok=False)
+            return probe.stat().st_mtime - self.path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError:  # not writable: judge by our own clock
+            return time.time() - self.path.stat().st_mtime if self.path.exists() else None
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._heartbeat):
+            if not self.held:
+                logger.error("%s was taken over by another run while this one lives", self.path)
+                return
+            try:
+                os.utime(self.path)
+            except OSError as error:
+                logger.warning("could not renew %s: %s", self.path, error.strerror)
+
+    def __enter__(self) -> RunLock:
+        return self.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()

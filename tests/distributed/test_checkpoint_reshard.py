@@ -1,0 +1,115 @@
+"""`Checkpointer` on real ranks: save at one world size, load at another; errors reach every rank; async equals sync."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint import Checkpointer, latest
+from megalite.comm.layout import TensorShard
+from megalite.comm.mesh import ParallelMesh
+from megalite.comm.world import World
+from megalite.errors import CheckpointError
+from megalite.testing import run_ranks, run_single
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "checkpoint"))
+from checkpoint_layouts import holds, make_model, random_layout  # noqa: E402
+
+
+def checkpointer(world: World, directory: str, **options: object) -> Checkpointer:
+    axis = ParallelMesh.build(rank=world.rank, size=world.size).world
+    return Checkpointer(directory, world=axis, **options)  # type: ignore[arg-type]
+
+
+def save_random(world: World, directory: str, seed: int) -> str:
+    model = make_model(seed)
+    layout = random_layout(model, world.size, random.Random(seed), fill=True)
+    return str(checkpointer(world, directory).save(seed, layout[world.rank], {"seed": seed}, {"t.json": b"{}"}))
+
+
+def load_random(world: World, directory: str, seed: int) -> dict[str, object]:
+    model = make_model(seed)
+    layout = random_layout(model, world.size, random.Random(seed + 1000), fill=False)
+    saver = checkpointer(world, directory)
+    meta = saver.load(saver.find(directory), layout[world.rank])
+    holds(model, [layout[world.rank]])
+    return meta
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (4, 3), (2, 4)])
+def test_any_world_size_loads_any_other(tmp_path: Path, source: int, target: int) -> None:
+    for seed in range(3):
+        directory = str(tmp_path / str(seed))
+        paths = run_ranks(save_random, source, directory, seed)
+        assert set(paths) == {str(tmp_path / str(seed) / f"iter_{seed:07d}")}
+        for meta in run_ranks(load_random, target, directory, seed):
+            assert meta == {"seed": seed}
+
+
+def copies(world: World, directory: str) -> list[str]:
+    shards = [TensorShard(f"w{i}", (512, 512), (0, 0), torch.full((512, 512), float(i)), world.rank) for i in range(3)]
+    path = checkpointer(world, directory).save(1, shards, {})
+    return sorted(p.name for p in path.glob("*.safetensors"))
+
+
+def test_copies_are_written_once_and_by_all_ranks(tmp_path: Path) -> None:
+    names = run_ranks(copies, 4, str(tmp_path))[0]
+    assert names == [f"rank_{r:05d}.safetensors" for r in range(4)]
+    sizes = [(tmp_path / "iter_0000001" / name).stat().st_size for name in names]
+    assert sum(sizes) < 3 * 2**20 + 4 * 2000 and max(sizes) - min(sizes) < 2000
+
+
+def one_rank_has_a_problem(world: World, directory: str, what: str) -> str:
+    values = torch.ones(4, dtype=torch.complex64) if what == "dtype" and world.rank == 1 else torch.ones(4)
+    shards = [TensorShard("w", (8,), (4 * world.rank,), values)]
+    saver = checkpointer(world, directory)
+    try:
+        path = saver.save(1, shards, {"nan": float("nan")} if what == "meta" else {})
+        if what == "missing" and world.rank == 1:
+            (path / "rank_00001.safetensors").unlink()
+        name = "v" if what == "name" and world.rank == 1 else "w"
+        saver.load(path, [TensorShard(name, (8,), (4 * world.rank,), torch.zeros(4))])
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dtype", "complex64 can not be stored [rank 1]"),
+        ("name", "v: not in the checkpoint [rank 1]"),
+        ("missing", "rank_00001.safetensors: missing"),
+        ("meta", "not JSON"),
+    ],
+)
+def test_a_problem_of_one_rank_is_raised_by_all(tmp_path: Path, what: str, message: str) -> None:
+    first, second = run_ranks(one_rank_has_a_problem, 2, str(tmp_path), what)
+    assert first == second
+    assert message in first
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def unused_weights(world: World, directory: str) -> list[str]:
+    saver = checkpointer(world, directory)
+    names = ["w", "bias", "optimizer/exp_avg/w"]
+    path = saver.save(1, [TensorShard(n, (4,), (0,), torch.ones(4)) for n in names], {})
+    said = []
+    for wanted in (names[:2], names[:1]):
+        try:
+            saver.load(path, [TensorShard(n, (4,), (0,), torch.zeros(4)) for n in wanted])
+            said.append("loaded")
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_optimizer_state_may_be_left_but_weights_may_not(tmp_path: Path) -> None:
+    said = run_single(unused_weights, str(tmp_path))
+    assert said[0] == "loaded"
+    assert "holds weights that this model lacks: bias" in said[1]
+    assert latest(tmp_path) == tmp_path / "iter_0000001"

@@ -1,0 +1,69 @@
+"""The geometry of resharding against brute force on masks."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from megalite.checkpoint.reshard import Box, Holding, cover, find_overlap, share_out
+
+
+def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
+    offset = tuple(rng.randrange(extent) for extent in shape)
+    return Box(offset, tuple(rng.randint(1, extent - start) for extent, start in zip(shape, offset, strict=True)))
+
+
+def mask(box: Box, shape: tuple[int, ...]) -> np.ndarray:
+    result = np.zeros(shape, dtype=int)
+    result[box.slices_in(Box((0,) * len(shape), shape))] = 1
+    return result
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_intersection_overlap_and_cover_agree_with_masks(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 3)))
+    for _ in range(50):
+        boxes = [random_box(rng, shape) for _ in range(rng.randint(1, 4))]
+        masks = [mask(box, shape) for box in boxes]
+        common = boxes[0].intersect(boxes[-1])
+        assert (common.numel if common else 0) == (masks[0] * masks[-1]).sum()
+        assert (find_overlap(boxes) is not None) == bool((sum(masks) > 1).any())
+        wanted = random_box(rng, shape)
+        exact = bool((sum(masks)[mask(wanted, shape) == 1] == 1).all())
+        if exact:
+            pieces = cover(wanted, boxes)
+            assert (sum(mask(piece, shape) for _, piece in pieces) == mask(wanted, shape)).all()
+        else:
+            with pytest.raises(ValueError, match="elements"):
+                cover(wanted, boxes)
+
+
+def test_two_scalars_overlap() -> None:
+    assert find_overlap([Box((), ()), Box((), ())]) is not None
+    assert find_overlap([Box((), ())]) is None
+    assert cover(Box((), ()), [Box((), ())]) == [(0, Box((), ()))]
+
+
+def test_work_is_spread_over_copies_and_every_box_is_written_once() -> None:
+    big, small = Box((0, 0), (1001, 1024)), Box((0,), (64,))
+    names = [f"bias{i}" for i in range(9)]
+    holdings = [
+        [Holding("w", big, 4, 0, rank)] + [Holding(name, small, 4, 1 + i, rank) for i, name in enumerate(names)]
+        for rank in range(4)
+    ]
+    duties = share_out(holdings)
+    rows = sorted((d.box.offset[0], d.box.end[0]) for mine in duties for d in mine if d.index == 0)
+    assert rows[0][0] == 0 and rows[-1][1] == 1001
+    assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+    assert sorted(d.index for mine in duties for d in mine if d.index) == list(range(1, 10))
+    numels = [sum(d.box.numel for d in mine) for mine in duties]
+    assert max(numels) - min(numels) <= 1024 + 64
+
+
+def test_a_box_without_replica_zero_is_not_written() -> None:
+    whole, half = Box((0,), (8,)), Box((0,), (4,))
+    duties = share_out([[Holding("w", whole, 4, 0, 0)], [Holding("w", half, 4, 0, 1)]])
+    assert [len(mine) for mine in duties] == [1, 0]
