@@ -46,8 +46,7 @@ def decide_start(
                 f"--save={save}: holds checkpoints already (newest {held[-1].name}); "
                 f"add --auto-resume or --load {save} to go on with them, or choose a new directory"
             )
-        return Start((), "no --load: a fresh start" if not auto_resume else f"--auto-resume: {save} is empty: a fresh
-        start")
+        return Start((), f"--auto-resume: {save} is empty: a fresh start" if auto_resume else "a fresh start")
     if save is not None and _same(save, load):
         if not held and ckpt_step is None and not _foreign(Path(load)):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
@@ -72,7 +71,7 @@ def _foreign(root: Path) -> bool:
 
 
 def set_aside_newer(save: Path | str, step: int) -> list[Path]:
-    """Renames checkpoints of `save` that are newer than `step`, for a run that goes back to `step` and will come by again.
+    """Renames checkpoints of `save` newer than `step`, for a run that goes back to `step` and will come by again.
 
     Nothing is deleted; the new names are not taken for checkpoints. Returns the new paths.
     """
