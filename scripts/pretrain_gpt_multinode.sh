@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# A 7 billion parameter Llama on several nodes: run this on every node. DRY_RUN=1 prints the command.
+#
+#   MASTER_ADDR=node0 NNODES=4 NODE_RANK=0 scripts/pretrain_gpt_multinode.sh DATA_PREFIX TOKENIZER SAVE_DIR [--flag ...]
+#
+# DATA_PREFIX: a .bin/.idx pair. TOKENIZER: a tokenizer.json or its directory. Under SLURM use slurm.sbatch, which
+# starts the ranks by srun. The rendezvous is not encrypted: use a private network.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+USAGE="usage: $0 DATA_PREFIX TOKENIZER SAVE_DIR [--flag value ...]"
+DATA_PATH=${1:?$USAGE}
+TOKENIZER=${2:?$USAGE}
+SAVE_DIR=${3:?$USAGE}
+shift 3
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NNODES=${NNODES:-4}
+NODE_RANK=${NODE_RANK:-0}
+MASTER_ADDR=${MASTER_ADDR:-localhost}
+MASTER_PORT=${MASTER_PORT:-6000}
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+
+LAUNCHER=(
+    torchrun
+    --nproc-per-node "$GPUS_PER_NODE"
+    --nnodes "$NNODES"
+    --node-rank "$NODE_RANK"
+    --master-addr "$MASTER_ADDR"
+    --master-port "$MASTER_PORT"
+)
+MODEL_ARGS=(
+    --model-type llama
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 11008
+    --num-attention-heads 32
+    --seq-length 4096
+    --norm-epsilon 1e-5
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 4
+    --pipeline-model-parallel-size 2
+    --sequence-parallel
+    --use-distributed-optimizer
+    --recompute-activations
+    --distributed-timeout-minutes 30
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 1024
+    --train-tokens 1000000000000
+    --bf16
+    --compile
+    --lr 3e-4
+    --min-lr 3e-5
+    --lr-decay-style cosine
+    --lr-warmup-fraction 0.005
+    --weight-decay 0.1
+    --adam-beta2 0.95
+    --clip-grad 1.0
+)
+DATA_ARGS=(
+    --data-path "$DATA_PATH"
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model "$TOKENIZER"
+    --split 990,10,0
+)
+OUTPUT_ARGS=(
+    --save "$SAVE_DIR"
+    --load "$SAVE_DIR"
+    --save-interval 1000
+    --log-interval 10
+    --eval-interval 1000
+    --eval-iters 10
+)
+
+COMMAND=(
+    "${LAUNCHER[@]}" pretrain_gpt.py
+    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+)
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+    printf '%q ' "${COMMAND[@]}"
+    echo
+else
+    exec "${COMMAND[@]}"
+fi

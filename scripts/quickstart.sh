@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# From a fresh clone to a GPT that has learnt real text: sets up an environment, trains, and lets the model write.
+#
+#   scripts/quickstart.sh                   one process
+#   scripts/quickstart.sh --nprocs 2        flags go to pretrain_gpt.py
+#   SAVE=runs/mine scripts/quickstart.sh    where the run is kept (checkpoints/quickstart)
+#
+# Interrupted? The same command goes on where it stopped.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+use_environment "torch megalite tokenizers" -e . tokenizers
+
+SAVE=${SAVE:-checkpoints/quickstart}
+python pretrain_gpt.py --config configs/quickstart.yaml --save "$SAVE" --auto-resume "$@"
+echo
+echo "== the model continues 'def '"
+python tools/generate_text.py --load "$SAVE" --prompt "def " --max-new-tokens 200 --temperature 0.7 --top-k 40 --seed 1
+echo
+echo "saved in $SAVE: config.yaml, metrics.jsonl and the checkpoint"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Everything that must hold: formatting, lint, types, tests. Sets up what it needs (see environment.sh).
+#
+#   scripts/test.sh            large matrices are sampled; at most six minutes on two cores
+#   scripts/test.sh --full     all of the large matrices; run before a large change is called done
+#
+# Further arguments go to pytest. All four steps run even if one fails; the last line is pytest's.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+use_environment "torch megalite pytest ruff mypy transformers tokenizers sentencepiece datasets wandb" -e ".[dev]"
+
+status=0
+echo "== formatting" && python -m ruff format --check . || status=1
+echo "== lint" && python -m ruff check . || status=1
+echo "== types" && python -m mypy || status=1
+echo "== tests"
+# One thread: the cores belong to the ranks that the tests start.
+OMP_NUM_THREADS=1 python -m pytest "$@" || status=1
+exit "$status"
