@@ -60,8 +60,8 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 def samples_per_part(weights: Sequence[float], size: int, surplus: float = SURPLUS) -> list[int]:
-    """Samples that each part is asked for, for a blend of `size`."""
-    return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in normalise(weights)]
+    """Samples that each part is asked for, for a blend of `size`; `weights` are normalised."""
+    return [int(math.ceil(math.ceil(size * weight) * (1 + surplus))) for weight in weights]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megalite.data.blend import BlendedDataset, parse_blend, samples_per_part
+from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
 from megalite.data.corpus import TextCorpus, file_corpus, stdlib_corpus, tokenise
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
@@ -210,13 +210,13 @@ class _Opener:
     def split(self, split: str, requests: Sequence[int | None]) -> Dataset:
         """Data set of one split, by its totals of samples."""
         if self.cfg.mock_data:
-            store = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
+            mock = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
             parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
-            return self._dataset(store, bounds_of(parts[split], len(store.lengths)), split, requests)
+            return self._dataset(mock, bounds_of(parts[split], len(mock.lengths)), split, requests)
         if not self.sources:
             if split == "test":
                 raise _Unusable("the default corpus has no test part")
-            store = self._tokens("", None if split == "all" else (0.0, 1.0), split, "--data-path")
+            store = self._tokens("", (0.0, 1.0), split, "--data-path")
             return self._dataset(store, (0, len(store)), split, requests)
         source = self.sources.get(split)
         if source is None:
@@ -246,6 +246,8 @@ class _Opener:
             total = sum(len(part) for part in once)
             if requests[0] is None or (len(requests) == 1 and requests[0] <= total):
                 return BlendedDataset(once, weights, requests[0] or total, cache_dir=self.cache_dir)
+        # Megatron normalises here and once more in the blend itself, which may move the last bit.
+        weights = normalise(weights)
         assert requests[0] is not None or len(requests) == 1
         if requests[0] is None:
             requests = (self._one_epoch(opened, weights),)
@@ -260,13 +262,12 @@ class _Opener:
 
     def _one_epoch(self, opened: Sequence[tuple[TokenStore, tuple[int, int]]], weights: Sequence[float]) -> int:
         """Samples of a blend that reads no part more than once."""
-        shares = np.array(weights) / sum(weights)
         tokens = [int(store.lengths[begin:end].sum(dtype=np.int64)) for store, (begin, end) in opened]
         return max(
             1,
             min(
                 int((count - 1) // self.seq_length / share)
-                for count, share in zip(tokens, shares, strict=True)
+                for count, share in zip(tokens, weights, strict=True)
                 if share > 0
             ),
         )

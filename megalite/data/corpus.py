@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 import xxhash
@@ -158,14 +159,14 @@ def open_text(path: str) -> Iterator[io.TextIOBase]:
     """Open a text file for reading, unpacked if its name ends in `.gz` or `.zst`."""
     with contextlib.ExitStack() as stack:
         if path.endswith(".gz"):
-            binary: io.BufferedIOBase = stack.enter_context(gzip.open(path, "rb"))  # type: ignore[arg-type]
+            binary: BinaryIO = stack.enter_context(cast(BinaryIO, gzip.open(path, "rb")))
         elif path.endswith(".zst"):
             try:
                 import zstandard
             except ImportError:
                 raise DataError(f"{path}: needs the package zstandard; pip install zstandard") from None
             raw = stack.enter_context(open(path, "rb"))
-            binary = stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw))
+            binary = cast(BinaryIO, stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw)))
         else:
             binary = stack.enter_context(open(path, "rb"))
         yield io.TextIOWrapper(binary, encoding="utf-8", newline="\n")

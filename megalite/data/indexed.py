@@ -208,9 +208,9 @@ class IndexedDataset:
 
     def digest(self) -> str:
         """Hex digest of both files: equal digests mean equal tokens."""
-        digest = xxhash.xxh3_128(np.ascontiguousarray(self._lengths).view(np.uint8))
-        digest.update(np.ascontiguousarray(self._pointers).view(np.uint8))
-        digest.update(self._tokens.view(np.uint8))
+        digest = xxhash.xxh3_128(np.ascontiguousarray(self._lengths).data)
+        digest.update(np.ascontiguousarray(self._pointers).data)
+        digest.update(self._tokens.data)
         return digest.hexdigest()
 
 
