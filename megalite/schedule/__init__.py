@@ -26,7 +26,7 @@ Proof: tests/unit/schedule (closed forms of the papers, random shapes, mutations
 """
 
 from megalite.schedule.action import Action, parse_action
-from megalite.schedule.forward_only import forward_only
+from megalite.schedule.partition import Partition, estimate_costs, partition
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Batch, Peak, Program
@@ -51,6 +51,7 @@ __all__ = [
     "Action",
     "Batch",
     "Costs",
+    "Partition",
     "Peak",
     "Placement",
     "Program",
@@ -62,8 +63,8 @@ __all__ = [
     "build",
     "default_schedule",
     "dump_program",
+    "estimate_costs",
     "find",
-    "forward_only",
     "insert_communication",
     "insert_reduce",
     "insert_unshard",
@@ -73,6 +74,7 @@ __all__ = [
     "merge_backward",
     "parse_action",
     "parse_program",
+    "partition",
     "resolve_chunks",
     "simulate",
     "validate",

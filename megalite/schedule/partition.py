@@ -1,0 +1,261 @@
+"""Partition: which layers of the model each stage holds. Pure: it cuts a list of costs.
+
+The model is the list [embedding, layer 0, ..., layer L-1, head]: L + 2 items, and a stage is a slice of it.
+
+    L=6, 4 stages, head as heavy as two layers      E t t | t t | t t | L        (written `Ett|tt|tt|L`)
+
+Without instructions the heaviest stage is made as light as possible, and among such cuts the most even one is taken;
+uneven layer counts are balanced, not refused. Instructions: `--decoder-first-pipeline-num-layers` and
+`--decoder-last-pipeline-num-layers` fix the layers of the first and the last rank; Megatron's
+`--pipeline-model-parallel-layout` fixes everything.
+
+Invariant: the slices are the whole list, in order, without gap or overlap; no layer is ever lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from megalite.errors import ScheduleError
+from megalite.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Partition:
+    """bounds[stage] = (start, stop) in the list [embedding, layers..., head] of num_layers + 2 items."""
+
+    num_layers: int
+    bounds: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        edges = [0, *(stop for _, stop in self.bounds)]
+        assert all(start == edge for (start, _), edge in zip(self.bounds, edges, strict=False)), self.bounds
+        assert edges[-1] == self.num_layers + 2, f"{self.bounds} loses layers of {self.num_layers}"
+        assert all(start < stop for start, stop in self.bounds), f"empty stage in {self.bounds}"
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds)
+
+    def items(self, stage: int) -> range:
+        """Indices into the whole list; 0 is the embedding, num_layers + 1 the head."""
+        return range(*self.bounds[stage])
+
+    def layers(self, stage: int) -> range:
+        """Transformer layers 0 .. num_layers - 1 of a stage (may be empty)."""
+        start, stop = self.bounds[stage]
+        return range(max(start - 1, 0), min(stop - 1, self.num_layers))
+
+    def has_embedding(self, stage: int) -> bool:
+        return self.bounds[stage][0] == 0
+
+    def has_head(self, stage: int) -> bool:
+        return self.bounds[stage][1] == self.num_layers + 2
+
+    def stage_of_layer(self, layer: int) -> int:
+        """Stage that holds transformer layer `layer`."""
+        return next(stage for stage in range(self.num_stages) if layer in self.layers(stage))
+
+    def stage_costs(self, costs: Sequence[float]) -> tuple[float, ...]:
+        """Sum of the costs of each stage. costs: num_layers + 2 numbers, embedding first, head last."""
+        return tuple(sum(costs[start:stop]) for start, stop in self.bounds)
+
+    def __str__(self) -> str:
+        """Megatron's layout string: `Ett|tt|ttL`."""
+        names = ["E", *"t" * self.num_layers, "L"]
+        return "|".join("".join(names[start:stop]) for start, stop in self.bounds)
+
+
+def partition(
+    num_layers: int,
+    placement: Placement,
+    *,
+    costs: Sequence[float] | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    layout: str | None = None,
+) -> Partition:
+    """Cut a model of num_layers transformer layers into the stages of `placement`.
+
+    costs: num_layers + 2 relative costs, embedding first, head last (default: layers 1, embedding and head 0).
+    first, last: transformer layers of the first and last rank. layout: Megatron's string, which excludes first and
+    last. Raises ScheduleError with the flag and the numbers if the instructions do not fit the model.
+    """
+    num_stages = placement.num_stages
+    if layout is not None:
+        if first is not None or last is not None:
+            raise ScheduleError(
+                f"--pipeline-model-parallel-layout={layout}: it already fixes every stage; leave out "
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+            )
+        return parse_layout(layout, num_layers, num_stages)
+    if first is not None or last is not None:
+        return _fixed_ends(num_layers, placement, first, last)
+    if num_layers + 2 < num_stages:
+        raise ScheduleError(
+            f"--pipeline-model-parallel-size={placement.num_ranks}: {num_stages} stages for {num_layers} layers, "
+            f"embedding and head; use at most {num_layers + 2} stages, or more layers"
+        )
+    costs = [0.0, *[1.0] * num_layers, 0.0] if costs is None else [float(cost) for cost in costs]
+    if len(costs) != num_layers + 2 or min(costs) < 0:
+        raise ScheduleError(f"partition: {num_layers + 2} costs >= 0 are needed (embedding, layers, head), got {costs}")
+    return Partition(num_layers, _balanced(costs, num_stages))
+
+
+def _balanced(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
+    """Contiguous non-empty slices with the least maximum; among those the least sum of squares, earliest cuts first."""
+    total = [0.0, *accumulate(costs)]
+    n = len(costs)
+    heaviest = _least_maximum(total, num_stages)
+    limit = heaviest + 1e-9 * max(total[-1], 1.0)
+    infinity = float("inf")
+    # best[i] = least sum of squares for the items i.. in the stages that remain; from the last stage to the first.
+    best = [infinity] * n + [0.0]
+    cuts: list[list[int]] = []
+    for _ in range(num_stages):
+        following, best, cut = best, [infinity] * (n + 1), [n] * (n + 1)
+        for start in range(n):
+            for stop in range(start + 1, n + 1):
+                load = total[stop] - total[start]
+                if load > limit:
+                    break
+                value = load * load + following[stop]
+                # Later cuts win ties: a surplus layer goes to an earlier stage, and the embedding joins its first
+                # layers.
+                if value <= best[start] and value < infinity:
+                    best[start], cut[start] = value, stop
+        cuts.append(cut)
+    bounds, start = [], 0
+    for cut in reversed(cuts):
+        bounds.append((start, cut[start]))
+        start = cut[start]
+    return tuple(bounds)
+
+
+def _least_maximum(total: Sequence[float], num_stages: int) -> float:
+    """Least possible cost of the heaviest of num_stages non-empty slices. total: prefix sums."""
+    n = len(total) - 1
+    least = [float("inf")] * n + [0.0]
+    for _ in range(num_stages):
+        following = least
+        least = [
+            min(
+                (max(total[stop] - total[start], following[stop]) for stop in range(start + 1, n + 1)),
+                default=float("inf"),
+            )
+            for start in range(n + 1)
+        ]
+    return least[0]
+
+
+def _fixed_ends(num_layers: int, placement: Placement, first: int | None, last: int | None) -> Partition:
+    """The first and last rank get what the flags say, the others the rest, as evenly as possible, earlier ranks
+    first.
+    """
+    p = placement.num_ranks
+    flags = f"--decoder-first-pipeline-num-layers={first} --decoder-last-pipeline-num-layers={last}"
+    fixed = {rank: count for rank, count in ((0, first), (p - 1, last)) if count is not None}
+    if p == 1 and first is not None and last is not None and first != last:
+        raise ScheduleError(f"{flags}: with one pipeline rank, the first and the last rank are the same; leave one out")
+    free = [rank for rank in range(p) if rank not in fixed]
+    rest = num_layers - sum(fixed.values())
+    if min(fixed.values()) < 0 or rest < 0 or (rest > 0 and not free):
+        raise ScheduleError(
+            f"{flags}: {sum(fixed.values())} layers on the end ranks and {rest} for {len(free)} ranks between them; "
+            f"the sum must be --num-layers={num_layers}"
+        )
+    per_rank = fixed | {rank: rest // len(free) + (turn < rest % len(free)) for turn, rank in enumerate(free)}
+    counts = [0] * placement.num_stages
+    for rank, count in per_rank.items():
+        stages = sorted(stage for stage, replica in placement.stages_of(rank) if replica == 0)
+        for turn, stage in enumerate(stages):
+            counts[stage] = count // len(stages) + (turn < count % len(stages))
+    return _from_counts(num_layers, counts, flags)
+
+
+def _from_counts(num_layers: int, counts: Sequence[int], flags: str) -> Partition:
+    """Stages with these numbers of transformer layers; the embedding joins the first, the head the last."""
+    sizes = list(counts)
+    sizes[0] += 1
+    sizes[-1] += 1
+    if 0 in sizes:
+        raise ScheduleError(f"{flags}: stage {sizes.index(0)} would hold no layer; use fewer stages, or more layers")
+    return Partition(num_layers, _bounds(sizes))
+
+
+def _bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    edges = [0, *accumulate(sizes)]
+    return tuple(pairwise(edges))
+
+
+def parse_layout(layout: str, num_layers: int, num_stages: int) -> Partition:
+    """Megatron's layout string: `|` ends a stage, `E` embedding, `t` layer, `L` head, `x*3` and `(..)*3` repeat, commas
+    are air.
+
+    `Et*3|(tt|)*29,t|L` is 32 stages. Raises ScheduleError if it does not hold exactly this model in this many stages.
+    """
+    flag = f"--pipeline-model-parallel-layout={layout}"
+    stages = _expand(layout, flag).split("|")
+    if "m" in layout:
+        raise ScheduleError(f"{flag}: m (multi-token prediction layers) is not a layer of this model; use E, t and L")
+    if len(stages) != num_stages:
+        raise ScheduleError(
+            f"{flag}: {len(stages)} stages, but pipeline ranks times chunks per rank are {num_stages}; change the "
+            f"layout or --pipeline-model-parallel-size and --virtual-pipeline-model-parallel-size"
+        )
+    whole = "".join(stages)
+    if whole != "E" + "t" * num_layers + "L":
+        raise ScheduleError(
+            f"{flag}: holds {whole.count('E')} embeddings, {whole.count('t')} layers and {whole.count('L')} heads; the "
+            f"model is E, then --num-layers={num_layers} times t, then L, in this order"
+        )
+    if "" in stages:
+        raise ScheduleError(f"{flag}: stage {stages.index('')} is empty; give each stage a layer, or use fewer stages")
+    return Partition(num_layers, _bounds([len(stage) for stage in stages]))
+
+
+def _expand(layout: str, flag: str) -> str:
+    """Repetitions written out, innermost first; only E, t, m, L and | are left."""
+    text = re.sub(r"[\s,]", "", layout)
+    pattern = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d+)|\(([EtmL|]*)\)")
+    while match := pattern.search(text):
+        group, single, count, plain = match.groups()
+        body = plain if plain is not None else (group if group is not None else single) * int(count)
+        text = text[: match.start()] + body + text[match.end() :]
+        if len(text) > 100_000:
+            raise ScheduleError(f"{flag}: more than 100000 layers when written out")
+    wrong = re.search(r"[^EtmL|]", text)
+    if wrong:
+        raise ScheduleError(
+            f"{flag}: cannot read {wrong[0]!r}; the letters are E t L | ( ) * and commas, as in Et*3|(tt|)*2,tL"
+        )
+    return text
+
+
+def estimate_costs(
+    num_layers: int,
+    *,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    vocab_size: int,
+    seq_length: int,
+    attention_width: int | None = None,
+    key_value_width: int | None = None,
+    gated: bool = False,
+) -> list[float]:
+    """Relative costs for `partition` by multiply-adds per token, one layer = 1: [embedding, layers ..., head].
+
+    attention_width: heads * head dim (default hidden_size). key_value_width: query groups * head dim (default the
+    same). The embedding is a look-up, so 0; the head is a product with the whole vocabulary. Causal attention counts
+    half.
+    """
+    wide = hidden_size if attention_width is None else attention_width
+    narrow = wide if key_value_width is None else key_value_width
+    projections = hidden_size * (2 * wide + 2 * narrow)
+    scores = wide * seq_length  # two products of seq_length * wide, half of each masked
+    mlp = (3 if gated else 2) * hidden_size * ffn_hidden_size
+    head = hidden_size * vocab_size
+    return [0.0, *[1.0] * num_layers, head / (projections + scores + mlp)]
