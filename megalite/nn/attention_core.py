@@ -11,7 +11,6 @@ s: the queries are the last s of k tokens (k > s while generating from a cache).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -76,11 +75,12 @@ class AttentionCore:
     ) -> Tensor:
         s, b, g, r, d = q.shape
         length = k.shape[0]
-        q = (q * (1.0 / math.sqrt(d))).permute(1, 2, 3, 0, 4).reshape(b * g, r * s, d)
+        q = (q * d**-0.5).permute(1, 2, 3, 0, 4).reshape(b * g, r * s, d)
         k, v = (t.permute(1, 2, 0, 3).reshape(b * g, length, d) for t in (k, v))
-        scores = torch.bmm(q, k.transpose(1, 2)).view(b, g, r, s, length)
         if self.softmax_in_fp32:
-            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            exact = torch.promote_types(q.dtype, torch.float32)
+            q, k = q.to(exact), k.to(exact)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(b, g, r, s, length)
         allowed = attention_mask(s, length, document_ids, q.device)
         scores = scores + torch.zeros((), dtype=scores.dtype, device=q.device).where(allowed, float("-inf"))
         weights = torch.softmax(scores, -1).to(v.dtype)

@@ -1,0 +1,166 @@
+"""An independent implementation of the same models: logits, loss and every gradient equal transformers' in fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.models import build_stack, layer_specs
+from megalite.nn.context import LayerContext
+from megalite.nn.naming import placement_of
+from megalite.nn.stack import LayerStack
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+B, S, V = 2, 12, 50
+SHAPE: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=S, vocab_size=V)
+
+
+def batch() -> Microbatch:
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(0))
+    return Microbatch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        positions=torch.arange(S).expand(B, S),
+        loss_mask=torch.ones(B, S),
+        sample_ids=torch.arange(B),
+    )
+
+
+def build(config: ModelConfig) -> LayerStack:
+    stack = build_stack(config, layer_specs(config), LayerContext(dtype=torch.float64), init_seed=5)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # norms and biases away from 1 and 0, matrices large enough that everything matters
+        for p in stack.parameters():
+            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.2)
+    return stack
+
+
+def split_qkv(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows grouped by key/value head -> all queries, all keys, all values."""
+    g, d = config.query_groups, config.head_dim
+    r = config.num_attention_heads // g
+    grouped = qkv.reshape(g, r + 2, d, *qkv.shape[1:])
+    parts = grouped[:, :r], grouped[:, r], grouped[:, r + 1]
+    q, k, v = (part.reshape(-1, *qkv.shape[1:]) for part in parts)
+    return q, k, v
+
+
+def to_gpt2(config: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our logical tensors under GPT-2's names; its Conv1D stores matrices transposed."""
+    theirs = {
+        "transformer.wte.weight": ours["embedding.word_embeddings.weight"],
+        "transformer.wpe.weight": ours["embedding.position_embeddings.weight"],
+    }
+    for kind in ("weight", "bias"):
+        theirs[f"transformer.ln_f.{kind}"] = ours[f"head.final_norm.{kind}"]
+        for i in range(config.num_layers):
+            a, b = f"layers.{i}", f"transformer.h.{i}"
+            theirs[f"{b}.ln_1.{kind}"] = ours[f"{a}.input_norm.{kind}"]
+            theirs[f"{b}.ln_2.{kind}"] = ours[f"{a}.mlp_norm.{kind}"]
+            theirs[f"{b}.attn.c_attn.{kind}"] = torch.cat(split_qkv(config, ours[f"{a}.attention.qkv.{kind}"])).t()
+            theirs[f"{b}.attn.c_proj.{kind}"] = ours[f"{a}.attention.proj.{kind}"].t()
+            theirs[f"{b}.mlp.c_fc.{kind}"] = ours[f"{a}.mlp.fc1.{kind}"].t()
+            theirs[f"{b}.mlp.c_proj.{kind}"] = ours[f"{a}.mlp.fc2.{kind}"].t()
+    return theirs
+
+
+def to_llama(config: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our logical tensors under the names of Llama and Qwen3."""
+    theirs = {
+        "model.embed_tokens.weight": ours["embedding.word_embeddings.weight"],
+        "model.norm.weight": ours["head.final_norm.weight"],
+        "lm_head.weight": ours["head.output.weight"],
+    }
+    for i in range(config.num_layers):
+        a, b = f"layers.{i}", f"model.layers.{i}"
+        theirs[f"{b}.input_layernorm.weight"] = ours[f"{a}.input_norm.weight"]
+        theirs[f"{b}.post_attention_layernorm.weight"] = ours[f"{a}.mlp_norm.weight"]
+        for name, part in zip("qkv", split_qkv(config, ours[f"{a}.attention.qkv.weight"]), strict=True):
+            theirs[f"{b}.self_attn.{name}_proj.weight"] = part
+        theirs[f"{b}.self_attn.o_proj.weight"] = ours[f"{a}.attention.proj.weight"]
+        if config.qk_layernorm:
+            theirs[f"{b}.self_attn.q_norm.weight"] = ours[f"{a}.attention.q_norm.weight"]
+            theirs[f"{b}.self_attn.k_norm.weight"] = ours[f"{a}.attention.k_norm.weight"]
+        theirs[f"{b}.mlp.gate_proj.weight"], theirs[f"{b}.mlp.up_proj.weight"] = ours[f"{a}.mlp.fc1.weight"]
+        theirs[f"{b}.mlp.down_proj.weight"] = ours[f"{a}.mlp.fc2.weight"]
+    return theirs
+
+
+def without_padding(parameter: nn.Parameter, values: Tensor | None) -> Tensor:
+    assert values is not None
+    return values[tuple(slice(n) for n in placement_of(parameter).valid_shape(tuple(values.shape)))]
+
+
+def prepend(name: str, message: str) -> str:
+    return f"{name}: {message}"
+
+
+def compare(config: ModelConfig, peer: nn.Module, translate: Any) -> None:
+    stack, data = build(config), batch()
+    parameters = dict(stack.logical_parameters())
+    state = translate(config, {name: without_padding(p, p.detach()) for name, p in parameters.items()})
+    peer = peer.double()
+    missing, unexpected = peer.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+
+    logits = peer(input_ids=data.tokens).logits
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), data.labels.flatten(), reduction="sum")
+    expected.backward()
+    loss = stack(None, data)
+    loss.backward()
+
+    # the llama family of transformers computes norms and rotary angles in fp32 even then
+    tolerance = 1e-11 if config.normalization == "LayerNorm" else 2e-5
+    torch.testing.assert_close(loss, expected, rtol=tolerance / 10, atol=0)
+    ours = stack.get_submodule("head").logits(stack.body(None, data)).transpose(0, 1)
+    torch.testing.assert_close(ours, logits, rtol=tolerance, atol=tolerance)
+    gradients = translate(config, {name: without_padding(p, p.grad) for name, p in parameters.items()})
+    theirs = dict(peer.named_parameters())
+    assert set(gradients) <= set(theirs)
+    for name, gradient in gradients.items():
+        expected = theirs[name].grad
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance, msg=partial(prepend, name))
+
+
+@pytest.mark.parametrize(("activation", "peer_activation"), [("gelu-tanh", "gelu_new"), ("gelu", "gelu")])
+def test_gpt2(activation: str, peer_activation: str) -> None:
+    config = ModelConfig(**SHAPE, activation=activation)
+    peer = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, activation_function=peer_activation,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="eager",
+        )
+    )  # fmt: skip
+    compare(config, peer, to_gpt2)
+
+
+LLAMA: dict[str, Any] = dict(
+    model_type="llama", position_embedding_type="rope", normalization="RMSNorm", activation="swiglu",
+    add_bias_linear=False, untie_embeddings_and_output_weights=True, ffn_hidden_size=48,
+)  # fmt: skip
+PEER: dict[str, Any] = dict(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=S, tie_word_embeddings=False, use_cache=False, attn_implementation="eager",
+    rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_llama_with_grouped_queries(groups: int) -> None:
+    config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=groups)
+    compare(
+        config, transformers.LlamaForCausalLM(transformers.LlamaConfig(**PEER, num_key_value_heads=groups)), to_llama
+    )
+
+
+def test_qwen3_has_query_key_norms_and_its_own_head_size() -> None:
+    config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=2, kv_channels=16, qk_layernorm=True)
+    peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**PEER, num_key_value_heads=2, head_dim=16))
+    compare(config, peer, to_llama)
