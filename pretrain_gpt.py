@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
-from megalite.comm.launch import launch, print_error, read_place
-from megalite.comm.world import World
+from megalite.comm.launch import Place, launch, print_error, read_place
 from megalite.config import Config
 from megalite.config.cli import parse_with_origins
 from megalite.errors import MegaliteError
 
+if TYPE_CHECKING:
+    from megalite.comm.world import World
+
 
 def main(argv: list[str]) -> int:
     """Parses, launches, trains; returns the exit status."""
+    place = Place()
     try:
         place = read_place()
         parsed = parse_with_origins(argv, world_size=place.size if place.launcher else None)
     except MegaliteError as error:
-        print_error(error)
+        if place.rank == 0:
+            print_error(error)
         return error.exit_code
     configure_logging(place.rank)
     for warning in parsed.warnings:
