@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.data import TOKENIZERS
 from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
 from megalite.config.values import show
@@ -45,7 +46,7 @@ def _split_weights(text: str) -> Iterator[str]:
 
 def _tokenizer(config: Config) -> Iterator[str]:
     source, kind = config.data, config.data.tokenizer_type
-    if kind == "GPT2BPETokenizer":
+    if kind == "GPT2BPETokenizer" and source.tokenizer_model is None:
         for flag, value in (("--vocab-file", source.vocab_file), ("--merge-file", source.merge_file)):
             if value is None:
                 yield f"--tokenizer-type={kind}: needs {flag}"
@@ -53,16 +54,14 @@ def _tokenizer(config: Config) -> Iterator[str]:
         yield f"--tokenizer-type={kind}: needs --tokenizer-model"
     elif kind == "NullTokenizer" and config.model.vocab_size < 2:
         yield f"--tokenizer-type={kind}: needs --vocab-size"
-    elif kind is None and source.mock_data and config.model.vocab_size < 2:
-        yield "--mock-data: needs --vocab-size (or a --tokenizer-type)"
-    takers = {
-        "--tokenizer-model": (source.tokenizer_model, ("HuggingFaceTokenizer", "SentencePieceTokenizer")),
-        "--vocab-file": (source.vocab_file, ("GPT2BPETokenizer",)),
-        "--merge-file": (source.merge_file, ("GPT2BPETokenizer",)),
+    files = {
+        "--tokenizer-model": (source.tokenizer_model, ("ByteTokenizer", "NullTokenizer")),
+        "--vocab-file": (source.vocab_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
+        "--merge-file": (source.merge_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
     }
-    for flag, (value, kinds) in takers.items():
-        if value is not None and kind not in kinds:
-            yield f"{flag}={show(value)}: needs --tokenizer-type={' or '.join(kinds)}"
+    for flag, (value, without) in files.items():
+        if value is not None and kind in without:
+            yield f"{flag}={value}: --tokenizer-type={kind} reads no such file; drop one of them"
 
 
 def checkpoint(config: Config, world_size: int) -> Iterator[str]:

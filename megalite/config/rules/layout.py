@@ -216,4 +216,8 @@ def warnings(config: Config, world_size: int) -> list[str]:
                 micro_batches,
                 parallel.virtual_pipeline_model_parallel_size,
             )
+    source = config.data
+    named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
+    if not any(named):
+        lines.append("--data-path: not given; the text is the Python standard library's own sources")
     return list(dict.fromkeys(lines))
