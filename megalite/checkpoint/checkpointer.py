@@ -164,11 +164,11 @@ class Checkpointer:
     def _stage(self, step: int, save_id: str, needed: int) -> str | None:
         """Rank 0: makes the staging directory. Returns what stands against it."""
         final = self.directory / directory_name(step)
-        if final.exists():
-            name = final.name
-            return f"--save={self.directory}: {name} exists and is never overwritten; choose another --save"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if final.exists():
+                name = final.name
+                return f"--save={self.directory}: {name} exists and is never overwritten; choose another --save"
             if not self._swept:
                 sweep(self.directory)
                 self._swept = True

@@ -39,17 +39,23 @@ def step_of(path: Path) -> int:
 
 def committed(directory: Path | str) -> list[Path]:
     """The committed checkpoints of a directory, oldest first; empty where there is no such directory."""
-    root = Path(directory)
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / COMMITTED).is_file()]
+    found = [p for p in listing(directory) if _NAME.fullmatch(p.name) and os.path.isfile(p / COMMITTED)]
     return sorted(found, key=step_of)
+
+
+def listing(directory: Path | str) -> list[Path]:
+    """What a directory holds, sorted; empty where there is none. Raises CheckpointError where it can not be read."""
+    try:
+        return sorted(Path(directory).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{directory}: can not be read ({error.strerror})") from None
 
 
 def interrupted(directory: Path | str) -> list[Path]:
     """Staging directories: saves that are in flight or were interrupted."""
-    root = Path(directory)
-    return sorted(path for path in root.iterdir() if _STAGED.fullmatch(path.name)) if root.is_dir() else []
+    return [path for path in listing(directory) if _STAGED.fullmatch(path.name)]
 
 
 def latest(directory: Path | str) -> Path | None:
@@ -64,9 +70,9 @@ def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
     Raises CheckpointError.
     """
     root = Path(load)
-    if not root.exists():
+    if not os.path.exists(root):
         raise CheckpointError(f"--load={load}: no such directory; omit --load to start fresh")
-    if (root / COMMITTED).is_file():
+    if os.path.isfile(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
                 f"--ckpt-step={ckpt_step}: --load={load} is the checkpoint of another step; drop one of the two"
@@ -93,10 +99,10 @@ def _what_else(root: Path) -> str:
         return f" (found {torn[-1].name}, interrupted)"
     if ".tmp-" in root.name:
         return " (an interrupted save)"
-    foreign = [path.name for path in sorted(root.iterdir()) if _NAME.fullmatch(path.name)]
+    foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
     if foreign:
         return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
-    return " (empty)" if not any(root.iterdir()) else ""
+    return "" if listing(root) else " (empty)"
 
 
 def sweep(directory: Path | str) -> list[Path]:

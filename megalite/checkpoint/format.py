@@ -355,7 +355,7 @@ class _Reader:
             start + extent <= total for start, extent, total in zip(box.offset, box.shape, shape, strict=True)
         )
         if not inside:
-            raise self.wrong(f"{name}: rectangle {box} leaves tensor {tensor} {list(shape)}")
+            raise self.wrong(f"{name}: rectangle {box.offset} {box.shape} leaves tensor {tensor} {list(shape)}")
         checksums = tuple(self.digest(c, name) for c in self.items(entry.get("checksums"), name))
         if len(checksums) != -(-box.numel * tensors[tensor].torch_dtype.itemsize // block_bytes):
             raise self.wrong(f"{name}: number of checksums of {tensor}")

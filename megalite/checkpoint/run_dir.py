@@ -15,7 +15,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.discovery import committed, interrupted, latest, resolve, step_of
+from megalite.checkpoint.discovery import committed, interrupted, latest, listing, resolve, step_of
 from megalite.errors import CheckpointError
 
 COMPLETED = "COMPLETED"
@@ -65,9 +65,7 @@ def _same(first: str, second: str) -> bool:
 
 def _foreign(root: Path) -> bool:
     """Whether checkpoint names are taken by directories that we did not commit."""
-    return root.is_dir() and any(
-        path.name.startswith("iter_") and ".tmp-" not in path.name for path in root.iterdir() if path.is_dir()
-    )
+    return any(p.name.startswith("iter_") and ".tmp-" not in p.name for p in listing(root) if p.is_dir())
 
 
 def set_aside_newer(save: Path | str, step: int) -> list[Path]:

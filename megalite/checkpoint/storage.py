@@ -248,9 +248,9 @@ def read_small(path: Path, limit: int, nbytes: int | None = None) -> bytes:
 
 def read_manifest(path: Path) -> Manifest:
     """The proven manifest of a committed checkpoint. Raises CheckpointError where it is not committed or damaged."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CheckpointError(f"{path}: no such checkpoint directory")
-    if not (path / COMMITTED).exists():
+    if not os.path.exists(path / COMMITTED):
         raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} file)")
     proof = read_small(path / COMMITTED, 4096)
     raw = read_small(path / MANIFEST, MAX_MANIFEST_BYTES)

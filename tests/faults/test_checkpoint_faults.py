@@ -159,11 +159,13 @@ def test_a_write_error_of_one_rank_is_everybodys(tmp_path: Path) -> None:
 
 
 def forbidden_save(world: World, directory: str) -> str:
-    os.setuid(65534)
+    os.seteuid(65534)
     try:
         Checkpointer(directory, world=Axis.single("world")).save(1, big(1.0), {})
     except CheckpointError as error:
         return str(error)
+    finally:
+        os.seteuid(0)
     return "no error"
 
 

@@ -1,0 +1,145 @@
+"""Which checkpoint a directory means: by looking, never by the tracker file; what is kept and what is swept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint import Checkpointer, committed, latest, resolve
+from megalite.checkpoint.discovery import TRACKER, interrupted
+from megalite.comm.layout import TensorShard
+from megalite.comm.mesh import Axis
+from megalite.errors import CheckpointError
+
+
+def saver_in(directory: Path, **options: int) -> Checkpointer:
+    return Checkpointer(directory, world=Axis.single("world"), **options)
+
+
+def shards(value: float = 1.0) -> list[TensorShard]:
+    return [TensorShard("w", (4,), (0,), torch.full((4,), value))]
+
+
+def steps(directory: Path) -> list[int]:
+    return [int(path.name[5:]) for path in committed(directory)]
+
+
+def test_latest_is_found_by_looking_not_by_the_tracker(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path)
+    for step in (5, 20, 10_000_000):
+        saver.save(step, shards(), {})
+    assert (tmp_path / TRACKER).read_text() == "10000000\n"
+    (tmp_path / TRACKER).write_text("5")
+    (tmp_path / "iter_0000030").mkdir()  # not committed
+    (tmp_path / "iter_0000040.tmp-abc").mkdir()
+    (tmp_path / "iter_99").mkdir()
+    assert steps(tmp_path) == [5, 20, 10_000_000]
+    assert latest(tmp_path) == resolve(tmp_path) == tmp_path / "iter_10000000"
+    assert resolve(tmp_path, 20) == resolve(tmp_path / "iter_0000020") == tmp_path / "iter_0000020"
+
+
+def test_errors_say_what_was_found(tmp_path: Path) -> None:
+    cases: list[tuple[str, int | None, str]] = []
+    cases.append((str(tmp_path / "no"), None, f"--load={tmp_path}/no: no such directory; omit --load to start fresh"))
+    (tmp_path / "empty").mkdir()
+    cases.append(
+        (
+            str(tmp_path / "empty"),
+            None,
+            f"--load={tmp_path}/empty: no committed checkpoint (empty); omit --load to start fresh",
+        )
+    )
+    (tmp_path / "torn" / "iter_0000100.tmp-a1f3").mkdir(parents=True)
+    cases.append(
+        (
+            str(tmp_path / "torn"),
+            None,
+            f"--load={tmp_path}/torn: no committed checkpoint (found iter_0000100.tmp-a1f3, interrupted); "
+            "omit --load to start fresh",
+        )
+    )
+    (tmp_path / "foreign" / "iter_0000007").mkdir(parents=True)
+    cases.append(
+        (
+            str(tmp_path / "foreign"),
+            None,
+            f"--load={tmp_path}/foreign: no committed checkpoint (iter_0000007 has no COMMITTED file: damaged, or "
+            "written by another program); omit --load to start fresh",
+        )
+    )
+    saver_in(tmp_path / "run").save(7, shards(), {})
+    saver_in(tmp_path / "run").save(9, shards(), {})
+    cases.append(
+        (str(tmp_path / "run"), 8, f"--ckpt-step=8: no committed checkpoint of that step in {tmp_path}/run (has: 7, 9)")
+    )
+    for load, step, message in cases:
+        with pytest.raises(CheckpointError) as caught:
+            resolve(load, step)
+        assert str(caught.value) == message
+
+
+def test_keep_last_and_milestones(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path, keep_last=2, retain_interval=30)
+    for step in range(10, 80, 10):
+        saver.save(step, shards(), {})
+        assert step in steps(tmp_path)
+    assert steps(tmp_path) == [30, 60, 70]
+    saver = saver_in(tmp_path)
+    for step in (80, 90):
+        saver.save(step, shards(), {})
+    assert steps(tmp_path) == [30, 60, 70, 80, 90]
+
+
+def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path)
+    first = saver.save(1, shards(1.0), {"n": 1})
+    assert saver.save(1, shards(2.0), {"n": 2}) == first  # the same save twice (interval and signal)
+    with pytest.raises(CheckpointError, match="iter_0000001 exists and is never overwritten"):
+        saver_in(tmp_path).save(1, shards(2.0), {})
+    assert saver.load_meta(first) == {"n": 1}
+    assert not interrupted(tmp_path)
+
+
+def test_leftovers_are_swept_by_the_first_save_of_a_run(tmp_path: Path) -> None:
+    saver_in(tmp_path).save(1, shards(), {})
+    for name in ("iter_0000002.tmp-a1", "iter_0000001.tmp-deleted-77"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00000.safetensors").write_bytes(b"half")
+    (tmp_path / "notes.tmp-1").mkdir()
+    saver_in(tmp_path).save(3, shards(), {})
+    assert steps(tmp_path) == [1, 3]
+    assert not interrupted(tmp_path) and (tmp_path / "notes.tmp-1").is_dir()
+
+
+def test_async_save_stores_the_state_at_the_call(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path)
+    values = torch.arange(6.0).view(2, 3)
+    views = [TensorShard("w", (2, 3), (0, 0), values), TensorShard("t", (3, 2), (0, 0), values.t())]
+    for step in (1, 2):  # the second save reuses the first one's memory
+        values.fill_(step)
+        path = saver.save_async(step, views, {"step": step})
+        values.fill_(-1)
+        if step == 2:
+            assert (tmp_path / "iter_0000001" / "COMMITTED").exists(), "one save in flight at most"
+    saver.wait()
+    assert saver.failure is None and path == latest(tmp_path)
+    for step in (1, 2):
+        out = [TensorShard(v.name, v.global_shape, v.offset, torch.zeros(v.global_shape)) for v in views]
+        assert saver.load(tmp_path / f"iter_{step:07d}", out) == {"step": step}
+        assert all((shard.local == step).all() for shard in out)
+    names = {p.name for p in path.iterdir()}
+    assert names == {"rank_00000.safetensors", "manifest.json", "COMMITTED"}
+
+
+def test_a_failed_async_save_is_reported_by_the_next_call(tmp_path: Path) -> None:
+    saver = saver_in(tmp_path)
+    saver.save(1, shards(), {})
+    saver.save_async(2, shards(), {"not json": float("nan")})
+    with pytest.raises(CheckpointError, match="not JSON"):
+        saver.save(3, shards(), {})
+    assert steps(tmp_path) == [1] and not interrupted(tmp_path)
+    saver.save_async(3, shards(), {})
+    saver.wait()
+    assert steps(tmp_path) == [1, 3]

@@ -1,0 +1,186 @@
+"""From where a run starts, what is refused, and who holds the directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint import Checkpointer, RunLock
+from megalite.checkpoint.lock import Holder
+from megalite.checkpoint.run_dir import (
+    clear_completed,
+    decide_start,
+    is_completed,
+    mark_completed,
+    set_aside_newer,
+)
+from megalite.comm.layout import TensorShard
+from megalite.comm.mesh import Axis
+from megalite.errors import CheckpointError
+
+
+def run_in(directory: Path, *steps: int) -> Checkpointer:
+    saver = Checkpointer(directory, world=Axis.single("world"))
+    for step in steps:
+        saver.save(step, [TensorShard("w", (4,), (0,), torch.full((4,), float(step)))], {})
+    return saver
+
+
+def test_where_a_run_starts(tmp_path: Path) -> None:
+    a, b, empty = tmp_path / "a", tmp_path / "b", tmp_path / "empty"
+    run_in(a, 10, 20)
+    run_in(b, 5)
+    (empty / "iter_0000003.tmp-x").mkdir(parents=True)
+    a10, a20, b5 = a / "iter_0000010", a / "iter_0000020", b / "iter_0000005"
+
+    def start(
+        save: Path | None, load: Path | None, *, auto_resume: bool = False, ckpt_step: int | None = None
+    ) -> list[Path]:
+        texts = (str(path) if path else None for path in (save, load))
+        save_text, load_text = texts
+        return list(
+            decide_start(save=save_text, load=load_text, auto_resume=auto_resume, ckpt_step=ckpt_step).candidates
+        )
+
+    assert start(None, None) == start(empty, None) == start(tmp_path / "new", None) == []
+    assert start(None, a) == start(a, a) == start(empty, a) == [a20]
+    assert start(a, a, ckpt_step=10) == [a10]
+    assert start(empty, empty) == []  # the requeue idiom
+    assert start(a, None, auto_resume=True) == [a20, a10]
+    assert start(empty, None, auto_resume=True) == []
+    assert start(a, b, auto_resume=True) == [a20, a10]  # a requeued fine-tuning
+    assert start(empty, b, auto_resume=True) == [b5]
+    assert start(a, None, auto_resume=True, ckpt_step=10) == [a10]
+    refused = [
+        (
+            a,
+            None,
+            None,
+            f"--save={a}: holds checkpoints already (newest iter_0000020); add --auto-resume or --load {a}",
+        ),
+        (a, b, None, f"--save={a}: holds another run (newest iter_0000020); choose a new directory, or --load {a}"),
+        (None, empty, None, "no committed checkpoint (found iter_0000003.tmp-x, interrupted)"),
+        (None, tmp_path / "none", None, "no such directory"),
+        (empty, None, 5, "--ckpt-step=5: of which run? add --load DIR"),
+        (empty, empty, 5, "--ckpt-step=5: no committed checkpoint of that step"),
+    ]
+    for save, load, step, message in refused:
+        with pytest.raises(CheckpointError) as caught:
+            start(save, load, ckpt_step=step)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_auto_resume_passes_over_damaged_checkpoints_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = run_in(tmp_path, 10, 20, 30)
+    for step in (20, 30):
+        path = tmp_path / f"iter_00000{step}" / "rank_00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        found = saver.decide_start(save=str(tmp_path), load=None, auto_resume=True)
+    assert found == tmp_path / "iter_0000010"
+    assert "iter_0000030/rank_00000.safetensors: damaged" in caplog.text and "iter_0000020" in caplog.text
+    (tmp_path / "iter_0000010" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="--auto-resume: no checkpoint of .* is whole"):
+        saver.decide_start(save=str(tmp_path), load=None, auto_resume=True)
+
+
+def test_going_back_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
+    run_in(tmp_path, 10, 20, 30)
+    moved = set_aside_newer(tmp_path, 10)
+    assert [path.name.split(".aside-")[0] for path in moved] == ["iter_0000020", "iter_0000030"]
+    run_in(tmp_path, 20)
+    assert all((path / "COMMITTED").exists() for path in moved)
+
+
+def test_completed(tmp_path: Path) -> None:
+    run_in(tmp_path, 10)
+    assert not is_completed(tmp_path)
+    mark_completed(tmp_path, 10)
+    assert is_completed(tmp_path)
+    clear_completed(tmp_path)
+    assert not is_completed(tmp_path)
+
+
+HOLD = """
+import sys, time
+from megalite.checkpoint import RunLock
+lock = RunLock(sys.argv[1], heartbeat=0.05).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def another_process(directory: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_and_a_dead_one_taken_over(tmp_path: Path) -> None:
+    other = another_process(tmp_path)
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            RunLock(tmp_path).acquire()
+        assert f"--save={tmp_path}: in use by another run (" in str(caught.value)
+        assert f"pid {other.pid}, since 20" in str(caught.value)
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        with RunLock(tmp_path) as lock:
+            assert lock.held
+            with pytest.raises(CheckpointError, match=f"pid {os.getpid()}"):
+                RunLock(tmp_path).acquire()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        other.kill()
+
+
+def foreign_lock(directory: Path, age: float, **changes: object) -> None:
+    value = {**Holder.myself().__dict__, "host": "another-host", **changes}
+    (directory / "run.lock").write_text(json.dumps(value))
+    past = time.time() - age
+    os.utime(directory / "run.lock", (past, past))
+
+
+def test_another_hosts_lock_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    foreign_lock(tmp_path, age=5)
+    with pytest.raises(CheckpointError, match=r"another-host, pid \d+, .* last sign of life 5 s ago"):
+        RunLock(tmp_path).acquire()
+    foreign_lock(tmp_path, age=500)
+    with RunLock(tmp_path, heartbeat=0.02) as lock:
+        before = lock.path.stat().st_mtime_ns
+        time.sleep(0.2)
+        assert lock.path.stat().st_mtime_ns > before, "the heartbeat renews the file"
+
+
+def test_a_reused_process_number_is_not_the_holder(tmp_path: Path) -> None:
+    foreign_lock(tmp_path, age=1, host=Holder.myself().host, process_start="12345")
+    with RunLock(tmp_path) as lock:
+        assert lock.held
+
+
+def test_an_illegible_lock_is_stale_only_by_age(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text("{")
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        RunLock(tmp_path).acquire()
+    os.utime(tmp_path / "run.lock", (1, 1))
+    with RunLock(tmp_path) as lock:
+        assert lock.held
+
+
+def test_a_lock_that_was_taken_over_is_not_removed_by_its_former_holder(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path).acquire()
+    foreign_lock(tmp_path, age=0)
+    assert not lock.held
+    lock.release()
+    assert (tmp_path / "run.lock").exists()
