@@ -11,6 +11,7 @@ __all__ = ["CONSTANT_FLAGS", "EXTRA_OPTIONS", "NOT_NEEDED", "RENAMED", "SHORT_FO
 #: Another name -> the field that takes its value.
 RENAMED: Mapping[str, str] = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "keep_last": "keep_last_n",
 }
 
 #: A flag without a value (in YAML: true) -> the field and the value it stands for.
@@ -122,7 +123,6 @@ SHORT_FORMS: Mapping[str, str] = {
     "nproc": "nprocs",
     "data": "data_path",
     "tokenizer": "tokenizer_type",
-    "keep_last": "keep_last_n",
     "resume": "auto_resume",
 }
 

@@ -1,0 +1,105 @@
+"""Flags that people read about exist: in messages, documentation, scripts and configurations."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from config_arguments import argv
+
+from megalite.config import parse
+from megalite.config.flag_table import flag_table
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, SHORT_FORMS
+from megalite.config.reader import known_names
+from megalite.config.root import all_options
+from megalite.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+# Options of programs that our scripts and pages call.
+OTHERS = {
+    "torchrun": "nproc-per-node nnodes node-rank master-addr master-port standalone rdzv-backend rdzv-endpoint rdzv-id",
+    "sbatch, srun": "nodes ntasks-per-node gpus-per-node cpus-per-task time requeue open-mode output signal job-name "
+    "kill-on-bad-exit",
+    "mpirun": "bind-to host np",
+    "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full durations no-build-isolation "
+    "config-settings build-option cpp_ext cuda_ext",
+    "the peer-benchmark lab": "extra",
+    "a stand-in in a docstring": "flag no name",
+}
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)(?![\w-]|\{| *--)")
+
+
+def repository_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split() if (ROOT / name).is_file()]
+
+
+def test_no_text_names_a_flag_that_does_not_exist() -> None:
+    files = [path for path in repository_files() if path.suffix in {".py", ".md", ".sh", ".sbatch", ".yaml", ".toml"}]
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files}
+    known = known_names(all_options()) | {"config", "help"}
+    for text in texts.values():
+        known |= {name.replace("-", "_") for name in re.findall(r"add_argument\(\s*\"--([a-z][\w-]*)\"", text)}
+    known |= {name.replace("-", "_") for names in OTHERS.values() for name in names.split()}
+    # Tests misspell on purpose; the page for Megatron's users and the table of refused flags have tests of their own.
+    apart = (Path("tests"), Path("docs/from_megatron.md"), Path("docs/flags.md"), Path("CHANGELOG.md"))
+    unknown = [
+        f"{path}:{number}: --{name}"
+        for path, text in texts.items()
+        if not any(path.is_relative_to(folder) for folder in apart)
+        for number, line in enumerate(text.splitlines(), 1)
+        for name in FLAG.findall(line)
+        if name.replace("-", "_") not in known
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+def test_the_flag_table_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("make_flag_table", ROOT / "tools" / "make_flag_table.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.main(["--check"]) == 0, "run python tools/make_flag_table.py"
+    page = flag_table()
+    for option in all_options().values():
+        assert f"| `{option.flag}` |" in page
+
+
+def megatron_rows() -> list[tuple[str, str, str]]:
+    rows = re.findall(r"^\| `(--[\w-]+)` \| (.*?) \| (.*?) ?\|$", (ROOT / "docs/from_megatron.md").read_text(), re.M)
+    return [(flag, here, note) for flag, here, note in rows]
+
+
+@pytest.mark.parametrize(("flag", "here", "note"), megatron_rows(), ids=[row[0] for row in megatron_rows()])
+def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str) -> None:
+    name = flag[2:].replace("-", "_")
+    known = known_names(all_options())
+    if here == "no":
+        assert name not in known and name in NOT_NEEDED, "no: the parser refuses it with a reason"
+        with pytest.raises(ConfigError) as caught:
+            parse([*argv(), flag])
+        assert caught.value.problems == [f"{flag}: {NOT_NEEDED[name]}"]
+    else:
+        assert name in known
+        assert here == "same" or name in (set(RENAMED) | set(CONSTANT_FLAGS) | set(EXTRA_OPTIONS))
+    for other in FLAG.findall(f"{here} {note}"):
+        assert other.replace("-", "_") in known | {"config"}
+
+
+def test_tables_of_names_point_at_fields() -> None:
+    options = all_options()
+    for target in [*RENAMED.values(), *SHORT_FORMS.values(), *(name for name, _ in CONSTANT_FLAGS.values())]:
+        assert target in options, target
+    for name in [*RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS]:
+        assert name not in options, name
+    assert not set(NOT_NEEDED) & known_names(options)
+    for reason in NOT_NEEDED.values():
+        for other in FLAG.findall(reason):
+            assert other.replace("-", "_") in options or other == "config", reason
