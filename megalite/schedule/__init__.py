@@ -1,7 +1,7 @@
 """Pipeline schedules as data (pure Python, no torch).
 
     generator -> Program -> passes -> Program -> validate, simulate, render, execute
-    (1f1b.py ...)           (SEND, RECV, REDUCE)
+    (one_f_one_b.py ...)    (SEND, RECV, REDUCE)
 
     p=2, m=3     rank 0  F0 F1 .. B0-B0 F2 B1-B1 .. B2-B2
     1f1b         rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 ..
@@ -21,8 +21,8 @@ Public names: Action and its constructors (`action.py`), Placement, Program and 
 (`registry.py`), lower and the passes, validate, simulate, the renderers, load_program (text files), partition (layers
 to stages).
 
-Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule.
-Proof: tests/unit/schedule (closed forms of the papers, random shapes, mutations).
+Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule. Proof:
+tests/unit/schedule (closed forms of the papers, random shapes, mutations).
 """
 
 from megalite.schedule.action import Action, parse_action

@@ -2,8 +2,8 @@
 arXiv:2211.05953).
 
     p=2, v=2, m=2 (small letters: second chunk)
-    rank 0  F0 F1 f0 f1 .. .. b0-b0 b1-b1 B0-B0 B1-B1
-    rank 1  .. F0 F1 f0 f1 b0-b0 b1-b1 B0-B0 B1-B1 ...
+    rank 0  F0 F1 f0 f1 .. .. .. b0-b0 b1-b1 B0-B0 B1-B1
+    rank 1  .. F0 F1 f0 f1 b0-b0 b1-b1 B0-B0 B1-B1 .. ..
 
 Idle (p-1)(tF+tB)/v. Activations of all m micro-batches are held, so it is meant for small batches (m near p). What it
 buys: with sharded weights (ZeRO-3) a chunk is gathered once per direction and batch instead of once per micro-batch,

@@ -2,10 +2,10 @@
 arXiv:2107.06925).
 
     p=4, m=4, one pair (f=1), tF = tB; micro-batches 0, 1 run down, 2, 3 (small letters) run up
-    rank 0  F0 .. F1 f2 b2 f3 b3 B0 .. B1
+    rank 0  F0 F1 .. f2 b2 f3 b3 B0 .. B1
     rank 1  .. F0 f2 F1 f3 b2 B0 b3 B1 ..
     rank 2  .. f2 F0 f3 F1 B0 b2 B1 b3 ..
-    rank 3  f2 .. f3 F0 B0 F1 B1 b2 .. b3
+    rank 3  f2 f3 .. F0 B0 F1 B1 b2 .. b3
 
 Rank r holds stage r of the pipeline that runs down and stage p-1-r of the one that runs up (2f stages with f pairs);
 each micro-batch goes through one pipeline. The gradients of the 2f replicas of a stage are summed before the update.

@@ -1,6 +1,9 @@
 """DualPipeV: DualPipe folded into a V (DeepSeek-AI 2024, arXiv:2412.19437).
 
-    p ranks, 2p stages: rank r holds stages r and 2p-1-r (small letters: second chunk, the way back)
+    p=2, m=4: rank r holds stages r and 2p-1-r (small letters: the way back)
+    rank 0  F0 F1 F2 f0 i0 w0 f1 F3b1---- .. f2B0---- b2-b2 .. f3B1---- b3-b3 I2 W2 I3 W3
+    rank 1  .. F0 f0 F1 f1 F2 b0-b0 f2B0---- F3b1---- f3B1---- b2-b2 B2-B2 .. i3 I3 w3 W3
+
     [F+b]: forward of one micro-batch and backward of another, issued together, so that the communication inside one
     (the all-to-all of experts) hides behind the computation of the other.
 

@@ -1,13 +1,12 @@
 """Eager 1F1B: 1F1B with twice the warm-up, which hides the wire (Zhuang et al. 2023, arXiv:2211.05322).
 
-    p=3, m=6, backward twice as long as forward
-    rank 0  F0 F1 F2 F3 .. .. B0-B0 F4 B1-B1 F5 B2-B2 B3-B3 B4-B4 ...
-    rank 1  .. F0 F1 .. B0-B0 ...      2(p-1-r) forwards ahead of the backwards instead of p-1-r
-    rank 2  .. .. F0 B0-B0 F1 ...
+    p=3, m=5
+    rank 0  F0 F1 F2 F3 F4 .. .. B0-B0 .. B1-B1 .. B2-B2 .. B3-B3 .. B4-B4
+    rank 1  .. F0 F1 F2 .. B0-B0 F3 B1-B1 F4 B2-B2 .. B3-B3 .. B4-B4 .. ..
+    rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 F4 B4-B4 .. .. .. ..
 
 Same bubble as 1F1B while messages are free. With a hop time tC, 1F1B pays it at every micro-batch, this one 2(p-1)
-times in all.
-The price: rank r holds min(m, 2(p-r)-1) micro-batches.
+times in all. The price: rank r holds min(m, 2(p-r)-1) micro-batches.
 """
 
 from megalite.schedule.one_f_one_b import one_f_one_b

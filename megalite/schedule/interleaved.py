@@ -1,8 +1,8 @@
 """Interleaved 1F1B: v chunks per rank make the bubble v times smaller (Narayanan et al. 2021, arXiv:2104.04473).
 
     p=2, v=2, m=4: rank 0 holds stages 0 and 2, rank 1 stages 1 and 3 (small letters: second chunk)
-    rank 0  F0 F1 f0 f1 F2 .. b0 F3 b1 f2 B0 f3 B1 ...
-    rank 1  .. F0 F1 f0 b0 f1 ...
+    rank 0  F0 F1 f0 f1 F2 .. b0-b0 F3 b1-b1 f2 B0-B0 f3 B1-B1 .. b2-b2 .. b3-b3 B2-B2 B3-B3
+    rank 1  .. F0 F1 f0 b0-b0 f1 b1-b1 F2 B0-B0 F3 B1-B1 f2 b2-b2 f3 b3-b3 B2-B2 B3-B3 .. ..
 
 Chunk-forwards go round in groups of p micro-batches: the group through chunk 0, then the same group through chunk 1,
 and so on; backwards go the same way with the chunks reversed. Rank r runs 2(p-1-r) + (v-1)p chunk-forwards ahead. Idle

@@ -1,10 +1,10 @@
 """1F1B, also called PipeDream-Flush and DAPPLE (Narayanan et al. 2021, arXiv:2006.09503; Fan et al. 2021,
 arXiv:2007.01045).
 
-    p=3, m=4, backward twice as long as forward
-    rank 0  F0 F1 F2 .. .. .. B0-B0 F3 B1-B1 .. B2-B2 .. B3-B3
-    rank 1  .. F0 F1 .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3 .. ..
-    rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 .. .. ..
+    p=3, m=4
+    rank 0  F0 F1 F2 .. .. .. .. B0-B0 F3 B1-B1 .. B2-B2 .. B3-B3
+    rank 1  .. F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3 .. ..
+    rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 .. .. .. ..
 
 The bubble of GPipe, (p-1)(tF+tB) per rank, but rank r holds only min(m, p-r) micro-batches: a backward runs as soon as
 it can.

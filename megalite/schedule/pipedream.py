@@ -1,15 +1,14 @@
 """PipeDream: 1F1B without flushes, one update per micro-batch, weight stashing (Narayanan et al. 2019,
 arXiv:1806.03377).
 
-    p=2 (S = optimizer update of this stage)
-    rank 0  F0 F1 .. .. B0-B0 S0 F2 B1-B1 S1 F3 ...
-    rank 1  .. F0 B0-B0 S0 F1 B1-B1 S1 F2 B2-B2 S2 ...
+    p=2, m=2, two batches
+    rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3
+    rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 .. ..
 
 A forward uses the newest weights of its own stage, the backward of the same micro-batch the same (stashed) ones. Stage
 r runs w_r = p-1-r forwards ahead, so micro-batch k meets version max(k - w_r, 0): gradients are p-1-r updates old,
 differently on each stage, and rank r keeps p-r versions. An iteration is the m micro-batches of the global batch.
-Because a decision to stop is taken
-one batch ahead, the forwards may not run further than that: m >= p-1.
+Because a decision to stop is taken one batch ahead, the forwards may not run further than that: m >= p-1.
 """
 
 from megalite.schedule.action import Action

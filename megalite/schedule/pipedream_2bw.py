@@ -1,8 +1,8 @@
 """PipeDream-2BW: 1F1B without flushes, on two weight versions (Narayanan et al. 2021, arXiv:2006.09503).
 
-    p=2, m=2 (batch 0: micro-batches 0, 1; batch 1: 2, 3; ...)
-    rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 S0 F3 B2-B2 F4 B3-B3 S1 F5 ...
-    rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 S0 F4 B4-B4 ...
+    p=2, m=2, three batches: {0, 1}, {2, 3}, {4, 5}
+    rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 F4 B3-B3 F5 B4-B4 .. B5-B5
+    rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 F4 B4-B4 F5 B5-B5 .. ..
 
 Batch t is computed, forward and backward and on every stage, on weights one update old, and its update is applied to
 the newest:
@@ -15,8 +15,8 @@ when version t+1 is written: two copies suffice. The bubble (p-1)(tF+tB) is paid
 Bound: the first forward of batch t+2 needs version t+1 and runs in slot end(t+1) - w_r on rank r (w_r = p-1-r), the
 update t can run after slot end(t) - 1; so m >= w_r for all ranks: m >= p-1. The m - w_r slots between are slack. The
 STEP is placed r + 1 slots into it (rank 0 finishes its backwards r slots after rank r does), so that the data-parallel
-reduction, the global norm over all
-ranks and the tied embeddings travel while the pipeline computes: clipping is exact and free.
+reduction, the global norm over all ranks and the tied embeddings travel while the pipeline computes: clipping is exact
+and free.
 """
 
 from megalite.schedule.action import Action

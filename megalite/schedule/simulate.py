@@ -2,8 +2,7 @@
 
 Every rank runs its list in order. A computation starts when the rank is free and its inputs are there: the local ones
 when the computation that made them ends, those of another rank one hop time later. Messages never block a sender.
-REDUCE, STEP and weight
-gathers take no time unless a cost is given: the simulator prices the order, not the machine.
+REDUCE, STEP and weight gathers take no time unless a cost is given: the simulator prices the order, not the machine.
 
 Times are per rank, "one micro-batch through all layers of the rank"; a chunk of v takes 1/v of it, so that numbers of
 different schedules compare. Costs given as int or Fraction are computed with exactly.
@@ -23,6 +22,7 @@ from megalite.schedule.action import (
     BACKWARD_WEIGHT,
     FORWARD,
     OVERLAP,
+    STEP,
     Action,
 )
 from megalite.schedule.memory import live_versions, peak_activations
@@ -75,16 +75,39 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result: spans in order of start, and the figures people compare.
+    """What happened when, simulated or measured: spans in order of start, and the figures people compare.
 
     idle_per_rank: makespan minus work. idle_inside_per_rank: gaps between a rank's first and last action.
     peak_activations_per_rank: in micro-batches through a whole rank. weight_versions_per_rank: alive at once.
+    batch_starts: first micro-batch of each batch. unit: of the times, "" if simulated, "ms" if measured.
     """
 
     num_ranks: int
     spans: tuple[Span, ...]
+    title: str = ""
+    batch_starts: tuple[int, ...] = (0,)
     peak_activations_per_rank: tuple[Time, ...] = ()
     weight_versions_per_rank: tuple[int, ...] = ()
+    unit: str = ""
+
+    @classmethod
+    def measured(
+        cls, spans: Iterable[tuple[int, Action, float, float]], *, title: str = "", batch_starts: Sequence[int] = (0,)
+    ) -> Timeline:
+        """A real run as (rank, action, start, end) in seconds of one clock; time 0 is the first start, the unit ms."""
+        rows = sorted((Span(*span) for span in spans), key=lambda span: (span.start, span.rank, span.end))
+        begin = rows[0].start if rows else 0.0
+        shifted = (
+            span._replace(start=float(span.start - begin) * 1e3, end=float(span.end - begin) * 1e3) for span in rows
+        )
+        ranks = 1 + max((span.rank for span in rows), default=0)
+        return cls(ranks, tuple(shifted), title, tuple(batch_starts), unit="ms")
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks per rank, by the highest stage that occurs."""
+        stages = (part.stage for span in self.spans for part in span.action.computations())
+        return max(stages, default=0) // self.num_ranks + 1
 
     @property
     def makespan(self) -> Time:
@@ -143,6 +166,8 @@ def simulate(
     return Timeline(
         program.num_ranks,
         tuple(spans),
+        program.name,
+        tuple(batch.start for batch in program.batches(batches)),
         tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
         tuple(live_versions(actions) for actions in lists),
     )
@@ -196,7 +221,7 @@ def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs) -> l
                 waiting[missing] = rank
                 break
             clock[rank] = start + costs.of(action, program)
-            if action.is_compute or clock[rank] > start:
+            if action.is_compute or action.kind == STEP or clock[rank] > start:
                 spans.append(Span(rank, action, start, clock[rank]))
             position[rank] += 1
             for key in produced(action):

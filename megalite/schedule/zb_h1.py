@@ -1,9 +1,9 @@
 """ZB-H1: 1F1B with the weight gradients moved into the bubble (Qi et al. 2024, arXiv:2401.10241).
 
     p=3, m=4 (I: gradient of the input, W: of the weights)
-    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 .. I2 W2 I3 W3
-    rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 .. I3 W2 W3
-    rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 ..
+    rank 0  F0 F1 F2 .. .. I0 W0 F3 I1 W1 I2 W2 I3 W3
+    rank 1  .. F0 F1 .. I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    rank 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 Only the input gradient is on the way to the previous stage; W may run whenever there is time. Rank r delays W by r
 micro-batches. Idle (p-1)(tF+tI-tW), a third of 1F1B's at equal times, at no more than p micro-batches of activations

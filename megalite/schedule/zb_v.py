@@ -1,8 +1,8 @@
 """ZB-V: zero bubble with the memory of 1F1B, two chunks per rank in a V (Qi et al. 2024, arXiv:2405.15362).
 
-    p=2: rank 0 holds stages 0 and 3, rank 1 stages 1 and 2 (small letters: second chunk, the way back)
-    rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 ...
-    rank 1  .. F0 f0 F1 f1 i0 w0 ...
+    p=2, m=4: rank 0 holds stages 0 and 3, rank 1 stages 1 and 2 (small letters: the way back)
+    rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 ..
+    rank 1  .. F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
 The way down and the way back meet on the last rank, the loss is on rank 0, beside the embedding. Without a gap inside
 any rank when tF = tI = tW; every rank holds p micro-batches of activations. It is a 1F1B of two chunks whose warm-up is

@@ -1,0 +1,107 @@
+"""Timelines as text: the drawing at the head of every schedule's file, and of the log of a run.
+
+    rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 ..  ..  B2-B2      one column per unit of time; `..` is idle
+    rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 ..  ..  ..
+
+Small letters: second chunk of a rank, or the pipeline that runs upwards. With more than two chunks the stage is written
+in front, `4F0`. A pair that runs together is `F2b0`. Times that share no unit (measured ones) are drawn to scale with
+one letter per action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil, gcd, lcm
+
+from megalite.schedule.action import COMPUTE_KINDS, OVERLAP, Action
+from megalite.schedule.simulate import Span, Timeline
+
+IDLE = ".."
+
+
+def render_text(timeline: Timeline, *, max_columns: int = 400, scaled_width: int = 110) -> str:
+    """The grid, one line per rank.
+
+    Exact if all times are multiples of a common unit and fit in max_columns of it; else to scale in scaled_width
+    characters.
+    """
+    rows = [[span for span in timeline.spans if span.rank == rank] for rank in range(timeline.num_ranks)]
+    unit = _common_unit(timeline.spans)
+    label_width = len(str(timeline.num_ranks - 1))
+    if unit is not None and timeline.makespan / unit <= max_columns:
+        width = _cell_width(timeline, unit)
+        lines = [_exact_row(row, timeline, unit, width) for row in rows]
+    else:
+        lines = [_scaled_row(row, timeline, scaled_width) for row in rows]
+    return "\n".join(f"rank {rank:>{label_width}}  {line}".rstrip() for rank, line in enumerate(lines))
+
+
+def short_label(action: Action, timeline: Timeline) -> str:
+    """`F0`, `f0` for the second chunk or the upward pipeline, `4F0` where there are more than two chunks."""
+    if action.kind == OVERLAP:
+        return "".join(short_label(part, timeline) for part in action.parts)
+    chunk = action.stage // timeline.num_ranks
+    if timeline.num_chunks > 2:
+        return f"{action.stage}{action.kind}{action.microbatch}"
+    second = chunk == 1 or action.replica % 2 == 1
+    return f"{action.kind.lower() if second else action.kind}{action.microbatch}"
+
+
+def _common_unit(spans: Sequence[Span]) -> Fraction | None:
+    """Largest time of which every start and end is a multiple; None if times are not exact."""
+    times = [time for span in spans for time in (span.start, span.end)]
+    if not times or not all(isinstance(time, int | Fraction) for time in times):
+        return None
+    exact = [Fraction(time) for time in times if time]
+    if not exact:
+        return None
+    denominator = lcm(*(time.denominator for time in exact))
+    return Fraction(gcd(*(int(time * denominator) for time in exact)), denominator)
+
+
+def _cell_width(timeline: Timeline, unit: Fraction) -> int:
+    """Least width of a column such that every label fits into the columns of its span."""
+    width = len(IDLE)
+    for span in timeline.spans:
+        columns = int((span.end - span.start) / unit)
+        if columns:
+            width = max(width, ceil((len(short_label(span.action, timeline)) + 1) / columns) - 1)
+    return width
+
+
+def _exact_row(spans: Sequence[Span], timeline: Timeline, unit: Fraction, width: int) -> str:
+    columns = int(timeline.makespan / unit)
+    cells = [IDLE.ljust(width) for _ in range(columns)]
+    joints = [" "] * columns
+    for span in spans:
+        first, last = int(span.start / unit), int(span.end / unit)
+        label = short_label(span.action, timeline)
+        if last == first:
+            continue
+        # A label that is wider than a column, or would be torn apart, is written once and drawn out with dashes.
+        text = label.ljust(width, "-") if len(label) <= width else label[:width]
+        cells[first:last] = [text] * (last - first)
+        joints[first : last - 1] = "-" * (last - first - 1)
+        if len(label) > width:
+            whole = label.ljust((width + 1) * (last - first) - 1, "-")
+            cells[first:last] = [whole[i * (width + 1) :][:width] for i in range(last - first)]
+            joints[first : last - 1] = [whole[(i + 1) * (width + 1) - 1] for i in range(last - first - 1)]
+        else:
+            cells[last - 1] = label.ljust(width)
+    return "".join(cell + joint for cell, joint in zip(cells, joints, strict=True))
+
+
+def _scaled_row(spans: Sequence[Span], timeline: Timeline, width: int) -> str:
+    """One letter per action, repeated over its duration: FFFFBBBBBBBB...."""
+    makespan = float(timeline.makespan) or 1.0
+    line = ["."] * width
+    for span in spans:
+        if span.action.kind not in COMPUTE_KINDS and span.action.kind != OVERLAP:
+            continue
+        first, last = round(float(span.start) / makespan * width), round(float(span.end) / makespan * width)
+        letter = "X" if span.action.kind == OVERLAP else span.action.kind
+        # Neighbours of the same kind alternate in case, so that each can be seen.
+        letter = letter.lower() if span.action.microbatch % 2 else letter
+        line[first:last] = letter * (last - first)
+    return "".join(line[:width])
