@@ -16,10 +16,10 @@ __all__ = ["FLOPS_CONVENTION", "count_parameters", "flops_per_iteration", "layer
 FLOPS_CONVENTION = "model FLOPs, Megatron's convention: causal attention halved, no recomputation"
 
 
-def _norm_shapes(model: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (model.hidden_size,)}
+def _norm_shapes(model: ModelConfig, name: str, size: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}
     if model.normalization == "LayerNorm":
-        shapes[f"{name}.bias"] = (model.hidden_size,)
+        shapes[f"{name}.bias"] = (size,)
     return shapes
 
 
@@ -33,13 +33,14 @@ def _linear_shapes(name: str, rows: tuple[int, ...], columns: int, bias: bool) -
 def layer_shapes(model: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Logical name -> shape of every parameter of transformer layer `index`."""
     prefix, h, f, d = f"layers.{index}", model.hidden_size, model.ffn_size, model.head_dim
-    shapes = _norm_shapes(model, f"{prefix}.input_norm")
+    shapes = _norm_shapes(model, f"{prefix}.input_norm", h)
     qkv_rows = (model.query_size + 2 * model.kv_size,)
     shapes |= _linear_shapes(f"{prefix}.attention.qkv", qkv_rows, h, model.has_qkv_bias)
     if model.qk_layernorm:
-        shapes |= {f"{prefix}.attention.q_norm.weight": (d,), f"{prefix}.attention.k_norm.weight": (d,)}
+        shapes |= _norm_shapes(model, f"{prefix}.attention.q_norm", d)
+        shapes |= _norm_shapes(model, f"{prefix}.attention.k_norm", d)
     shapes |= _linear_shapes(f"{prefix}.attention.proj", (h,), model.query_size, model.add_bias_linear)
-    shapes |= _norm_shapes(model, f"{prefix}.mlp_norm")
+    shapes |= _norm_shapes(model, f"{prefix}.mlp_norm", h)
     # A gated projection keeps gate and value apart in a leading dimension, so that a slice of it is a rectangle.
     fc1_rows = (2, f) if model.gated else (f,)
     shapes |= _linear_shapes(f"{prefix}.mlp.fc1", fc1_rows, h, model.add_bias_linear)
@@ -60,7 +61,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["embedding.position_embeddings.weight"] = (model.max_positions, h)
     for index in range(model.num_layers):
         shapes |= layer_shapes(model, index)
-    shapes |= _norm_shapes(model, "head.final_norm")
+    shapes |= _norm_shapes(model, "head.final_norm", h)
     if model.untie_embeddings_and_output_weights:
         shapes["head.output.weight"] = (vocabulary, h)
     return shapes

@@ -27,7 +27,7 @@ OTHERS = {
     "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full durations no-build-isolation "
     "config-settings build-option cpp_ext cuda_ext",
     "the peer-benchmark lab": "extra",
-    "a stand-in in a docstring": "flag no name",
+    "a stand-in in a docstring": "flag no name record",
 }
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)(?![\w-]|\{| *--)")
 
