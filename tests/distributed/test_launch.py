@@ -26,7 +26,7 @@ MODEL = (
 
 
 def config_of(*flags: str) -> Config:
-    return parse([*MODEL, "--distributed-timeout-minutes", "0.05", *flags])
+    return parse([*MODEL, "--distributed-timeout-minutes", "0.5", *flags])
 
 
 def main_writes(config: Config, world: World) -> None:

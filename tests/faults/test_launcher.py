@@ -1,0 +1,116 @@
+"""`--nprocs`: whatever happens to a rank, all end soon, the exit status is right and the right rank is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.comm.launch import Place, launch
+from megalite.comm.world import World
+from megalite.config import Config, parse
+from megalite.faults import fault_point
+from megalite.testing import RanksFailed, run_single
+
+TIMEOUT_SECONDS = 3.0
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
+    f"--lr 1e-3 --mock-data --vocab-size 64 --distributed-timeout-minutes {TIMEOUT_SECONDS / 60} --nprocs 3"
+).split()
+
+
+def main_three_steps(config: Config, world: World) -> None:
+    for step in range(3):
+        world.report_phase(f"iteration {step}")
+        fault_point("test.step", rank=world.rank, step=step)
+        dist.all_reduce(torch.ones(1))
+
+
+def main_waits_for_a_signal(config: Config, world: World) -> int:
+    received: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, lambda number, _frame: received.append(number))
+    Path(os.environ["MEGALITE_TEST_FOLDER"], f"ready{world.rank}").write_text(str(os.getpid()))
+    while not received:
+        time.sleep(0.01)
+    Path(os.environ["MEGALITE_TEST_FOLDER"], f"got{world.rank}").write_text(signal.Signals(received[0]).name)
+    return 0
+
+
+def body_launch(world: World, main_name: str) -> tuple[int, float]:
+    config = parse(FLAGS)
+    start = time.monotonic()
+    status = launch(config, globals()[main_name], Place())
+    return status, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("action", "account", "seconds"),
+    [
+        ("kill", "error: rank 1 was killed by SIGKILL (signal 9) in phase 'iteration 1'", 8),
+        ("raise", "error: rank 1 failed in phase 'iteration 1': ValueError: injected fault", 8),
+        ("stop", "error: rank 1 stopped answering in phase 'iteration 1'", TIMEOUT_SECONDS + 10),
+        ("hold-gil", "error: rank 1 stopped answering in phase 'iteration 1'", TIMEOUT_SECONDS + 10),
+        ("sleep", "error: rank 1 did not finish in phase 'iteration 1'", TIMEOUT_SECONDS + 10),
+    ],
+)
+def test_the_rank_that_failed_is_named(
+    action: str, account: str, seconds: float, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fault = f"{action}@test.step:rank=1:step=1"
+    status, elapsed = run_single(body_launch, "main_three_steps", faults=[fault], env={"OMP_NUM_THREADS": None})
+    output = capfd.readouterr().out
+    assert status == 1
+    assert re.search(f"^{re.escape(account)}", output, re.MULTILINE), output
+    assert elapsed < seconds  # On a quiet machine 0.1 s after an end, 4 s after a stop.
+
+
+def test_the_original_traceback_comes_first(capfd: pytest.CaptureFixture[str]) -> None:
+    run_single(body_launch, "main_three_steps", faults=["raise@test.step:rank=2:step=0"])
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "ValueError: injected fault" in lines
+    assert sum(line.startswith("Traceback") for line in lines) == 1
+    assert sum(line.startswith("error: ") for line in lines) == 1
+
+
+def body_signals_launcher(world: World, number: int) -> int:
+    """Forks a process that sends a signal to this one as soon as its ranks are ready."""
+    folder, launcher = Path(os.environ["MEGALITE_TEST_FOLDER"]), os.getpid()
+    if os.fork() == 0:
+        deadline = time.monotonic() + 30
+        while len(list(folder.glob("ready*"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(launcher, number)
+        os._exit(0)
+    return launch(parse(FLAGS), main_waits_for_a_signal, Place())
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_signals_to_the_launcher_reach_every_rank(name: str, tmp_path: Path) -> None:
+    number = int(getattr(signal, name))
+    assert run_single(body_signals_launcher, number, env={"MEGALITE_TEST_FOLDER": str(tmp_path)}) == 0
+    assert [(tmp_path / f"got{rank}").read_text() for rank in range(3)] == [name] * 3
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_single(body_signals_launcher, int(signal.SIGKILL), env={"MEGALITE_TEST_FOLDER": str(tmp_path)})
+    pids = [int((tmp_path / f"ready{rank}").read_text()) for rank in range(3)]
+    deadline = time.monotonic() + 5
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if _is_running(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
