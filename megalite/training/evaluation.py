@@ -76,8 +76,18 @@ class TextWindows:
         return len(part)
 
 
-def score_text(loaded: LoadedModel, text: str, *, overlap: int = 0, micro_batch_size: int | None = None) -> Score:
+def score_text(
+    loaded: LoadedModel,
+    text: str,
+    *,
+    num_words: int | None = None,
+    overlap: int = 0,
+    micro_batch_size: int | None = None,
+) -> Score:
     """Score `text` as one document. Its first token has no context and is not scored.
+
+    Args:
+        num_words: what the word perplexity divides by; None: the words of `text`.
 
     Raises:
         DataError: the text is shorter than two tokens.
@@ -91,7 +101,7 @@ def score_text(loaded: LoadedModel, text: str, *, overlap: int = 0, micro_batch_
         raise DataError(f"the text has {len(ids)} tokens, at least 2 are needed: one to see and one to predict")
     windows = TextWindows(ids, seq_length=seq_length, stride=seq_length - overlap)
     score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size)
-    return dataclasses.replace(score, num_words=len(text.split()))
+    return dataclasses.replace(score, num_words=len(text.split()) if num_words is None else num_words)
 
 
 def score_source(

@@ -1,0 +1,63 @@
+"""What the command-line tools share: flags with `-` or `_`, one-line errors, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megalite.errors import ConfigError, MegaliteError
+
+__all__ = ["ToolParser", "run_tool"]
+
+
+class ToolParser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors of one line, and which names the nearest flag."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        """Parse `args`, in whose flags `_` may stand for `-`.
+
+        Raises:
+            ConfigError: a flag is unknown, lacks its value or has a wrong one.
+        """
+        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            nearest = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
+            raise ConfigError(f"unknown flag {unknown[0]}; {hint}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse: one line instead of a usage text."""
+        raise ConfigError(message.replace("argument --", "--"))
+
+
+def run_tool(main: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
+    """Run `main` with `argv` (the command line); returns the exit status. Errors become lines on standard error."""
+    try:
+        main(sys.argv[1:] if argv is None else argv)
+    except MegaliteError as error:
+        for line in str(error).split("\n"):
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # the reader (`| head`) has seen enough; what is still buffered must not raise at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _with_dashes(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

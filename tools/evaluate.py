@@ -1,0 +1,118 @@
+"""Measure how well a checkpoint predicts text.
+
+python tools/evaluate.py --load DIR --text-file FILE                    loss, ppl, bits per byte, word ppl
+python tools/evaluate.py --load DIR --data-path PREFIX --split valid    a .bin/.idx pair, a text or JSONL file
+python tools/evaluate.py --load DIR --text-file wiki.valid.tokens --task wikitext --overlap 32
+python tools/evaluate.py --load DIR --text-file lambada.jsonl --task lambada
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from megalite.errors import ConfigError
+from megalite.training.evaluation import open_data_path, score_source, score_text
+from megalite.training.loading import LoadedModel, load_for_inference
+from megalite.training.stats import Record
+from megalite.training.tasks import detokenize_wikitext, last_word_accuracy, read_passages, read_text
+from megalite.training.tool import ToolParser, run_tool
+
+#: Names and formats of what is printed, in this order.
+SHOWN = (
+    ("loss", "lm loss", ".6f"),
+    ("ppl", "ppl", ".4f"),
+    ("bits_per_byte", "bits per byte", ".4f"),
+    ("word_ppl", "word ppl", ".4f"),
+    ("accuracy", "last-word accuracy", ".4f"),
+    ("last_word_ppl", "last-word ppl", ".4f"),
+    ("num_tokens", "tokens", ",d"),
+    ("num_passages", "passages", ",d"),
+)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = ToolParser("Measure how well a checkpoint predicts text.")
+    parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument("--data-path", metavar="PATH", help=".bin/.idx prefix, text file or JSONL file")
+    parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document")
+    parser.add_argument(
+        "--split",
+        help="of --data-path: train, valid or test by the run's own weights, or weights A,B,C of which the second "
+        "part is scored; unset: the whole file",
+    )
+    parser.add_argument("--data-cache-path", metavar="DIR", help="where a tokenised --data-path is kept")
+    parser.add_argument(
+        "--task",
+        choices=("text", "wikitext", "lambada"),
+        default="text",
+        help="of --text-file: wikitext undoes the spacing of WikiText; lambada takes a passage from each line (or "
+        "field 'text' of JSONL) and asks for its last word",
+    )
+    parser.add_argument("--overlap", type=int, default=0, help="tokens of context that windows of --text-file share")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences scored at once; unset: about 8,192 tokens")
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is a GPU"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags = parser.parse_args(argv)
+    problems = problems_of(flags)
+    if problems:
+        raise ConfigError(problems)
+    return flags
+
+
+def problems_of(flags: argparse.Namespace) -> list[str]:
+    """What flags can not be together."""
+    problems = []
+    if (flags.data_path is None) == (flags.text_file is None):
+        problems.append("--data-path, --text-file: give one of the two")
+    if flags.text_file is not None and flags.split is not None:
+        problems.append(f"--split={flags.split}: belongs to --data-path; drop it")
+    if flags.data_path is not None and flags.task != "text":
+        problems.append(f"--task={flags.task}: reads a text file; give it by --text-file")
+    if flags.overlap and (flags.data_path is not None or flags.task == "lambada"):
+        problems.append(f"--overlap={flags.overlap}: belongs to --text-file as running text; drop it")
+    if flags.micro_batch_size is not None and flags.micro_batch_size < 1:
+        problems.append(f"--micro-batch-size={flags.micro_batch_size}: must be >= 1")
+    return problems
+
+
+def main(argv: list[str]) -> None:
+    """Evaluate and print."""
+    flags = parse(argv)
+    loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
+    record = evaluate(loaded, flags) | {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
+    if flags.json:
+        print(json.dumps(record))
+        return
+    print(f" {loaded.path}, iteration {loaded.iteration}")
+    for key, name, form in SHOWN:
+        if key in record:
+            print(f" {name:<18} {format(record[key], form)}")
+
+
+def evaluate(loaded: LoadedModel, flags: argparse.Namespace) -> Record:
+    """Do what the flags ask for. Raises MegaliteError."""
+    if flags.data_path is not None:
+        source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)
+        return score_source(loaded, source, micro_batch_size=flags.micro_batch_size).record()
+    path = Path(flags.text_file)
+    if flags.task == "lambada":
+        return last_word_accuracy(loaded, read_passages(path))
+    text = read_text(path)
+    words = len(text.split())
+    if flags.task == "wikitext":
+        text = detokenize_wikitext(text)
+    score = score_text(loaded, text, num_words=words, overlap=flags.overlap, micro_batch_size=flags.micro_batch_size)
+    return score.record()
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
