@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -183,33 +183,32 @@ def read_jsonl(path: str, key: str = "text") -> Iterator[str]:
         with open_text(path) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield parse_line(line, key, f"{path}:{number}")
+                    yield parse_fields(line, (key,), f"{path}:{number}")[0]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number + 1}: not UTF-8 text ({error.reason}); convert the file") from None
     except (OSError, EOFError) as error:
         raise DataError(f"{path}: can not be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-def parse_line(line: str | bytes, key: str, where: str) -> str:
-    """Text of one JSONL line; `where` is its place, for the error."""
+def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str]:
+    """Texts of the fields `keys` of one JSONL line; `where` is its place, for the error."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where}: not valid JSON ({error}); repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
         ) from None
     if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: not a JSON object but {type(record).__name__}; each line must be an object with a field '{key}'"
-        )
-    if key not in record:
-        has = ", ".join(list(map(str, record))[:8]) or "no field at all"
-        raise DataError(
-            f"{where}: no field '{key}' (has: {has}); tools/preprocess_data.py takes other fields by --json-keys"
-        )
-    if not isinstance(record[key], str):
-        raise DataError(f"{where}: field '{key}' is not text but {type(record[key]).__name__}")
-    return str(record[key])
+        raise DataError(f"{where}: not a JSON object but {type(record).__name__}; a line must be an object of fields")
+    for key in keys:
+        if key not in record:
+            has = ", ".join(list(map(str, record))[:8]) or "no field at all"
+            raise DataError(
+                f"{where}: no field '{key}' (has: {has}); tools/preprocess_data.py takes other fields by --json-keys"
+            )
+        if not isinstance(record[key], str):
+            raise DataError(f"{where}: field '{key}' is not text but {type(record[key]).__name__}")
+    return [record[key] for key in keys]
 
 
 def text_pieces(text: str, size: int = PIECE) -> Iterator[str]:

@@ -244,20 +244,20 @@ class IndexedWriter:
     def add_document(self, ids: ArrayLike) -> None:
         """Append one document of one sequence: ids `[n]`, n may be 0."""
         array = np.asarray(ids)
-        self._write(array)
+        self.write(array)
         self.extend(np.array([array.size], np.int32))
 
     def add_tokens(self, ids: NDArray[np.integer], lengths: ArrayLike) -> None:
         """Append many one-sequence documents: their ids back to back and the length of each."""
         sizes = np.asarray(lengths, np.int32)
         assert int(sizes.sum(dtype=np.int64)) == ids.size
-        self._write(ids)
+        self.write(ids)
         self.extend(sizes)
 
     def append(self, other: IndexedDataset) -> None:
         """Append all documents of another pair, in order; its sequences and document boundaries are kept."""
         for tokens in other.chunks():
-            self._write(tokens)
+            self.write(tokens)
         self._lengths.append(np.array(other.lengths, np.int32))
         self._documents.append(other.document_indices[1:] + self._sequences)
         self._sequences += len(other)
@@ -268,7 +268,8 @@ class IndexedWriter:
         self._lengths.append(lengths)
         self._sequences += len(lengths)
 
-    def _write(self, ids: NDArray[np.integer]) -> None:
+    def write(self, ids: NDArray[np.integer]) -> None:
+        """Append tokens; `extend` says which documents they are."""
         if ids.dtype != self.dtype and ids.size:
             bounds = np.iinfo(self.dtype)
             if int(ids.min()) < bounds.min or int(ids.max()) > bounds.max:

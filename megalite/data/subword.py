@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.byte_level import WordTable
 from megalite.errors import DataError
 
 __all__ = ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "byte_level_alphabet", "read_file"]
@@ -67,6 +68,8 @@ class _FastTokenizer:
             raise DataError(f"--tokenizer-type={self.kind}: the vocabulary is empty (0 tokens)")
         self._definition = json.loads(backend.to_str())
         self.splits_at_newline = self._is_byte_level()
+        added = [token.content for token in backend.get_added_tokens_decoder().values()]
+        self._table = WordTable(self.encode, added) if self.splits_at_newline else None
 
     @property
     def backend(self) -> Any:
@@ -83,12 +86,20 @@ class _FastTokenizer:
         characters."""
         pre = self._definition.get("pre_tokenizer") or {}
         plain = pre.get("type") == "ByteLevel" and not pre.get("add_prefix_space") and pre.get("use_regex", True)
-        return bool(plain and not self._definition.get("normalizer"))
+        model = self._definition.get("model") or {}
+        return bool(
+            plain and not self._definition.get("normalizer") and model.get("type") == "BPE" and not model.get("dropout")
+        )
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        if self._table is not None:
+            return list(self._table.encode_batch(texts, self._library_batch))
+        return self._library_batch(texts)
+
+    def _library_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 

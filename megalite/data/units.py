@@ -1,0 +1,230 @@
+"""Input files as units of work of a few megabytes each.
+
+A plain JSONL file is cut by byte ranges that its reader finds by itself, so nothing but two numbers travels to a
+worker. A text file is one document; it is cut after newlines that stand between two non-space characters, where no
+tokenizer that says so joins text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields, text_pieces
+from megalite.errors import DataError
+
+__all__ = ["Unit", "input_size", "read_unit", "units_of"]
+
+UNIT_BYTES = 1 << 21
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of input.
+
+    place: path, for messages. input_bytes: its share of the input, for progress. goes_on: its last document
+    continues in the next unit. Either a byte range `start:stop` of a JSONL file, or `lines` of one from number
+    `first_line`, or `columns`: texts per field.
+    """
+
+    place: str
+    input_bytes: int
+    start: int = 0
+    stop: int = 0
+    lines: list[str] = field(default_factory=list)
+    first_line: int = 0
+    columns: list[list[str]] | None = None
+    goes_on: bool = False
+
+
+def input_size(inputs: Sequence[str]) -> int:
+    """Bytes of all input files; 0 if one of them is not a file (no estimate is possible then)."""
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in inputs]
+    return sum(sizes) if all(sizes) else 0
+
+
+def units_of(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+    """The units of one input, in order.
+
+    Raises:
+        DataError: there is no such input, or it can not be read.
+    """
+    if path.startswith("hf:"):
+        return _hub_units(path, keys)
+    if os.path.isdir(path):
+        return _saved_units(path, keys)
+    if not os.path.isfile(path):
+        raise DataError(f"--input={path}: no such file")
+    if path.endswith(".parquet"):
+        return _parquet_units(path, keys)
+    if path.endswith((".gz", ".zst")) and path.endswith(JSONL_SUFFIXES):
+        return _packed_units(path)
+    if path.endswith(JSONL_SUFFIXES):
+        return _range_units(path)
+    return _text_units(path)
+
+
+def _range_units(path: str) -> Iterator[Unit]:
+    """Byte ranges that end after a newline."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        start = 0
+        while start < size:
+            file.seek(min(start + UNIT_BYTES, size) - 1)
+            file.readline()
+            stop = file.tell()
+            yield Unit(path, stop - start, start=start, stop=stop)
+            start = stop
+
+
+def _packed_units(path: str) -> Iterator[Unit]:
+    size, share = os.path.getsize(path), 0
+    try:
+        with open_text(path) as file:
+            lines: list[str] = []
+            held, first = 0, 1
+            for number, line in enumerate(file, 1):
+                lines.append(line)
+                held += len(line)
+                if held >= UNIT_BYTES:
+                    yield Unit(path, 0, lines=lines, first_line=first)
+                    lines, held, first = [], 0, number + 1
+            yield Unit(path, size - share, lines=lines, first_line=first)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"--input={path}: can not be unpacked ({error})") from None
+    except Exception as error:
+        # zstandard has its own error type, which can not be named without the package.
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DataError(f"--input={path}: can not be unpacked ({error})") from None
+
+
+def _text_units(path: str) -> Iterator[Unit]:
+    """One document in pieces of about a unit."""
+    try:
+        with open_text(path) as file:
+            rest = ""
+            while True:
+                block = file.read(UNIT_BYTES)
+                rest += block
+                pieces = list(text_pieces(rest, UNIT_BYTES // 2)) if block else [rest]
+                for piece in pieces[:-1]:
+                    yield Unit(path, len(piece.encode()), columns=[[piece]], goes_on=True)
+                rest = pieces[-1] if pieces else ""
+                if not block:
+                    yield Unit(path, len(rest.encode()), columns=[[rest]])
+                    return
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--input={path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); convert it"
+        ) from None
+
+
+def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"--input={path}: needs the package pyarrow; pip install pyarrow") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except Exception as error:  # the package has a family of its own
+        raise DataError(f"--input={path}: not a parquet file ({error})") from None
+    _check_columns(path, keys, file.schema_arrow.names)
+    rows, size = max(file.metadata.num_rows, 1), os.path.getsize(path)
+    for batch in file.iter_batches(batch_size=1024, columns=list(keys)):
+        columns = [_texts(path, key, batch.column(key).to_pylist()) for key in keys]
+        yield Unit(path, int(size * batch.num_rows / rows), columns=columns)
+
+
+def _saved_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+    """A folder written by `datasets.save_to_disk`."""
+    if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        raise DataError(f"--input={path}: is a folder without a saved data set; name its files")
+    datasets = _datasets(path)
+    data = datasets.load_from_disk(path)
+    parts = data.values() if isinstance(data, dict) else [data]
+    for part in parts:
+        yield from _dataset_units(path, part, keys)
+
+
+def _hub_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+    """`hf:NAME[:CONFIG][@SPLIT]`, whatever `datasets.load_dataset` finds under that name, streamed; the split "
+    "is `train` if unset."""
+    name, _, split = path[3:].partition("@")
+    name, _, config = name.partition(":")
+    try:
+        data = _datasets(path).load_dataset(name, config or None, split=split or "train", streaming=True)
+    except DataError:
+        raise
+    except Exception as error:  # the package raises many kinds
+        raise DataError(f"--input={path}: datasets can not load it ({str(error).splitlines()[0][:160]})") from None
+    yield from _dataset_units(path, data, keys)
+
+
+def _datasets(path: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"--input={path}: needs the package datasets; pip install datasets") from None
+    return datasets
+
+
+def _dataset_units(path: str, data: Any, keys: Sequence[str]) -> Iterator[Unit]:
+    if data.column_names is not None:
+        _check_columns(path, keys, data.column_names)
+    for batch in data.iter(batch_size=1024):
+        _check_columns(path, keys, list(batch))
+        yield Unit(path, 0, columns=[_texts(path, key, batch[key]) for key in keys])
+
+
+def _check_columns(path: str, keys: Sequence[str], names: Sequence[str]) -> None:
+    for key in keys:
+        if key not in names:
+            raise DataError(f"--input={path}: no column '{key}' (has: {', '.join(list(names)[:8])}); use --json-keys")
+
+
+def _texts(path: str, key: str, values: list[Any]) -> list[str]:
+    for value in values:
+        if value is not None and not isinstance(value, str):
+            raise DataError(f"--input={path}: column '{key}' is not text but {type(value).__name__}; use --json-keys")
+    return [value or "" for value in values]
+
+
+def read_unit(unit: Unit, keys: Sequence[str], *, skip_bad_lines: bool) -> tuple[list[list[str]], int]:
+    """Texts of a unit, one list per key, and the lines that were left out."""
+    if unit.columns is not None:
+        return unit.columns, 0
+    if unit.stop:
+        with open(unit.place, "rb") as file:
+            file.seek(unit.start)
+            lines: Sequence[str | bytes] = file.read(unit.stop - unit.start).split(b"\n")
+    else:
+        lines = unit.lines
+    rows: list[list[str]] = []
+    skipped = 0
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            rows.append(parse_fields(line, keys, ""))
+        except DataError:
+            if skip_bad_lines:
+                skipped += 1
+                continue
+            first = unit.first_line or _lines_before(unit) + 1
+            # Once more, now that its number is worth counting.
+            parse_fields(line, keys, f"{unit.place}:{first + number}")
+    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped
+
+
+def _lines_before(unit: Unit) -> int:
+    count, left = 0, unit.start
+    with open(unit.place, "rb") as file, contextlib.suppress(OSError):
+        while left > 0 and (block := file.read(min(left, 1 << 22))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
