@@ -1,0 +1,82 @@
+"""tools/doctor.py: the report, the apex question, and a collective test that fails when it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megalite.comm.bandwidth import SIZES, measure_collectives
+from megalite.comm.world import World
+from megalite.errors import ConfigError, RuntimeFailure
+from megalite.testing import run_single
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _doctor() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("doctor", ROOT / "tools" / "doctor.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def body_report(world: World) -> None:
+    _doctor().main([])
+
+
+def test_report_names_versions_packages_and_speeds(capfd: pytest.CaptureFixture[str]) -> None:
+    run_single(body_report)
+    output = capfd.readouterr().out
+    for word in ("torch  ", "safetensors", "wandb", "apex", "all-reduce, 2 ranks", "send/receive", "ready"):
+        assert word in output
+
+
+def body_measure(world: World) -> list[tuple[str, int, float, float]]:
+    return [(m.operation, m.num_bytes, m.seconds, m.bandwidth) for m in measure_collectives(2)]
+
+
+def test_measurements_cover_all_sizes() -> None:
+    rows = run_single(body_measure)
+    assert [row[1] for row in rows] == [*SIZES, *SIZES]
+    assert all(0 < seconds < 10 and bandwidth > 0 for _, _, seconds, bandwidth in rows)
+
+
+def body_broken(world: World) -> str:
+    import torch.distributed as dist
+
+    dist.all_reduce = lambda *args, **kwargs: None  # type: ignore[assignment]
+    try:
+        measure_collectives(2)
+    except RuntimeFailure as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrong_sum_fails() -> None:
+    assert "instead of 3" in run_single(body_broken)
+
+
+def test_a_package_called_apex_is_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    doctor = _doctor()
+    assert doctor.apex_state().startswith("missing") or "apex" in sys.modules
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor.apex_state().startswith("another package of that name")
+    (tmp_path / "apex" / "optimizers.py").write_text("class FusedAdam: pass\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    assert doctor.apex_state().startswith("NVIDIA's (apex.optimizers.FusedAdam imports)")
+    for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_unknown_flags_are_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean --skip-collectives"):
+        _doctor().main(["--skip-colectives"])

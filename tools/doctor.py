@@ -1,0 +1,141 @@
+"""Says what this machine has for megalite: versions, devices, optional packages, and whether local ranks can talk.
+
+    python tools/doctor.py [--skip-collectives]
+
+Exit status 0: training can start here. 1: the local collective test failed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megalite.errors import RuntimeFailure  # noqa: E402
+from megalite.training.tool import ToolParser, run_tool  # noqa: E402
+
+CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash")
+OPTIONAL = (
+    ("transformers", "hf", "exchange of weights and tokenizers with Hugging Face"),
+    ("tokenizers", "hf", "HuggingFaceTokenizer, tools/train_tokenizer.py"),
+    ("sentencepiece", "data", "SentencePieceTokenizer"),
+    ("datasets", "data", "preprocessing of anything that `datasets` loads"),
+    ("pyarrow", "data", "preprocessing of parquet files"),
+    ("zstandard", "data", "preprocessing of .jsonl.zst files"),
+    ("tensorboard", "track", "--tensorboard-dir"),
+    ("wandb", "track", "--wandb-project"),
+    ("matplotlib", "plot", "plots of a run"),
+)
+
+
+def main(argv: list[str]) -> None:
+    """Prints the report. Raises RuntimeFailure when local ranks can not talk to each other."""
+    parser = ToolParser(description="What this machine has for megalite.")
+    parser.add_argument("--skip-collectives", action="store_true", help="start no ranks, measure nothing")
+    arguments = parser.parse_args(argv)
+    print_environment()
+    print_packages()
+    print_launcher()
+    if not arguments.skip_collectives:
+        print_collectives()
+
+
+def print_environment() -> None:
+    """Python, machine, torch and its devices."""
+    import torch
+
+    print("environment")
+    _line("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    _line("host", f"{platform.node()}, {os.cpu_count()} cores, {_memory()}")
+    _line("torch", f"{torch.__version__}, threads {torch.get_num_threads()}")
+    # Counting devices does not initialise CUDA, so that ranks can still be forked below.
+    devices = torch.cuda.device_count()
+    _line("gpus", str(devices) if devices else "none: training runs on the CPU with gloo")
+    if devices:
+        _line("cuda", str(torch.version.cuda))
+
+
+def _memory() -> str:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return "memory unknown"
+    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB of memory"
+
+
+def print_packages() -> None:
+    """Core packages, optional packages, and the apex question."""
+    print("\npackages")
+    for name in CORE:
+        _line(name, _version(name) or "MISSING: run `pip install -e .`")
+    print("\noptional packages")
+    for name, extra, purpose in OPTIONAL:
+        version = _version(name)
+        _line(name, f"{version or 'missing'} ({purpose})" + ("" if version else f": pip install -e '.[{extra}]'"))
+    _line("apex", apex_state())
+
+
+def apex_state() -> str:
+    """Whether a package called apex is NVIDIA's: the name belongs to a web toolkit on the package index.
+
+    megalite does not need it: torch's fused AdamW, norms and attention take its place.
+    """
+    if importlib.util.find_spec("apex") is None:
+        return "missing, and not needed: torch's fused AdamW and norms take its place"
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        return "another package of that name (it has no apex.optimizers.FusedAdam); not needed"
+    return f"NVIDIA's ({FusedAdam.__module__}.FusedAdam imports); not needed"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def print_launcher() -> None:
+    """What the environment says about who starts the ranks."""
+    from megalite.comm.launch import read_place
+
+    place = read_place()
+    print("\nlauncher")
+    if place.launcher:
+        _line(place.launcher, f"rank {place.rank} of {place.size}, local rank {place.local_rank} of {place.local_size}")
+        _line("meeting point", f"{place.master_addr}:{place.master_port}")
+    else:
+        _line("none", "one process; --nprocs N starts local ranks; torchrun, srun and mpirun are recognised")
+
+
+def print_collectives() -> None:
+    """Two local ranks, their sum and their speed; on GPUs too where there are two."""
+    import torch
+
+    from megalite.comm.bandwidth import measure_collectives
+
+    devices = ["cpu"] + (["cuda"] if torch.cuda.device_count() >= 2 else [])
+    for device in devices:
+        print(f"\nlocal collective test, 2 ranks on {device}")
+        try:
+            measurements = measure_collectives(2, device=device)
+        except RuntimeFailure:
+            _line("FAILED", "local ranks can not talk to each other")
+            raise
+        for measurement in measurements:
+            size = f"{measurement.num_bytes / 2**20:g} MiB" if measurement.num_bytes >= 2**20 else "4 KiB"
+            speed = f"{measurement.seconds * 1e3:9.3f} ms   {measurement.bandwidth / 1e9:7.2f} GB/s"
+            _line(measurement.operation, f"{size:>8}   {speed}")
+    print("\nready")
+
+
+def _line(name: str, text: str) -> None:
+    print(f"  {name:<22}{text}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
