@@ -12,25 +12,26 @@
     saving.py       one save seen from one rank
     loading.py      cutting what is wanted out of what is stored
     background.py   asynchronous saving
+    inspection.py   what a checkpoint holds, statistics, differences
     verify.py       every byte against its checksum
     run_dir.py      from where a run starts, what is refused, when it is complete
     lock.py         one run, one directory
     checkpointer.py Checkpointer: the collective face of all that
 
-Public: `Checkpointer`, `RunLock`, `latest`, `committed`, `resolve`, `verify`. Weights are stored under their logical
-    name, optimizer state as
-`optimizer/<state>/<logical name>`, the older weights of PipeDream-2BW as `previous/<logical name>`; scalars live in
-`meta` (JSON).
+Public: `Checkpointer`, `CheckpointReader`, `RunLock`, `latest`, `committed`, `resolve`, `verify`.
 
-Invariants: a directory without `.tmp-` in its name is whole; every byte loaded was checksummed; nothing read is
-    executed; any layout that
-saved can be loaded by any other. Proved by tests/unit/checkpoint, tests/distributed/test_checkpoint*.py and
-tests/faults/test_checkpoint_faults.py.
+Names: weights are stored under their logical name, optimizer state as `optimizer/<state>/<logical name>`, the older
+weights of PipeDream-2BW as `previous/<logical name>`; scalars live in `meta` (JSON).
+
+Invariants: a directory without `.tmp-` in its name is whole; every byte loaded was checksummed; nothing that is read is
+executed; any layout loads what any other saved. Proved by tests/unit/checkpoint, tests/distributed/test_checkpoint_*.py
+and tests/faults/test_checkpoint_faults.py.
 """
 
 from megalite.checkpoint.checkpointer import Checkpointer
 from megalite.checkpoint.discovery import committed, latest, resolve
+from megalite.checkpoint.loading import CheckpointReader
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.verify import verify
 
-__all__ = ["Checkpointer", "RunLock", "committed", "latest", "resolve", "verify"]
+__all__ = ["CheckpointReader", "Checkpointer", "RunLock", "committed", "latest", "resolve", "verify"]

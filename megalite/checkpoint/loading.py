@@ -5,7 +5,7 @@ Values are written through the shards' views; the only buffer is one block.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import torch
 
 from megalite.checkpoint.format import Manifest, StoredShard
 from megalite.checkpoint.reshard import Box, cover
-from megalite.checkpoint.storage import ShardReader, flat_bytes
+from megalite.checkpoint.storage import ShardReader, flat_bytes, read_manifest
 from megalite.comm.layout import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
 
@@ -48,14 +48,17 @@ def _flat_range(stored: Box, shard: TensorShard, common: Box, dtype: torch.dtype
 
 
 Reads = dict[str, list[tuple[StoredShard, list[Target]]]]
+Places = Mapping[str, Sequence[tuple[str, StoredShard]]]
 
 
-def plan_reads(manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool, where: str) -> Reads:
+def plan_reads(
+    manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool, where: str, places_of: Places | None = None
+) -> Reads:
     """file name -> its needed rectangles, each with where its values go; all is checked before a byte is read.
 
     Raises CheckpointError naming tensors that are missing, of another shape or of another dtype (unless `cast`).
     """
-    table = manifest.shards_by_tensor()
+    table = places_of if places_of is not None else manifest.shards_by_tensor()
     wanted: dict[str, dict[int, tuple[StoredShard, list[Target]]]] = {}
     problems: list[str] = []
     for shard in shards:
@@ -155,6 +158,46 @@ def _pieces(stored: Box, targets: Sequence[Target], first: int, last: int) -> li
             if common is not None:
                 pieces.append(_Piece(target, box, common, rectangle.start - first))
     return pieces
+
+
+class CheckpointReader:
+    """One process reads a checkpoint tensor by tensor, or slice by slice: for conversion and inspection.
+
+    Raises CheckpointError where it is not committed, and from every read that meets damage.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self._places = self.manifest.shards_by_tensor()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all stored tensors."""
+        return list(self.manifest.tensors)
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """The tensor, or the part of it in `box`, verified, in the stored dtype."""
+        stored = self.manifest.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.path}: holds no tensor {name}")
+        box = box or Box((0,) * len(stored.shape), stored.shape)
+        values = torch.empty(box.shape, dtype=stored.torch_dtype)
+        shard = TensorShard(name, stored.shape, box.offset, values)
+        reads = plan_reads(self.manifest, [shard], cast=False, where=str(self.path), places_of=self._places)
+        run_reads(self.path, self.manifest, reads)
+        return values
+
+    def chunks(self, name: str, max_bytes: int) -> Iterator[Box]:
+        """Cuts a tensor into boxes of whole rows of at most `max_bytes` (at least one row)."""
+        stored = self.manifest.tensors[name]
+        whole = Box((0,) * len(stored.shape), stored.shape)
+        if not stored.shape or not whole.numel:
+            yield from [whole] if whole.numel else []
+            return
+        rows = max(1, max_bytes // (stored.nbytes // stored.shape[0]))
+        for first in range(0, stored.shape[0], rows):
+            yield whole.rows(first, min(first + rows, stored.shape[0]))
 
 
 def unused_names(manifest: Manifest, wanted: Collection[str]) -> list[str]:
