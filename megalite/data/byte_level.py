@@ -26,6 +26,9 @@ MAX_WORDS = 1 << 19
 MAX_CHARACTERS = 1 << 25
 
 ASCII_WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+# Characters beyond the basic plane are rare enough to be left to the library; looking all of them up would take a
+# second.
+BASIC_PLANE_END = 0x10000
 WHITE_CONTROLS = "\t\n\x0b\x0c\r\x85"
 
 
@@ -34,7 +37,7 @@ def _unicode_words() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """GPT-2's rule for all of Unicode, and a pattern that finds a character whose class has changed over time."""
     old = unicodedata.ucd_3_2_0
     classes: dict[str, list[int]] = {"L": [], "N": [], "Z": [], "changed": []}
-    for point in range(128, sys.maxunicode + 1):
+    for point in range(128, BASIC_PLANE_END):
         character = chr(point)
         now, then = unicodedata.category(character), old.category(character)
         if now != then or now == "Cn":  # not assigned yet: the library may know a later Unicode
@@ -47,7 +50,9 @@ def _unicode_words() -> tuple[re.Pattern[str], re.Pattern[str]]:
         rf"'(?:[sdmt]|ll|ve|re)| ?[{letters}]+| ?[{numbers}]+| ?[^{spaces}{letters}{numbers}]+"
         rf"|[{spaces}]+(?![^{spaces}])|[{spaces}]+"
     )
-    return re.compile(words), re.compile(f"[{_ranges(classes['changed'])}]")
+    return re.compile(words), re.compile(
+        f"[{_ranges(classes['changed'])}\\U{BASIC_PLANE_END:08x}-\\U{sys.maxunicode:08x}]"
+    )
 
 
 def _ranges(points: Sequence[int]) -> str:

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from megalite.data.byte_level import WordTable
 from megalite.errors import DataError
 
-__all__ = ["GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "byte_level_alphabet", "read_file"]
+__all__ = [
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "byte_level_alphabet",
+    "import_package",
+    "read_file",
+]
 
 # What ends a document in the public families, in the order in which they are looked for when a tokenizer.json comes
 # alone.
@@ -35,7 +42,8 @@ def read_file(path: str | Path, flag: str) -> bytes:
         raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
 
 
-def _import(package: str, kind: str) -> Any:
+def import_package(package: str, kind: str) -> Any:
+    """An optional package; raises DataError in one line where it is absent."""
     try:
         return __import__(package)
     except ImportError:
@@ -149,7 +157,7 @@ class GPT2BPETokenizer(_FastTokenizer):
     def __init__(
         self, vocab: bytes, merges: bytes, *, vocab_name: str = "vocab.json", merges_name: str = "merges.txt"
     ) -> None:
-        tokenizers = _import("tokenizers", self.kind)
+        tokenizers = import_package("tokenizers", self.kind)
         self._vocab, self._merges = vocab, merges
         try:
             table = {str(token): int(index) for token, index in json.loads(vocab).items()}
@@ -196,7 +204,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
     kind = "HuggingFaceTokenizer"
 
     def __init__(self, definition: bytes, config: bytes | None = None, *, origin: str = "tokenizer.json") -> None:
-        tokenizers = _import("tokenizers", self.kind)
+        tokenizers = import_package("tokenizers", self.kind)
         self._json, self._config = definition, config
         try:
             backend = tokenizers.Tokenizer.from_str(definition.decode())
@@ -252,7 +260,7 @@ class SentencePieceTokenizer:
     splits_at_newline = False
 
     def __init__(self, model: bytes, *, origin: str = "tokenizer.model") -> None:
-        sentencepiece = _import("sentencepiece", self.kind)
+        sentencepiece = import_package("sentencepiece", self.kind)
         self._model = model
         self._backend = sentencepiece.SentencePieceProcessor()
         try:

@@ -1,0 +1,130 @@
+"""Tokenise a corpus into Megatron's `.bin/.idx` files.
+
+python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+    --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --append-eod --workers 8
+
+writes data/corpus_text_document.bin and .idx, which `--data-path data/corpus_text_document` trains on. Inputs: text
+files (one document each), JSONL (also .gz, .zst), parquet, a folder saved by `datasets`, or hf:NAME[:CONFIG][@SPLIT]
+for what `datasets` can load by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from megalite.config.data import TOKENIZERS
+from megalite.data.preprocess import Progress, preprocess
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_io import make_tokenizer
+from megalite.data.units import read_unit, units_of
+from megalite.errors import ConfigError
+from megalite.training.tool import ToolParser, run_tool
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = ToolParser("Tokenise a corpus into .bin/.idx files.")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or hf:NAME")
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise, one output each"
+    )
+    parser.add_argument("--tokenizer-type", choices=TOKENIZERS, default="ByteTokenizer", help="how text becomes ids")
+    parser.add_argument(
+        "--tokenizer-model", metavar="PATH", help="tokenizer.json, its directory, or a sentencepiece model"
+    )
+    parser.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    parser.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    parser.add_argument("--vocab-size", type=int, help="ids of NullTokenizer")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that tokenise")
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="leave out broken JSONL lines instead of stopping"
+    )
+    parser.add_argument("--log-interval", type=float, default=5.0, help="seconds between progress lines; 0: none")
+    args = parser.parse_args(argv)
+    if args.workers < 1:
+        raise ConfigError(f"--workers={args.workers}: must be at least 1")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        raise ConfigError(f"--json-keys={' '.join(args.json_keys)}: a field is named twice; name each once")
+    return args
+
+
+def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
+    """The tokenizer that the flags name; CharTokenizer reads the whole input for its vocabulary and saves it "
+    "beside the output."""
+
+    def texts() -> list[str]:
+        units = (unit for path in args.input for unit in units_of(path, args.json_keys))
+        return [
+            text
+            for unit in units
+            for column in read_unit(unit, args.json_keys, skip_bad_lines=args.skip_bad_lines)[0]
+            for text in column
+        ]
+
+    tokenizer = make_tokenizer(
+        args.tokenizer_type,
+        tokenizer_model=args.tokenizer_model,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        vocab_size=args.vocab_size,
+        texts=texts,
+    )
+    if tokenizer.kind == "CharTokenizer" and args.tokenizer_model is None:
+        for name, content in tokenizer.files().items():
+            file = Path(f"{args.output_prefix}_{name}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+            print(f"vocabulary of CharTokenizer: {file}; train with --tokenizer-model {file}")
+    return tokenizer
+
+
+class Reporter:
+    """Prints a progress line at most every `interval` seconds."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._last = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        """Called after every unit of work."""
+        if self._interval and time.monotonic() - self._last >= self._interval:
+            self._last = time.monotonic()
+            print(progress.line(), file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> None:
+    """Raises MegaliteError."""
+    args = parse(argv)
+    tokenizer = tokenizer_of(args)
+    print(f"{tokenizer.describe()}, {args.workers} workers")
+    summary = preprocess(
+        args.input,
+        args.output_prefix,
+        tokenizer,
+        json_keys=args.json_keys,
+        append_eod=args.append_eod,
+        workers=args.workers,
+        skip_bad_lines=args.skip_bad_lines,
+        on_progress=Reporter(args.log_interval),
+    )
+    print(summary.progress.line())
+    if summary.progress.skipped:
+        print(f"left out {summary.progress.skipped:,} broken lines")
+    if tokenizer.eod_id is not None and not args.append_eod:
+        print("note: documents have no end-of-document token; --append-eod adds it")
+    for prefix in summary.prefixes:
+        print(f"wrote {prefix}.bin and .idx; train with --data-path {prefix}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))

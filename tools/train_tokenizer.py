@@ -1,0 +1,74 @@
+"""Train a tokenizer on your text: byte-level BPE (as GPT-2's) or sentencepiece.
+
+python tools/train_tokenizer.py --input corpus.txt --vocab-size 8192 --output tokenizer/
+    -> tokenizer/tokenizer.json          train with --tokenizer-type HuggingFaceTokenizer --tokenizer-model
+    tokenizer/tokenizer.json
+python tools/train_tokenizer.py --input corpus.jsonl --model-type sentencepiece --vocab-size 8192 --output tokenizer/
+    -> tokenizer/tokenizer.model         train with --tokenizer-type SentencePieceTokenizer --tokenizer-model
+    tokenizer/tokenizer.model
+
+Without --input it reads the default corpus: the Python standard library's own sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from megalite.data.corpus import stdlib_corpus
+from megalite.data.tokenizer_training import MODEL_TYPES, train_bpe, train_sentencepiece
+from megalite.data.units import read_unit, units_of
+from megalite.errors import ConfigError
+from megalite.training.tool import ToolParser, run_tool
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = ToolParser("Train a tokenizer on your text.")
+    parser.add_argument(
+        "--input", nargs="+", metavar="PATH", help="as of preprocess_data.py; unset: the default corpus"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the tokenizer's files")
+    parser.add_argument("--vocab-size", type=int, required=True, help="number of ids, special ones included")
+    parser.add_argument("--model-type", choices=MODEL_TYPES, default="bpe", help="bpe: byte-level, as GPT-2's")
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields of JSONL and parquet")
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="leave out broken JSONL lines instead of stopping"
+    )
+    args = parser.parse_args(argv)
+    if args.vocab_size < 2:
+        raise ConfigError(f"--vocab-size={args.vocab_size}: must be at least 2")
+    return args
+
+
+def texts_of(args: argparse.Namespace) -> Iterator[str]:
+    """Documents of the input. Raises DataError."""
+    if args.input is None:
+        yield from stdlib_corpus().documents(None, "train")
+        return
+    for path in args.input:
+        for unit in units_of(path, args.json_keys):
+            for column in read_unit(unit, args.json_keys, skip_bad_lines=args.skip_bad_lines)[0]:
+                yield from column
+
+
+def main(argv: list[str]) -> None:
+    """Raises MegaliteError."""
+    args = parse(argv)
+    train = train_bpe if args.model_type == "bpe" else train_sentencepiece
+    tokenizer = train(texts_of(args), args.vocab_size)
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    name = next(iter(tokenizer.files()))
+    print(tokenizer.describe())
+    print(f"wrote {folder / name}; use it with --tokenizer-type {tokenizer.kind} --tokenizer-model {folder / name}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
