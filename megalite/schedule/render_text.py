@@ -20,21 +20,31 @@ from megalite.schedule.simulate import Span, Timeline
 IDLE = ".."
 
 
-def render_text(timeline: Timeline, *, max_columns: int = 400, scaled_width: int = 110) -> str:
+def render_text(
+    timeline: Timeline, *, max_columns: int = 400, scaled_width: int = 110, line_width: int | None = None
+) -> str:
     """The grid, one line per rank.
 
     Exact if all times are multiples of a common unit and fit in max_columns of it; else to scale in scaled_width
-    characters.
+    characters. line_width: longer lines are broken, all ranks together, into blocks below each other.
     """
     rows = [[span for span in timeline.spans if span.rank == rank] for rank in range(timeline.num_ranks)]
     unit = _common_unit(timeline.spans)
-    label_width = len(str(timeline.num_ranks - 1))
+    column = 1
     if unit is not None and timeline.makespan / unit <= max_columns:
-        width = _cell_width(timeline, unit)
-        lines = [_exact_row(row, timeline, unit, width) for row in rows]
+        column = _cell_width(timeline, unit) + 1
+        lines = [_exact_row(row, timeline, unit, column - 1) for row in rows]
     else:
         lines = [_scaled_row(row, timeline, scaled_width) for row in rows]
-    return "\n".join(f"rank {rank:>{label_width}}  {line}".rstrip() for rank, line in enumerate(lines))
+    digits = len(str(timeline.num_ranks - 1))
+    names = [f"rank {rank:>{digits}}  " for rank in range(timeline.num_ranks)]
+    length = max(map(len, lines), default=0)
+    block = length if line_width is None else max((line_width - len(names[0])) // column, 1) * column
+    blocks = [
+        "\n".join((name + line[at : at + block]).rstrip() for name, line in zip(names, lines, strict=True))
+        for at in range(0, max(length, 1), max(block, 1))
+    ]
+    return "\n\n".join(blocks)
 
 
 def short_label(action: Action, timeline: Timeline) -> str:

@@ -152,16 +152,20 @@ def simulate(
     *,
     batches: int | Sequence[int] = 1,
     weight_fraction: Time = Fraction(1),
+    global_norm: bool = False,
 ) -> Timeline:
     """Run the program on paper.
 
     batches: how many, or the number of micro-batches of each. weight_fraction: M_W / M_B, the part of a micro-batch's
     activations that stays after I until W (about 32/34 of a transformer layer with fused attention).
+    global_norm: a STEP waits until the gradients of its update are complete on all ranks, as exact clipping asks for;
+    matters from the second batch on (ignored where every micro-batch is an update).
     Raises ScheduleError if the lists wait for each other in a circle.
     """
     costs = costs or Costs()
     lists = program.unroll(batches)
-    spans = _run(program, lists, costs)
+    norms = _Norms(program, batches) if global_norm and not program.update_per_microbatch else None
+    spans = _run(program, lists, costs, norms)
     unit = program.activation_unit
     return Timeline(
         program.num_ranks,
@@ -173,10 +177,12 @@ def simulate(
     )
 
 
-def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, tuple[str, int, int, int]]]:
-    """(rank, key) of the computations whose results `action` needs; key = (F or I or W, stage, replica,
-    micro-batch).
-    """
+Key = tuple[str, int, int, int]
+"""A result: (F or I or W, stage, replica, micro-batch); (STEP, 0, 0, update) is the norm of an update's gradient."""
+
+
+def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, Key]]:
+    """(rank, key) of the computations whose results `action` needs."""
     own = set(produced(action))
     for part in action.computations():
         stage, replica, k = part.stage, part.replica, part.microbatch
@@ -192,18 +198,37 @@ def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, tu
                 yield placement.rank_of(at, replica), key
 
 
-def produced(action: Action) -> Iterable[tuple[str, int, int, int]]:
+def produced(action: Action) -> Iterable[Key]:
     """Keys of the results of a computation; a whole backward gives what I and W give."""
     for part in action.computations():
         kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if part.kind == BACKWARD else (part.kind,)
         yield from ((kind, part.stage, part.replica, part.microbatch) for kind in kinds)
 
 
-def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs) -> list[Span]:
-    done: dict[tuple[str, int, int, int], Time] = {}
+class _Norms:
+    """When the gradient of each update is complete on all ranks."""
+
+    def __init__(self, program: Program, batches: int | Sequence[int]) -> None:
+        self.run = program.batches(batches)
+        self.remaining = [batch.size * program.num_stages for batch in self.run]
+        self.latest: list[Time] = [Fraction(0)] * len(self.run)
+
+    def add(self, key: Key, end: Time) -> Iterable[tuple[Key, Time]]:
+        """Count a finished computation; the norm that it completes, if any, and when."""
+        kind, _, _, microbatch = key
+        if kind == BACKWARD_WEIGHT:
+            update = next(batch.iteration for batch in self.run if microbatch < batch.end)
+            self.remaining[update] -= 1
+            self.latest[update] = max(self.latest[update], end)
+            if self.remaining[update] == 0:
+                yield (STEP, 0, 0, update), self.latest[update]
+
+
+def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs, norms: _Norms | None) -> list[Span]:
+    done: dict[Key, Time] = {}
     clock: list[Time] = [Fraction(0)] * program.num_ranks
     position = [0] * program.num_ranks
-    waiting: dict[tuple[str, int, int, int], int] = {}
+    waiting: dict[Key, list[int]] = {}
     ready = list(range(program.num_ranks))
     spans: list[Span] = []
     while ready:
@@ -212,13 +237,16 @@ def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs) -> l
             action = lists[rank][position[rank]]
             start = clock[rank]
             missing = None
-            for source, key in dependencies(action, program.placement):
+            needs = dependencies(action, program.placement)
+            if action.kind == STEP and norms is not None:
+                needs = [(rank if program.num_ranks == 1 else -1, (STEP, 0, 0, action.microbatch))]
+            for source, key in needs:
                 if key not in done:
                     missing = key
                     break
                 start = max(start, done[key] + (costs.communication if source != rank else 0))
             if missing is not None:
-                waiting[missing] = rank
+                waiting.setdefault(missing, []).append(rank)
                 break
             clock[rank] = start + costs.of(action, program)
             if action.is_compute or action.kind == STEP or clock[rank] > start:
@@ -226,8 +254,10 @@ def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs) -> l
             position[rank] += 1
             for key in produced(action):
                 done[key] = clock[rank]
-                if key in waiting:
-                    ready.append(waiting.pop(key))
+                ready += waiting.pop(key, [])
+                for norm, end in norms.add(key, clock[rank]) if norms is not None else ():
+                    done[norm] = end
+                    ready += waiting.pop(norm, [])
     stuck = [rank for rank in range(program.num_ranks) if position[rank] < len(lists[rank])]
     if stuck:
         places = ", ".join(f"rank {rank} at {lists[rank][position[rank]]}" for rank in stuck)

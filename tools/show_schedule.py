@@ -1,0 +1,165 @@
+"""Draw, price and prove a pipeline schedule on a laptop.
+
+    python tools/show_schedule.py --schedule 2bw --pipeline-model-parallel-size 4 --num-microbatches 8
+    python tools/show_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --num-microbatches 8 --format svg
+    --output zbv.svg python tools/show_schedule.py --compare gpipe,1f1b,2bw --pipeline-model-parallel-size 4
+    --num-microbatches 8
+
+Costs are the times of one micro-batch through all layers of one rank; a rank's v chunks take 1/v of it each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.errors import MegaliteError, ScheduleError
+from megalite.schedule import SCHEDULES, Costs, Program, Timeline, build, load_program, simulate, validate
+from megalite.schedule.registry import find, warnings
+from megalite.schedule.render_svg import render_html, render_svg
+from megalite.schedule.render_text import render_text
+from megalite.schedule.report import comparison, figures, summary
+from megalite.schedule.trace import render_trace
+
+ASYNCHRONOUS_BATCHES = 4
+"""Batches drawn when a schedule does not drain after each: enough to see the steady state."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(description="Draw, price and prove a pipeline schedule.")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    what.add_argument("--pipeline-schedule-file", metavar="FILE", help="a schedule of your own as text")
+    what.add_argument("--compare", metavar="A,B,...", help="a table of several schedules, or `all`")
+    p.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="P", help="ranks (default 4)")
+    p.add_argument("--num-microbatches", type=int, default=8, metavar="M", help="per batch (default 8)")
+    p.add_argument("--virtual-pipeline-model-parallel-size", type=int, metavar="V", help="chunks per rank")
+    p.add_argument("--chimera-pairs", type=int, default=1, metavar="F", help="pairs of opposite pipelines (chimera)")
+    p.add_argument(
+        "--num-batches", type=int, metavar="T", help="default 1; 4 for asynchronous schedules, 8 to compare them"
+    )
+    for name in ("forward", "backward-input", "backward-weight"):
+        p.add_argument(f"--cost-{name}", type=_cost, default=Fraction(1), metavar="TIME", help="default 1")
+    p.add_argument("--cost-communication", type=_cost, default=Fraction(0), metavar="TIME", help="one hop, default 0")
+    p.add_argument("--format", choices=("text", "json", "svg", "html", "trace"), default="text")
+    p.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    return p
+
+
+def _cost(text: str) -> Fraction:
+    """Decimals stay exact, so that equal times compare equal."""
+    value = Fraction(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: a time cannot be negative")
+    return value
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    return Costs(args.cost_forward, args.cost_backward_input, args.cost_backward_weight, args.cost_communication)
+
+
+def _program(name: str, args: argparse.Namespace) -> Program:
+    # Schedules that have no choice of chunks ignore the flag in a comparison, where it is meant for the others.
+    chunks = args.virtual_pipeline_model_parallel_size
+    if args.compare and find(name).num_chunks is not None:
+        chunks = None
+    pairs = 1 if args.compare and find(name).name != "chimera" else args.chimera_pairs
+    return build(name, args.pipeline_model_parallel_size, args.num_microbatches, chunks, num_pairs=pairs)
+
+
+def _show(args: argparse.Namespace) -> str:
+    """The output for one schedule."""
+    program = load_program(args.pipeline_schedule_file) if args.schedule is None else _program(args.schedule, args)
+    validate(program)
+    batches = args.num_batches or (ASYNCHRONOUS_BATCHES if program.asynchronous else 1)
+    timeline = simulate(program, _costs(args), batches=batches, global_norm=True)
+    if args.format == "json":
+        return json.dumps(figures(program, timeline), indent=2) + "\n"
+    if args.format == "trace":
+        return render_trace([timeline]) + "\n"
+    title = SCHEDULES[program.name].title if program.name in SCHEDULES else program.name
+    if args.format == "svg":
+        return render_svg(timeline, title=title)
+    if args.format == "html":
+        return render_html([timeline], heading=title)
+    return (
+        "\n".join(
+            [
+                title,
+                "",
+                render_text(timeline, line_width=shutil.get_terminal_size((160, 24)).columns),
+                "",
+                summary(figures(program, timeline)),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _compare(args: argparse.Namespace) -> str:
+    """The table, or its JSON rows, or the pictures of all schedules on one page."""
+    names = list(SCHEDULES) if args.compare == "all" else [name.strip() for name in args.compare.split(",")]
+    schedules = [find(name) for name in names]
+    batches = args.num_batches or (2 * ASYNCHRONOUS_BATCHES if any(s.asynchronous for s in schedules) else 1)
+    rows: list[dict[str, Any] | tuple[str, str]] = []
+    timelines: list[Timeline] = []
+    for schedule in schedules:
+        try:
+            program = _program(schedule.name, args)
+        except ScheduleError as error:
+            rows.append((schedule.name, str(error)))
+            continue
+        timelines.append(simulate(program, _costs(args), batches=batches, global_norm=True))
+        rows.append(figures(program, timelines[-1]))
+    if args.format == "json":
+        refused = [{"schedule": row[0], "refused": row[1]} for row in rows if isinstance(row, tuple)]
+        return json.dumps([row for row in rows if isinstance(row, dict)] + refused, indent=2) + "\n"
+    if args.format == "html":
+        return render_html(timelines)
+    if args.format == "trace":
+        return render_trace(timelines) + "\n"
+    if args.format == "svg":
+        raise ScheduleError(
+            "--format=svg: one picture holds one schedule; use --format html for several, or --schedule"
+        )
+    shape = f"p = {args.pipeline_model_parallel_size}, m = {args.num_microbatches}, {batches} batches"
+    head = f"{shape}; an update waits for the gradient norm of all ranks (exact clipping)\n"
+    return head + comparison(rows) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print or write what is asked for; 2 and one line per problem on standard error if it is illegal."""
+    args = parser().parse_args(argv)
+    try:
+        text = _compare(args) if args.compare else _show(args)
+        if args.schedule:
+            for line in warnings(
+                args.schedule,
+                args.pipeline_model_parallel_size,
+                args.num_microbatches,
+                args.virtual_pipeline_model_parallel_size,
+                num_pairs=args.chimera_pairs,
+            ):
+                print(f"warning: {line}", file=sys.stderr)
+    except MegaliteError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        args.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
