@@ -80,6 +80,7 @@ class Unsharder:
     def __init__(self, *, prefetch: bool) -> None:
         self.prefetch = prefetch
         self._present: list[BucketWeights] = []
+        self._in_backward: Sequence[BucketWeights] | None = None
 
     def attach(self, layers: Sequence[nn.Module], weights: Sequence[Sequence[BucketWeights]]) -> None:
         """Hooks the layers of a stage (in forward order); weights[i]: what layer i uses."""
@@ -90,8 +91,12 @@ class Unsharder:
             if any(w.released_after_use for w in weights[i]):
                 layer.register_forward_hook(_UseInBackward(self, weights[i], before))
 
-    def use(self, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights]) -> None:
+    def use(self, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights], *, backward: bool = False) -> None:
         """Makes `wanted` readable and starts to gather `ahead`."""
+        recomputed = wanted is self._in_backward and not backward
+        self._in_backward = wanted if backward else None
+        if recomputed and all(bucket.resident for bucket in wanted):
+            return  # inside its own backward: what comes next is the layer before, and that is on its way
         ahead = ahead if self.prefetch else []
         keep = [*wanted, *ahead]
         self._give_back(keep)
@@ -105,6 +110,7 @@ class Unsharder:
 
     def give_back_all(self) -> None:
         """Frees everything that is not pinned."""
+        self._in_backward = None
         self._give_back([])
 
     def _start(self, bucket: BucketWeights, *, async_op: bool) -> None:
@@ -139,4 +145,4 @@ class _UseInBackward:
             output.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
-        self.unsharder.use(self.wanted, self.ahead)
+        self.unsharder.use(self.wanted, self.ahead, backward=True)
