@@ -122,6 +122,8 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             options=zero_options(config),
             tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
             counts_tied=key == (0, 0),
+            replica=key[1],
+            num_gradients=program.gradient_buffers,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
         )
     shared_axis = mesh.pipeline_subaxis("embedding", [holders(placement)] if tied_apart and mesh.pp.size > 1 else [])

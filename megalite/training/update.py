@@ -14,7 +14,7 @@ weights go to.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,8 +75,10 @@ class Updater:
         nonfinite: str,
         num_slots: int,
         version: int,
+        update_of: Callable[[int], int],
     ) -> None:
-        self._buffers = dict(buffers)
+        # Reductions of stages that several ranks hold in another order (Chimera) must be issued in one order.
+        self._buffers = dict(sorted(buffers.items()))
         self._optimizer = optimizer
         self._policy = policy
         self._scaler = scaler
@@ -85,6 +87,7 @@ class Updater:
         self._nonfinite = nonfinite
         self._num_slots = num_slots
         self._version = version
+        self._update_of = update_of
         self._arrived: set[StageKey] = set()
         self.results: list[UpdateResult] = []
 
@@ -94,11 +97,14 @@ class Updater:
         return self._version
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+        buffers = self._buffers[stage]
+        buffers.select_gradients(self._update_of(microbatch))
         if last:
-            self._buffers[stage].arm()
+            buffers.arm()
 
     def reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
+        self._buffers[stage].select_gradients(update)
         self._buffers[stage].start_reduce()
 
     def step(self, stage: StageKey, update: int) -> None:
@@ -107,6 +113,8 @@ class Updater:
         if len(self._arrived) < len(self._buffers):
             return
         self._arrived.clear()
+        for buffers in self._buffers.values():
+            buffers.select_gradients(update)
         numbers = self._policy(update)
         self._reduce()
         self._apply(update, numbers, self._optimizer.grad_norm())

@@ -41,7 +41,10 @@ class ParameterBuffers:
         tp: the axis over which partial gradients (`placement.tp_partial_grad`) are summed.
         tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
         counts_tied: False on the stage that holds the copy: it is neither counted in the norm nor saved.
-        extra_reduce: further axes that hold replicas of this stage (Chimera).
+        extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have been summed over
+        them already.
+        replica: which of these replicas this is; only replica 0 counts in the norm.
+        num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
         whole: which parameters must lie in one shard (`shard rule whole_tensor`: Muon's matrices).
     """
 
@@ -56,13 +59,15 @@ class ParameterBuffers:
         tied: frozenset[str] = frozenset(),
         counts_tied: bool = True,
         extra_reduce: Sequence[Axis] = (),
+        replica: int = 0,
+        num_gradients: int = 1,
         whole: Callable[[str, nn.Parameter], bool] | None = None,
     ) -> None:
         first = versions[0]
         assert all([n for n, _ in v] == [n for n, _ in first] for v in versions), "versions of a stage differ"
         self.dp_shard, self.dp_replicate, self.tp = dp_shard, dp_replicate, tp
         self.options = options
-        self.counts_tied = counts_tied
+        self.counts_tied, self.replica = counts_tied, replica
         self.extra_reduce = tuple(axis for axis in extra_reduce if axis.size > 1)
         self.dtype = first[0][1].dtype if first else torch.float32
         self.device = first[0][1].device if first else torch.device("cpu")
@@ -87,6 +92,10 @@ class ParameterBuffers:
         for version in versions:
             self._flatten_weights([p for _, p in version])
         self._make_gradients([[version[i][1] for version in versions] for i in range(len(first))])
+        self._nexts = [0] * num_gradients
+        self._selected = 0
+        for _ in range(1, num_gradients):
+            self._add_gradients()
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -171,6 +180,24 @@ class ParameterBuffers:
         held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
         return {"weights": sum(weights.values()), "gradients": sum(held.values()), "scratch": self.scratch.nbytes}
 
+    # ---- several gradients -------------------------------------------------------------------------------------------
+
+    def _add_gradients(self) -> None:
+        assert self.options.stage < 2, "gradients that are streamed cannot be kept for two updates"
+        flat = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
+        for bucket in self.buckets:
+            bucket.add_gradient(flat[bucket.plan.start : bucket.plan.stop])
+
+    def select_gradients(self, update: int) -> None:
+        """Backwards, reductions and the optimizer work on the gradient of this update from here on."""
+        index = update % len(self._nexts)
+        if index == self._selected:
+            return
+        self._nexts[self._selected], self._next = self._next, self._nexts[index]
+        self._selected = index
+        for bucket in self.buckets:
+            bucket.select(index)
+
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
     def begin_batch(self, microbatches: int | None = None) -> None:
@@ -210,7 +237,7 @@ class ParameterBuffers:
         for bucket in self.buckets:
             assert bucket.launched or bucket.streams, "finish_reduce before start_reduce and start_tied_reduce"
             bucket.finish_batch()
-            for axis in (self.dp_replicate, *self.extra_reduce):
+            for axis in (self.dp_replicate, *(() if bucket.plan.tied else self.extra_reduce)):
                 all_reduce_(bucket.gradient, axis)
         self._sum_partial_gradients()
 

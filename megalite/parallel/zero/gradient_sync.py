@@ -10,6 +10,7 @@ The sum is plain: the factor 1 / (micro-batches * data-parallel size) is in the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,8 +80,22 @@ class StreamingSink(GradSink):
             self.on_ready()
 
 
+@dataclass
+class _Kept:
+    """A gradient of a bucket that is not the selected one: its memory, its sinks' states, its reduction."""
+
+    full: Tensor
+    sinks: list[tuple[Tensor, bool, int | None]]
+    missing: int
+    launched: bool
+    handle: Handle | None
+
+
 class Bucket:
     """Runtime of one `BucketPlan`.
+
+    An asynchronous pipeline accumulates the gradient of one update while that of the update before is being reduced:
+    a held bucket can have several gradients, of which one is selected.
 
     weights[v]: the parameters of the bucket in weight version v.
     gradient: the owned slice of the gradient (all of it in stage 0), valid after `finish`.
@@ -104,6 +119,27 @@ class Bucket:
         self._scratch: Tensor | None = None
         self._flying: Tensor | None = None
         self._accumulated = False
+        self._kept: list[_Kept | None] = [None]
+        self._selected = 0
+
+    def add_gradient(self, full: Tensor) -> None:
+        """One more gradient, of another update, in the memory `full`; it is not selected."""
+        views = [full[slot.start - self.plan.start : slot.stop - self.plan.start] for slot in self.plan.slots]
+        states = [(view.view(slot.entry.shape), True, None) for view, slot in zip(views, self.plan.slots, strict=True)]
+        self._kept.append(_Kept(full, states, len(self.sinks), False, None))
+
+    def select(self, index: int) -> None:
+        """Everything below works on gradient number `index` from here on; the sinks stay the same objects."""
+        if index == self._selected:
+            return
+        states = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
+        self._kept[self._selected] = _Kept(self.full, states, self.missing, self.launched, self._handle)
+        self._selected, kept = index, self._kept[index]
+        assert kept is not None
+        self.hold(kept.full)
+        self.missing, self.launched, self._handle = kept.missing, kept.launched, kept.handle
+        for sink, (buffer, fresh, remaining) in zip(self.sinks, kept.sinks, strict=True):
+            sink.buffer, sink.fresh, sink.remaining = buffer, fresh, remaining
 
     @property
     def numel(self) -> int:

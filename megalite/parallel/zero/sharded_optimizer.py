@@ -180,6 +180,8 @@ class ShardedOptimizer:
     def _counts(self, segment: Segment) -> bool:
         if segment.bucket.plan.tied and not segment.buffers.counts_tied:
             return False
+        if segment.buffers.replica:
+            return False
         return segment.buffers.tp.is_first or not segment.run.kind.tp_replicated
 
     @torch.no_grad()
@@ -252,7 +254,7 @@ class ShardedOptimizer:
             copies = copies * buffers.tp.size + buffers.tp.rank
         if segment.bucket.plan.tied and not buffers.counts_tied:
             copies += 1
-        return copies
+        return copies + buffers.replica
 
     def _rank_of_copy(self) -> int:
         if not self.buffers:
