@@ -101,7 +101,11 @@ def test_signals_to_the_launcher_reach_every_rank(name: str, tmp_path: Path) -> 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="SIGKILL"):
-        run_single(body_signals_launcher, int(signal.SIGKILL), env={"MEGALITE_TEST_FOLDER": str(tmp_path)})
+        run_single(
+            body_signals_launcher,
+            int(signal.SIGKILL),
+            env={"MEGALITE_TEST_FOLDER": str(tmp_path), "TMPDIR": str(tmp_path)},
+        )
     pids = [int((tmp_path / f"ready{rank}").read_text()) for rank in range(3)]
     deadline = time.monotonic() + 5
     while any(_is_running(pid) for pid in pids) and time.monotonic() < deadline:
