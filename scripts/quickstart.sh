@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-use_environment "torch megalite tokenizers" -e . tokenizers
+use_environment "torch numpy yaml safetensors xxhash" -e .
 
 SAVE=${SAVE:-checkpoints/quickstart}
 python pretrain_gpt.py --config configs/quickstart.yaml --save "$SAVE" --auto-resume "$@"
