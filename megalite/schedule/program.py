@@ -67,6 +67,9 @@ class Peak(NamedTuple):
     weight_only: int = 0
 
 
+Run = int | Sequence[int] | Sequence[Batch]
+"""How long to run: a number of batches, the number of micro-batches of each, or batches (with drains in between)."""
+
 Order = Callable[[int, Batch], list[Action]]
 """(rank, batch) -> the rank's actions of this iteration, with global micro-batch ids and weight versions."""
 
@@ -140,9 +143,13 @@ class Program:
             first=iteration == 0 if first is None else first,
         )
 
-    def batches(self, sizes: int | Sequence[int]) -> tuple[Batch, ...]:
-        """A whole run: `sizes` is the number of batches, or the number of micro-batches of each."""
-        sizes = [self.num_microbatches] * sizes if isinstance(sizes, int) else list(sizes)
+    def batches(self, run: Run) -> tuple[Batch, ...]:
+        """A whole run: the number of batches, the number of micro-batches of each, or the batches themselves."""
+        if isinstance(run, int):
+            run = [self.num_microbatches] * run
+        if any(isinstance(item, Batch) for item in run):
+            return tuple(item for item in run if isinstance(item, Batch))
+        sizes = [item for item in run if isinstance(item, int)]
         following = [*sizes[1:], 0]
         return tuple(
             Batch(t, sum(sizes[:t]), size, following[t], first=t == 0) for t, size in enumerate(sizes)
@@ -152,9 +159,9 @@ class Program:
         """What `rank` does in this iteration, in this order."""
         return self.order(rank, batch)
 
-    def unroll(self, sizes: int | Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+    def unroll(self, run: Run) -> tuple[tuple[Action, ...], ...]:
         """The whole run of every rank (see `batches`)."""
-        batches = self.batches(sizes)
+        batches = self.batches(run)
         return tuple(
             tuple(action for batch in batches for action in self.order(rank, batch)) for rank in range(self.num_ranks)
         )

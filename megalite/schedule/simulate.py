@@ -27,7 +27,7 @@ from megalite.schedule.action import (
 )
 from megalite.schedule.memory import live_versions, peak_activations
 from megalite.schedule.placement import Placement
-from megalite.schedule.program import Program
+from megalite.schedule.program import Program, Run
 
 Time = Fraction | float
 
@@ -150,13 +150,13 @@ def simulate(
     program: Program,
     costs: Costs | None = None,
     *,
-    batches: int | Sequence[int] = 1,
+    batches: Run = 1,
     weight_fraction: Time = Fraction(1),
     global_norm: bool = False,
 ) -> Timeline:
     """Run the program on paper.
 
-    batches: how many, or the number of micro-batches of each. weight_fraction: M_W / M_B, the part of a micro-batch's
+    batches: how many, or which (see `Run`). weight_fraction: M_W / M_B, the part of a micro-batch's
     activations that stays after I until W (about 32/34 of a transformer layer with fused attention).
     global_norm: a STEP waits until the gradients of its update are complete on all ranks, as exact clipping asks for;
     matters from the second batch on (ignored where every micro-batch is an update).
@@ -208,7 +208,7 @@ def produced(action: Action) -> Iterable[Key]:
 class _Norms:
     """When the gradient of each update is complete on all ranks."""
 
-    def __init__(self, program: Program, batches: int | Sequence[int]) -> None:
+    def __init__(self, program: Program, batches: Run) -> None:
         self.run = program.batches(batches)
         self.remaining = [batch.size * program.num_stages for batch in self.run]
         self.latest: list[Time] = [Fraction(0)] * len(self.run)

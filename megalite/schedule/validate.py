@@ -31,7 +31,7 @@ from megalite.schedule.action import (
 )
 from megalite.schedule.memory import activation_counts, gradient_buffers, live_versions
 from megalite.schedule.passes import insert_communication
-from megalite.schedule.program import Batch, Program
+from megalite.schedule.program import Batch, Program, Run
 from megalite.schedule.simulate import dependencies, produced
 from megalite.schedule.wires import Fault, fifo_faults, rendezvous_faults
 
@@ -55,8 +55,8 @@ class Report:
         return not replicated and all(list(order) == sorted(order) for order in self.summation.values())
 
 
-def validate(program: Program, batches: int | Sequence[int] | None = None) -> Report:
-    """Check V1-V7 on a run of some batches (their number, or the number of micro-batches of each).
+def validate(program: Program, batches: Run | None = None) -> Report:
+    """Check V1-V7 on a run of some batches (see `Run`).
 
     Default: two batches of a flush program, five of an asynchronous one (cold start, steady state and run-out occur).
     A program without communication gets it first. Raises ScheduleError with the broken rule and a drawing.
