@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megalite.comm.launch import Place, launch, print_error, read_place
 from megalite.config import Config
-from megalite.config.cli import parse_with_origins
+from megalite.config.cli import Parsed, parse_with_origins
 from megalite.errors import MegaliteError
 
 if TYPE_CHECKING:
@@ -31,7 +31,25 @@ def main(argv: list[str]) -> int:
     configure_logging(place.rank)
     for warning in parsed.warnings:
         logging.getLogger("megalite").warning(warning)
+    if parsed.config.training.dry_run:
+        return tell(parsed, place)
     return launch(parsed.config, train, place)
+
+
+def tell(parsed: Parsed, place: Place) -> int:
+    """`--dry-run`: prints what would be run."""
+    from megalite.training.dry_run import dry_run
+
+    try:
+        text = dry_run(
+            parsed.config, parsed.origins, place.size if place.launcher else parsed.config.parallel.nprocs or 1
+        )
+    except MegaliteError as error:
+        print_error(error)
+        return error.exit_code
+    if place.rank == 0:
+        print(text)
+    return 0
 
 
 def train(config: Config, world: World) -> int:

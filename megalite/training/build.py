@@ -28,7 +28,7 @@ from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.schedule import Program, lower
+from megalite.schedule import Program, load_program, lower, partition, validate
 from megalite.schedule import build as build_schedule
 from megalite.schedule.placement import Placement
 
@@ -66,13 +66,23 @@ class Schedules:
         flush = parallel.schedule == "2bw" and iteration <= parallel.pipeline_flush_steps
         return self._lowered("1f1b" if flush else parallel.schedule, num_microbatches)
 
+    def full(self, world_size: int) -> Program:
+        """The program of a full batch once the first, flushed steps are over."""
+        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
+
     def _lowered(self, name: str, num_microbatches: int) -> Program:
         key = (name, num_microbatches)
         if key not in self._cache:
-            chunks = self.config.parallel.virtual_pipeline_model_parallel_size
-            program = lower(build_schedule(name, self.num_ranks, num_microbatches, chunks))
+            program = lower(self._generate(name, num_microbatches))
+            validate(program)
             self._cache[key] = program
         return self._cache[key]
+
+    def _generate(self, name: str, num_microbatches: int) -> Program:
+        parallel = self.config.parallel
+        if parallel.pipeline_schedule_file is not None:
+            return load_program(parallel.pipeline_schedule_file)
+        return build_schedule(name, self.num_ranks, num_microbatches, parallel.virtual_pipeline_model_parallel_size)
 
     @cached_property
     def _cache(self) -> dict[tuple[str, int], Program]:
@@ -176,10 +186,17 @@ def zero_options(config: Config) -> ZeroOptions:
 
 
 def stage_cuts(config: Config, program: Program) -> list[range]:
-    """Which layers each stage holds: indices into the list [embedding, block 0 .., head]."""
-    count, stages = len(layer_specs(config.model)), program.num_stages
-    bounds = [round(stage * count / stages) for stage in range(stages + 1)]
-    return [range(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    """Which layers each stage holds: indices into the list [embedding, block 0 .., head]. Raises ScheduleError."""
+    parallel = config.parallel
+    cut = partition(
+        config.model.num_layers,
+        program.placement,
+        costs=[spec.flops for spec in layer_specs(config.model)],
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        layout=parallel.pipeline_model_parallel_layout,
+    )
+    return [cut.items(stage) for stage in range(cut.num_stages)]
 
 
 def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> TensorSpec:
@@ -194,7 +211,7 @@ def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> T
 def optimizer_factory(config: Config) -> Callable[[list[ParamGroup]], torch.optim.Optimizer]:
     """Parameter groups -> the update rule of `--optimizer` with its settings."""
     settings = config.optimizer
-    names = {field.name for field in dataclasses.fields(OptimizerSettings)}
+    names = {f.name for f in dataclasses.fields(OptimizerSettings)} & {f.name for f in dataclasses.fields(settings)}
     values = OptimizerSettings(**{name: getattr(settings, name) for name in names})
     return lambda groups: OPTIMIZERS[settings.optimizer](groups, values)
 

@@ -34,7 +34,7 @@ class DataFlow:
         return self._loader(self.datasets.train, consumed_samples)
 
     def evaluation(self, dataset: Dataset) -> Iterable[list[Microbatch]]:
-        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches (the same ones each time)."""
+        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same."""
         samples = self.config.global_batch_size(self.mesh.world.size)
         if self.config.training.full_validation:
             return full_pass(dataset.sequential(), samples, **self._shape(), **self._masks())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint import Checkpointer, latest
+import torch
+
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import TorchChannel
 from megalite.comm.world import World
@@ -15,9 +15,12 @@ from megalite.optim import LearningRateSchedule, LossScaler, WeightDecaySchedule
 from megalite.parallel.pipeline.executor import Executor
 from megalite.training.build import Model, Schedules, build_model, build_scaler, stage_cuts, wide_dtype
 from megalite.training.dataflow import DataFlow, open_data, resolve_tokenizer
-from megalite.training.exits import ExitPolicy
+from megalite.training.directory import RunDirectory
+from megalite.training.exits import COMPLETED, ExitPolicy
 from megalite.training.feed import Feed
+from megalite.training.matmul import set_matmul_precision
 from megalite.training.observers import make_hooks
+from megalite.training.startup import format_table, start_up_table
 from megalite.training.state import RunState
 from megalite.training.stats import Record
 from megalite.training.trainer import Parts, Progress, Trainer
@@ -38,42 +41,33 @@ def run(config: Config, world: World) -> int:
         pp=parallel.pipeline_model_parallel_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
     )
-    checkpoint = config.checkpoint
-    checkpointer = Checkpointer(
-        checkpoint.save or checkpoint.load or ".",
-        world=mesh.world,
-        keep_last=checkpoint.keep_last_n,
-        retain_interval=checkpoint.save_retain_interval,
-    )
-    start = find_start(config, checkpointer)
-    meta = checkpointer.load_meta(start) if start is not None else {}
-    began_with = () if checkpoint.finetune else tuple(meta.get("train_requests", ()))
-    data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
+    set_matmul_precision(config, world.device, mesh.world)
     schedules = Schedules(config, mesh.pp.size)
-    program = schedules.program(config.num_microbatches(world.size), parallel.pipeline_flush_steps + 1)
-    model = build_model(config, mesh, program, stage_cuts(config, program), world.device)
-    scaler = build_scaler(config)
-    state = RunState(config, model, scaler, tokenizer, data.datasets.train_requests, checkpointer)
-    progress = state.load(start, meta) if start is not None else Progress()
-    trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress)
-    if config.training.skip_train:
-        return trainer.only_evaluate()
-    trainer.train()
+    program = schedules.full(world.size)
+    cuts = stage_cuts(config, program)
+    if world.is_first:
+        table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
+        logger.info("\n%s", format_table(table))
+    with RunDirectory(config, mesh.world) as directory:
+        start, meta = directory.start()
+        began_with = () if config.checkpoint.finetune else tuple(meta.get("train_requests", ()))
+        data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
+        model = build_model(config, mesh, program, cuts, world.device)
+        scaler = build_scaler(config)
+        state = RunState(config, model, scaler, tokenizer, data.datasets.train_requests, directory.checkpointer)
+        progress = state.load(start, meta) if start is not None else Progress()
+        trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress)
+        if config.training.skip_train:
+            return trainer.only_evaluate()
+        directory.begin(progress.iteration)
+        status = trainer.train()
+        directory.end(progress.iteration, completed=status == COMPLETED)
     return 0
 
 
-def find_start(config: Config, checkpointer: Checkpointer) -> Path | None:
-    """The checkpoint to begin from, or None for a fresh start. Raises CheckpointError (ruling 21)."""
-    checkpoint = config.checkpoint
-    if checkpoint.auto_resume and checkpoint.save is not None and latest(checkpoint.save) is not None:
-        return checkpointer.find(checkpoint.save, checkpoint.ckpt_step)
-    if checkpoint.load is None:
-        return None
-    same = checkpoint.save is not None and Path(checkpoint.save).resolve() == Path(checkpoint.load).resolve()
-    if same and latest(checkpoint.load) is None:
-        logger.info("--load=%s: holds no checkpoint yet, and it is --save: a fresh start", checkpoint.load)
-        return None
-    return checkpointer.find(checkpoint.load, checkpoint.ckpt_step)
+def describe_device(device: torch.device) -> str:
+    """Name of a GPU, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def assemble(

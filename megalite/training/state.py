@@ -49,7 +49,8 @@ class RunState:
             "config": to_dict(self.config),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
-        return str(self.checkpointer.save(progress.iteration, self._shards(self._version(progress)), meta, files))
+        write = self.checkpointer.save_async if self.config.checkpoint.async_save else self.checkpointer.save
+        return str(write(progress.iteration, self._shards(self._version(progress)), meta, files))
 
     def load(self, path: Path, meta: dict[str, Any]) -> Progress:
         """Takes up a checkpoint of any layout; returns where it stands. Collective."""

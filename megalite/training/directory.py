@@ -1,0 +1,92 @@
+"""The run directory while a run uses it: lock, where to start, config.yaml, COMPLETED."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.run_dir import clear_completed, mark_completed, set_aside_newer
+from megalite.comm.collectives import all_gather_json
+from megalite.comm.mesh import Axis
+from megalite.config import Config
+from megalite.config.saved import dump_yaml
+from megalite.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+
+
+class RunDirectory:
+    """Holds `--save` from start to end; without `--save` only looks for what to load.
+
+    Use as a context manager on all ranks: rank 0 holds the lock, a refusal is raised everywhere.
+    """
+
+    def __init__(self, config: Config, world: Axis) -> None:
+        self._config = config
+        self._world = world
+        self._save = config.checkpoint.save
+        writes = self._save is not None and not config.training.skip_train
+        self._lock = RunLock(self._save) if writes and world.is_first and self._save is not None else None
+        checkpoint = config.checkpoint
+        self.checkpointer = Checkpointer(
+            checkpoint.save or checkpoint.load or ".",
+            world=world,
+            keep_last=checkpoint.keep_last_n,
+            retain_interval=checkpoint.save_retain_interval,
+        )
+
+    def __enter__(self) -> RunDirectory:
+        problem = None
+        if self._lock is not None:
+            try:
+                self._lock.acquire()
+            except CheckpointError as error:
+                problem = str(error)
+        problem = all_gather_json(problem, self._world)[0]
+        if problem:
+            raise CheckpointError(problem)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.checkpointer.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def start(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint that the run begins with and its meta, or (None, {}). Raises CheckpointError."""
+        checkpoint = self._config.checkpoint
+        path = self.checkpointer.decide_start(
+            save=checkpoint.save if not self._config.training.skip_train else None,
+            load=checkpoint.load,
+            auto_resume=checkpoint.auto_resume,
+            ckpt_step=checkpoint.ckpt_step,
+        )
+        return (path, self.checkpointer.load_meta(path)) if path is not None else (None, {})
+
+    def begin(self, iteration: int) -> None:
+        """Training starts after `iteration`: writes config.yaml, puts newer checkpoints aside, takes COMPLETED away."""
+        if self._save is None or not self._world.is_first:
+            return
+        for path in set_aside_newer(self._save, iteration):
+            logger.warning("this run goes back to iteration %d: a newer checkpoint is now %s", iteration, path.name)
+        clear_completed(self._save)
+        target = Path(self._save) / CONFIG_FILE
+        staged = target.with_name(f".{CONFIG_FILE}.tmp")
+        staged.write_text(dump_yaml(self._config), encoding="utf-8")
+        os.replace(staged, target)
+
+    def end(self, iteration: int, *, completed: bool) -> None:
+        """Training has ended; the last checkpoint is durable before COMPLETED says so."""
+        self.checkpointer.wait()
+        if completed and self._save is not None and self._world.is_first:
+            mark_completed(self._save, iteration)
