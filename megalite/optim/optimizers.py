@@ -2,37 +2,82 @@
 
 A group is a dictionary with `params`, `decay` and, for whole-matrix rules, `whole` and `placements`; `lr` and
 `weight_decay` are set before every step by whoever owns the optimizer. A new optimizer is one function and one line of
-the table.
+the table; if it cannot work on arbitrary flat slices, `whole` says which parameters it must see in one piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megalite.comm.mesh import Axis
+from megalite.errors import ConfigError
+from megalite.optim.adamw import MixedAdamW
+from megalite.optim.lion import Lion
+from megalite.optim.muon import Muon, ScaleMode, needs_whole_tensor
 
 ParamGroup = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Settings of every optimizer of the table (flags of the same names)."""
+    """Settings of every optimizer of the table (flags of the same names); tp: where matrices are cut (Muon)."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
+    lion_beta1: float = 0.95
+    lion_beta2: float = 0.98
+    muon_momentum: float = 0.95
+    muon_use_nesterov: bool = True
+    muon_num_ns_steps: int = 5
+    muon_scale_mode: ScaleMode = "spectral"
+    muon_extra_scale_factor: float = 0.2
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    optimizer_impl: str = "torch"
+    tp: Axis = field(default_factory=lambda: Axis.single("tp"))
 
 
-Builder = Callable[[list[ParamGroup], Hyperparameters], torch.optim.Optimizer]
+@dataclass(frozen=True)
+class Optimizer:
+    """A row of the table. whole: parameters that must lie in one shard (None: any slice will do)."""
+
+    build: Callable[[list[ParamGroup], Hyperparameters], torch.optim.Optimizer]
+    whole: Callable[[str, torch.Tensor], bool] | None = None
+
+    def __call__(self, groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+        return self.build(groups, settings)
 
 
 def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), one fused kernel."""
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.adam_eps, weight_decay=0.0, fused=True)
+    betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    dtypes = settings.exp_avg_dtype, settings.exp_avg_sq_dtype
+    if settings.optimizer_impl == "apex":
+        return apex_adamw(groups, settings)
+    if dtypes != (torch.float32, torch.float32):
+        return MixedAdamW(groups, betas=betas, eps=eps, exp_avg_dtype=dtypes[0], exp_avg_sq_dtype=dtypes[1])
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, weight_decay=0.0, fused=True)
+
+
+def apex_adamw(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+    """NVIDIA apex's FusedAdam. Raises ConfigError where the real apex (with its CUDA extension) is not installed."""
+    try:
+        from apex.optimizers import FusedAdam
+
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        built: torch.optim.Optimizer = FusedAdam(groups, lr=0.0, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"--optimizer-impl=apex: NVIDIA apex with its CUDA extension is not usable here ({error}); "
+            "install it, or drop the flag (torch's own fused kernel is the default)"
+        ) from error
+    return built
 
 
 def sgd(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
@@ -40,4 +85,30 @@ def sgd(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Opti
     return torch.optim.SGD(groups, lr=0.0, momentum=settings.sgd_momentum, weight_decay=0.0)
 
 
-OPTIMIZERS: dict[str, Builder] = {"adam": adamw, "adamw": adamw, "sgd": sgd}
+def lion(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+    """Lion: one moment, sign updates."""
+    return Lion(groups, betas=(settings.lion_beta1, settings.lion_beta2), exp_avg_dtype=settings.exp_avg_dtype)
+
+
+def muon(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+    """Muon for the blocks' matrices, AdamW for the rest."""
+    return Muon(
+        groups,
+        tp=settings.tp,
+        momentum=settings.muon_momentum,
+        nesterov=settings.muon_use_nesterov,
+        ns_steps=settings.muon_num_ns_steps,
+        scale_mode=settings.muon_scale_mode,
+        extra_scale=settings.muon_extra_scale_factor,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+    )
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adam": Optimizer(adamw),
+    "adamw": Optimizer(adamw),
+    "sgd": Optimizer(sgd),
+    "lion": Optimizer(lion),
+    "muon": Optimizer(muon, whole=needs_whole_tensor),
+}

@@ -1,0 +1,128 @@
+"""Muon: momentum, made orthogonal. Whole matrices only; everything else gets AdamW.
+
+    m = momentum * m + g                  the buffer, one value an element: half of Adam's state
+    u = g + momentum * m                  Nesterov (or u = m)
+    p = p - lr * (scale * orthogonal(u) + weight_decay * p)
+
+`orthogonal` replaces the singular values of u by about 1, with five Newton-Schulz steps (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon). A matrix that tensor parallelism cuts is gathered first: orthogonalising the parts
+is not orthogonalising the whole. Which matrices: those of the blocks; embeddings, output layer, norms and biases are
+AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalite.comm.collectives import all_gather
+from megalite.comm.layout import Placement
+from megalite.comm.mesh import Axis
+from megalite.optim.adamw import adamw_piece
+
+ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for groups with `whole`, AdamW for the others.
+
+    Args:
+        groups: `whole` groups hold tensors in their parameter's local shape and their `placements`.
+        tp: the axis over which matrices are cut.
+        scale_mode: factor that the orthogonal update is multiplied by, for a matrix `[rows, columns]`:
+            spectral `sqrt(max(rows, columns))`, which with `extra_scale` 0.2 has AdamW's usual size, so that AdamW's
+            learning rate and weight decay carry over (Liu et al., arXiv 2502.16982); shape_scaling
+            `sqrt(max(1, rows / columns))` (Jordan); unit_rms_norm `sqrt(rows / columns)` (Bernstein).
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        tp: Axis,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        scale_mode: ScaleMode = "spectral",
+        extra_scale: float = 0.2,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas, "eps": eps})
+        self.tp = tp
+        self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
+        self.scale_mode, self.extra_scale = scale_mode, extra_scale
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device))
+                if group["whole"]:
+                    self._update_matrix(p, state, group, group["placements"][i])
+                else:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(name, torch.zeros_like(p))
+                    adamw_piece(p.view(-1), p.grad.view(-1), state, slice(0, p.numel()), group)
+                state["step"] += 1
+
+    def _update_matrix(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any], placement: Placement) -> None:
+        assert p.grad is not None
+        buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        buffer.mul_(self.momentum).add_(p.grad)
+        update = p.grad + self.momentum * buffer if self.nesterov else buffer
+        whole, dim = gather_matrix(update, placement, self.tp)
+        whole = orthogonalise(whole, self.ns_steps)
+        if dim is not None:
+            whole = whole.narrow(dim, self.tp.rank * p.shape[dim], p.shape[dim])
+        rows, columns = placement.global_shape[-2:]
+        scale = self.extra_scale * matrix_scale(rows, columns, self.scale_mode)
+        p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(whole.to(p.dtype), alpha=-group["lr"] * scale)
+
+
+def needs_whole_tensor(name: str, parameter: Tensor) -> bool:
+    """Muon's parameters: the matrices of the blocks."""
+    return name.startswith("layers.") and parameter.dim() >= 2
+
+
+def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
+    """See `Muon.scale_mode`."""
+    if mode == "spectral":
+        return max(rows, columns) ** 0.5
+    ratio = rows / columns
+    return max(1.0, ratio) ** 0.5 if mode == "shape_scaling" else ratio**0.5
+
+
+def gather_matrix(local: Tensor, placement: Placement, tp: Axis) -> tuple[Tensor, int | None]:
+    """(the whole matrix, the dimension it is cut along or None where it is not)."""
+    if tp.size == 1 or placement.tp_replicated:
+        return local, None
+    cut = [d for d, (have, total) in enumerate(zip(local.shape, placement.global_shape, strict=True)) if have != total]
+    assert len(cut) == 1, "a matrix is cut along one dimension"
+    dim = cut[0]
+    return all_gather(local.transpose(0, dim).contiguous(), tp).transpose(0, dim), dim
+
+
+def orthogonalise(x: Tensor, steps: int) -> Tensor:
+    """`[..., rows, columns]` with all singular values brought to about 1 (0.7 to 1.2), signs and directions kept.
+
+    Odd quintic Newton-Schulz iteration, in bf16 on a GPU (its errors are far below what the iteration leaves), in the
+    given dtype elsewhere.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    y = x.to(torch.bfloat16) if x.is_cuda else x
+    tall = y.shape[-2] > y.shape[-1]
+    if tall:
+        y = y.mT
+    y = y / (y.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = y @ y.mT
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.mT if tall else y

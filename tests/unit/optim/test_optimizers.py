@@ -1,0 +1,107 @@
+"""Update rules against their formulas."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.comm.layout import Placement
+from megalite.errors import ConfigError
+from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim.muon import orthogonalise
+
+
+def run(name: str, steps: int, settings: Hyperparameters, *, matrix: bool = False, **group: Any) -> tuple[Tensor, Any]:
+    """Trains one tensor on gradients drawn from a fixed seed; (its values, the optimizer)."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (6, 4) if matrix else (24,)
+    p = torch.randn(shape, generator=generator, dtype=torch.float64).float()
+    places = [Placement(shape, (0,) * len(shape), tp_replicated=True)] if matrix else []
+    rule = OPTIMIZERS[name]([{"params": [p], "decay": True, "whole": matrix, "placements": places}], settings)
+    for _ in range(steps):
+        rule.param_groups[0].update(lr=0.1, weight_decay=0.01, **group)
+        p.grad = torch.randn(shape, generator=generator, dtype=torch.float64).float()
+        rule.step()
+    return p, rule
+
+
+def gradients(steps: int, shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    draws = [torch.randn(shape, generator=generator, dtype=torch.float64).float() for _ in range(steps + 1)]
+    return draws[0], draws[1:]
+
+
+def test_bf16_moments_halve_the_state_and_stay_close() -> None:
+    exact, full = run("adam", 20, Hyperparameters())
+    mixed = Hyperparameters(exp_avg_dtype=torch.bfloat16)
+    close, half = run("adam", 20, mixed)
+    state = half.state[half.param_groups[0]["params"][0]]
+    assert state["exp_avg"].dtype == torch.bfloat16 and state["exp_avg_sq"].dtype == torch.float32
+    assert not torch.equal(exact, close)
+    assert float((exact - close).abs().max()) < 0.01 * float((exact - gradients(0, (24,))[0]).abs().max())
+
+
+def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalite.optim import adamw
+
+    monkeypatch.setattr(adamw, "PIECE", 8)
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randn(24, generator=generator)
+    pieces, whole = start.clone(), start.clone()
+    options: Any = dict(betas=(0.9, 0.99), eps=1e-8)
+    mine = adamw.MixedAdamW(
+        [{"params": [pieces]}], exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32, **options
+    )
+    mine.param_groups[0].update(lr=0.1, weight_decay=0.3)
+    theirs = torch.optim.AdamW([whole], lr=0.1, weight_decay=0.3, fused=True, **options)
+    for _ in range(5):
+        pieces.grad = torch.randn(24, generator=generator)
+        whole.grad = pieces.grad.clone()
+        mine.step()
+        theirs.step()
+    assert torch.equal(pieces, whole)
+
+
+def test_lion_follows_the_paper() -> None:
+    settings = Hyperparameters(lion_beta1=0.9, lion_beta2=0.99)
+    got, _ = run("lion", 3, settings)
+    p, draws = gradients(3, (24,))
+    m = torch.zeros(24)
+    for g in draws:
+        p = p - 0.1 * (torch.sign(0.9 * m + 0.1 * g) + 0.01 * p)
+        m = 0.99 * m + 0.01 * g
+    assert torch.allclose(got, p, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5), (2, 6, 9)])
+def test_orthogonalise_brings_singular_values_to_one(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before, after = torch.linalg.svd(x, full_matrices=False), orthogonalise(x, 5)
+    values = torch.linalg.svdvals(after)
+    assert float(values.min()) > 0.3 and float(values.max()) < 1.3
+    inside = before.U.mT @ after @ before.Vh.mT  # diagonal: the singular directions are kept
+    assert float((inside - torch.diag_embed(torch.diagonal(inside, dim1=-2, dim2=-1))).abs().max()) < 1e-9
+
+
+def test_muon_moves_matrices_orthogonally_and_the_rest_as_adamw() -> None:
+    settings = Hyperparameters(muon_momentum=0.9, muon_extra_scale_factor=0.2)
+    got, _ = run("muon", 3, settings, matrix=True)
+    p, draws = gradients(3, (6, 4))
+    m = torch.zeros(6, 4)
+    for g in draws:
+        m = 0.9 * m + g
+        p = p - 0.1 * (0.2 * 6**0.5 * orthogonalise(g + 0.9 * m, 5) + 0.01 * p)
+    assert torch.allclose(got, p, atol=1e-6)
+    flat, _ = run("muon", 3, settings)
+    assert torch.equal(flat, run("adam", 3, settings)[0])
+
+
+def test_apex_is_asked_for_by_name_and_missing() -> None:
+    if "apex" in sys.modules:
+        pytest.skip("apex is installed")
+    with pytest.raises(ConfigError, match="--optimizer-impl=apex"):
+        run("adam", 1, Hyperparameters(optimizer_impl="apex"))
