@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megalite.comm.environment import Place, detect_place, expand_tasks, first_host
@@ -83,3 +86,12 @@ def test_first_host(nodes: str, host: str) -> None:
 def test_expand_tasks() -> None:
     assert expand_tasks("8(x2),3") == [8, 8, 3]
     assert expand_tasks("2") == [2]
+
+
+def test_every_variable_is_documented() -> None:
+    root = Path(__file__).resolve().parents[2]
+    source = "".join((root / "megalite" / "comm" / name).read_text() for name in ("environment.py", "launch.py"))
+    names = set(re.findall(r'"((?:[A-Z]+_)+[A-Z_]*[A-Z]|RANK)"', source)) - {"LOCAL_SIZE"}  # The end of a longer name.
+    page = (root / "docs" / "launch.md").read_text()
+    assert len(names) > 15
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
