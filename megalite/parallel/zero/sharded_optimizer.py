@@ -267,3 +267,6 @@ class ShardedOptimizer:
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].fill_(count) if isinstance(state["step"], Tensor) else count
+        for group in self.optimizer.param_groups:
+            if "step" in group:  # apex counts per group
+                group["step"] = int(count)
