@@ -14,7 +14,14 @@ import torch
 from checkpoint_layouts import holds, load_as_ranks, make_model, random_layout, save_as_ranks
 
 from megalite.checkpoint import Checkpointer, verify
-from megalite.checkpoint.format import COMMITTED, MANIFEST, commit_text, parse_manifest
+from megalite.checkpoint.format import (
+    COMMITTED,
+    MANIFEST,
+    StoredTensor,
+    commit_text,
+    parse_manifest,
+    structure_hash,
+)
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.errors import CheckpointError
@@ -117,6 +124,17 @@ def first_file(document: Json) -> Json:
     return document["files"]["rank_00000.safetensors"]
 
 
+def reshape(document: Json, shape: list[int]) -> None:
+    """Claims that the tensor is larger than what is stored of it."""
+    document["tensors"]["w"]["shape"] = shape
+    document["structure"] = structure_hash({"w": StoredTensor("F32", tuple(shape))})
+
+
+def store_twice(document: Json) -> None:
+    """Claims a second file with the same rectangle."""
+    document["files"]["again.safetensors"] = first_file(document)
+
+
 HOSTILE = {
     "climbs out": lambda d: d["files"].update({"../../etc/passwd": first_file(d)}),
     "absolute": lambda d: d["extra_files"].update({"/etc/passwd": {"bytes": 1, "checksum": "0" * 16}}),
@@ -125,7 +143,7 @@ HOSTILE = {
     "file twice": lambda d: d["extra_files"].update({MANIFEST: {"bytes": 1, "checksum": "0" * 16}}),
     "huge shape": lambda d: d["tensors"]["w"].update(shape=[2**40, 2**40]),
     "negative": lambda d: first_file(d)["shards"][0].update(offset=[-1, 0]),
-    "boolean": lambda d: first_file(d).update(bytes=True),
+    "boolean": lambda d: d.update(step=True),
     "float": lambda d: first_file(d).update(bytes=1e3),
     "begin": lambda d: first_file(d)["shards"][0].update(begin=0),
     "outside": lambda d: first_file(d)["shards"][0].update(offset=[1, 0]),
@@ -134,7 +152,8 @@ HOSTILE = {
     "no checksums": lambda d: first_file(d)["shards"][0].update(checksums=[]),
     "bad checksum": lambda d: first_file(d)["shards"][0].update(checksums=["../" * 5]),
     "unknown tensor": lambda d: first_file(d)["shards"][0].update(tensor="other"),
-    "not stored": lambda d: d["tensors"].update({"v": {"dtype": "F32", "shape": [4]}}),
+    "not stored": lambda d: reshape(d, [8, 4]),
+    "stored twice": lambda d: store_twice(d),
     "structure": lambda d: d.update(structure="0" * 16),
     "tiny blocks": lambda d: d.update(block_bytes=1),
     "huge blocks": lambda d: d.update(block_bytes=2**40),
