@@ -12,6 +12,7 @@ from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.context import LayerContext
+from megalite.nn.dropout import site_key
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.norm import Norm
@@ -43,8 +44,7 @@ class Attention(nn.Module):
             softmax_in_fp32=config.attention_softmax_in_fp32,
             recompute=config.recompute_granularity == "selective",
             dropout=config.attention_dropout,
-            seed=ctx.seed,
-            layer=index,
+            key=site_key(ctx.seed, "layers", index, "attention"),
             first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
         )
 

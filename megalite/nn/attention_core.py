@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megalite.nn.dropout import combine, keyed_dropout, site_key
+from megalite.nn.dropout import combine, keyed_dropout
 
 # Below this many tokens plain products beat the library's CPU kernel, by precision (measured on one core, head size
 # 64).
@@ -37,8 +37,7 @@ class AttentionCore:
     softmax_in_fp32: bool = False
     recompute: bool = False
     dropout: float = 0.0
-    seed: int = 0
-    layer: int = 0
+    key: Tensor | None = None
     first_head: int = 0
 
     def __call__(
@@ -93,8 +92,9 @@ class AttentionCore:
     def _drop(self, weights: Tensor, p: float, sample_ids: Tensor) -> Tensor:
         """weights `[b, g, r, s, k]`; keyed by sample, head, query and key."""
         b, g, r, s, length = weights.shape
+        assert self.key is not None
         device = weights.device
-        keys = combine(site_key(self.seed, "layers", self.layer, "attention"), sample_ids)[:, None]
+        keys = combine(self.key, sample_ids)[:, None]
         heads = torch.arange(self.first_head, self.first_head + g * r, device=device)
         keys = combine(0, keys ^ combine(1, heads)[None])[..., None]
         keys = combine(2, keys ^ combine(3, torch.arange(length - s, length, device=device)))

@@ -18,10 +18,13 @@ from torch import Tensor
 MASK = 0xFFFFFFFF
 
 
-def site_key(seed: int, *names: int | str) -> int:
-    """A 31-bit number for one place of the model where dropout happens."""
+def site_key(seed: int, *names: int | str) -> Tensor:
+    """A 31-bit word for one place of the model where dropout happens, int64 0-dim on the CPU.
+
+    (A tensor: blocks that differ in nothing but a Python number would each be compiled anew.)
+    """
     text = "/".join(str(part) for part in (seed, *names))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+    return torch.tensor(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1)
 
 
 def mix(word: Tensor) -> Tensor:
@@ -39,7 +42,7 @@ def combine(key: Tensor | int, value: Tensor) -> Tensor:
     return mix(mix((key ^ low) & MASK) + high * 0x1E3779B1 & MASK)
 
 
-def token_keys(key: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+def token_keys(key: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
     """sample_ids `[b]`, positions in the sample `[s]` -> one word a token, `[s, b]`."""
     return combine(combine(key, sample_ids)[None, :], positions[:, None])
 
@@ -58,7 +61,7 @@ def keyed_dropout(x: Tensor, p: float, keys: Tensor, channels: Tensor) -> Tensor
 class HiddenDropout:
     """Dropout of one site of the residual stream, `[s, b, h]` or this rank's `[s/t, b, h]`. Costs nothing at p = 0."""
 
-    def __init__(self, p: float, *, key: int, part: int) -> None:
+    def __init__(self, p: float, *, key: Tensor, part: int) -> None:
         """part: which piece of the sequence `x` is (the rank under sequence parallelism, else 0)."""
         self.p, self.key, self.part = p, key, part
 

@@ -80,6 +80,12 @@ class LayerStack(nn.Module):
         assert x is not None
         return x
 
+    def compile_blocks(self) -> None:
+        """`torch.compile` for every block by itself: all blocks of a kind share one compilation."""
+        for layer in self.ordered():
+            if isinstance(layer, Block):
+                layer.compile()
+
     def ordered(self) -> list[nn.Module]:
         """The layers in the order of the model."""
         return [self.get_submodule(name) for name in self.names]

@@ -120,5 +120,5 @@ def test_the_seed_changes_the_loss_and_evaluation_drops_nothing() -> None:
 
 def test_no_dropout_returns_its_very_input() -> None:
     x = torch.ones(4, 2, 8)
-    assert HiddenDropout(0.0, key=1, part=0)(x, torch.arange(2), training=True) is x
-    assert HiddenDropout(0.5, key=1, part=0)(x, torch.arange(2), training=False) is x
+    assert HiddenDropout(0.0, key=site_key(1), part=0)(x, torch.arange(2), training=True) is x
+    assert HiddenDropout(0.5, key=site_key(1), part=0)(x, torch.arange(2), training=False) is x
