@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from schedule_shapes import build_shape, random_shapes
 
 from megalite.errors import ScheduleError
 from megalite.schedule import Action, lower, parse_action
 from megalite.schedule.action import backward, forward, overlap
 from megalite.schedule.placement import bidirectional, loop, vee
-
-from schedule_shapes import build_shape, random_shapes
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,9 @@ def test_every_action_of_every_schedule_survives_the_round_trip() -> None:
             assert [parse_action(str(action)) for action in actions] == list(actions), (name, shape)
 
 
-@pytest.mark.parametrize("text", ["F0", "2F", "2f0", "2F0>1", "2SEND_F0", "2SEND_F0<1", "2RECV_F0>1", "[2F0+]", "2 F 0"])
+@pytest.mark.parametrize(
+    "text", ["F0", "2F", "2f0", "2F0>1", "2SEND_F0", "2SEND_F0<1", "2RECV_F0>1", "[2F0+]", "2 F 0"]
+)
 def test_wrong_text_is_refused_with_itself(text: str) -> None:
     with pytest.raises(ScheduleError, match="action"):
         parse_action(text)
