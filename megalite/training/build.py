@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.p2p import TensorSpec
@@ -21,6 +20,7 @@ from megalite.config import Config
 from megalite.gradient import WeightGradQueue
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn.context import LayerContext
+from megalite.nn.stack import LayerStack
 from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
 from megalite.optim import Hyperparameters as OptimizerSettings
 from megalite.optim.optimizers import ParamGroup
@@ -28,7 +28,7 @@ from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.schedule import Program, load_program, lower, partition, validate
+from megalite.schedule import Program, insert_unshard, load_program, lower, partition, validate
 from megalite.schedule import build as build_schedule
 from megalite.schedule.placement import Placement
 
@@ -74,6 +74,8 @@ class Schedules:
         key = (name, num_microbatches)
         if key not in self._cache:
             program = lower(self._generate(name, num_microbatches))
+            if self.config.parallel.zero_stage == 3 and name == "breadth-first":
+                program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
             validate(program)
             self._cache[key] = program
         return self._cache[key]
@@ -136,6 +138,8 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             num_gradients=program.gradient_buffers,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
         )
+        for module in modules:
+            buffers[key].attach(module.ordered())
     shared_axis = mesh.pipeline_subaxis("embedding", [holders(placement)] if tied_apart and mesh.pp.size > 1 else [])
     optimizer = ShardedOptimizer(
         list(buffers.values()),
@@ -150,7 +154,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
 
 def _build_module(
     config: Config, mesh: ParallelMesh, specs: list[LayerSpec], queue: WeightGradQueue, device: torch.device
-) -> nn.Module:
+) -> LayerStack:
     context = LayerContext(
         tp=mesh.tp,
         sequence_parallel=config.parallel.sequence_parallel,
