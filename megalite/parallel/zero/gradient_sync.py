@@ -125,6 +125,7 @@ class Bucket:
     def add_gradient(self, full: Tensor) -> None:
         """One more gradient, of another update, in the memory `full`; it is not selected."""
         views = [full[slot.start - self.plan.start : slot.stop - self.plan.start] for slot in self.plan.slots]
+        states: list[tuple[Tensor, bool, int | None]]
         states = [(view.view(slot.entry.shape), True, None) for view, slot in zip(views, self.plan.slots, strict=True)]
         self._kept.append(_Kept(full, states, len(self.sinks), False, None))
 

@@ -9,65 +9,18 @@ elementwise works at any stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.comm.collectives import all_reduce_
-from megalite.comm.layout import TensorShard, shards_of_range
+from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.gradient_sync import Bucket
-from megalite.parallel.zero.layout import Run, Slot
-
-ParamGroup = dict[str, Any]
-"""What `make_optimizer` receives: `params` (list of tensors), `decay` (bool: weight decay applies), `whole` (bool: the
-tensors have their parameter's shape and must be updated as matrices) and, for whole groups, `placements` (their places
-in the logical tensors)."""
-
-
-@dataclass
-class Segment:
-    """A piece of a run that this rank owns: one tensor of the optimizer."""
-
-    buffers: ParameterBuffers
-    bucket: Bucket
-    run: Run
-    start: int
-    stop: int
-    master: Tensor
-
-    @property
-    def gradient(self) -> Tensor:
-        """The reduced gradient, in the gradient dtype, shaped like `master`."""
-        flat = self.bucket.gradient[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
-        return flat.view(self.master.shape)
-
-    def weights(self, version: int) -> Tensor:
-        """The owned compute weights of a version, shaped like `master`."""
-        shard = self.bucket.weights[version].shard
-        flat = shard[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
-        return flat.view(self.master.shape)
-
-    def pieces(self) -> Iterator[tuple[Slot, int, int]]:
-        """(slot, start, stop) of every parameter's part of the segment, in elements of the flat buffer."""
-        for slot in self.run.slots:
-            start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
-            if start < stop:
-                yield slot, start, stop
-
-    def shards(self, prefix: str, values: Tensor, replica: int) -> Iterator[TensorShard]:
-        """`values` (one per element of the segment) as rectangles of the logical tensors `prefix + name`."""
-        flat = values.view(-1)
-        for slot, start, stop in self.pieces():
-            part = flat[start - self.start : stop - self.start]
-            entry = slot.entry
-            yield from shards_of_range(
-                prefix + entry.name, entry.placement, entry.shape, part, start - slot.start, replica=replica
-            )
+from megalite.parallel.zero.parts import ParamGroup, make_parts
+from megalite.parallel.zero.segments import Segment, cut_segments
 
 
 class ShardedOptimizer:
@@ -77,6 +30,8 @@ class ShardedOptimizer:
         buffers: the stages (model chunks) of this rank.
         make_optimizer: builds the update rule from parameter groups (see `ParamGroup`).
         model_axis: all ranks that hold one copy of the model (tp x pp); the norm is summed over it.
+        offload_fraction: part of the masters and moments that lives, and is updated, in host memory (ZeRO-Offload,
+            arXiv 2101.06840).
     """
 
     def __init__(
@@ -85,46 +40,16 @@ class ShardedOptimizer:
         *,
         make_optimizer: Callable[[list[ParamGroup]], torch.optim.Optimizer],
         model_axis: Axis,
+        offload_fraction: float = 0.0,
     ) -> None:
         self.buffers = list(buffers)
         self.model_axis = model_axis
-        self.segments = [s for b in self.buffers for s in self._segments_of(b)]
-        groups: dict[tuple[bool, bool], list[Segment]] = {}
-        for segment in self.segments:
-            groups.setdefault((segment.run.kind.no_decay, segment.run.whole), []).append(segment)
-        self.optimizer = make_optimizer(
-            [
-                {
-                    "params": [s.master for s in members],
-                    "decay": not no_decay,
-                    "whole": whole,
-                    "placements": [s.run.slots[0].entry.placement for s in members] if whole else [],
-                }
-                for (no_decay, whole), members in groups.items()
-            ]
-        )
+        self.segments = [s for b in self.buffers for s in cut_segments(b, offload_fraction)]
+        self.parts = make_parts(self.segments, make_optimizer)
         self.step_count = torch.zeros((), dtype=torch.float32)
         self._create_state()
 
     # ---- memory ------------------------------------------------------------------------------------------------------
-
-    def _segments_of(self, buffers: ParameterBuffers) -> list[Segment]:
-        separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
-        segments = []
-        for bucket in buffers.buckets:
-            shard = bucket.weights[0].shard
-            master = shard.to(buffers.main_dtype, copy=True) if separate else shard
-            for run in bucket.plan.runs:
-                start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
-                if start >= stop:
-                    continue
-                flat = master[start - bucket.owned_start : stop - bucket.owned_start]
-                if run.whole:
-                    entry = run.slots[0].entry
-                    stop = start + entry.numel
-                    flat = flat[: entry.numel].view(entry.shape)
-                segments.append(Segment(buffers, bucket, run, start, stop, flat))
-        return segments
 
     def _create_state(self) -> None:
         """Makes the optimizer allocate its moments, so that a checkpoint can be loaded before the first step.
@@ -132,26 +57,30 @@ class ShardedOptimizer:
         A step of zero gradients at learning rate 0 leaves every weight as it is and every moment zero; its count is
         taken back.
         """
-        for segment in self.segments:
-            segment.master.grad = torch.zeros_like(segment.master)
-        for group in self.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = 0.0, 0.0
-        self.optimizer.step()
-        for segment in self.segments:
-            segment.master.grad = None
+        for part in self.parts:
+            part.fetch()
+            part.update(lr=0.0, weight_decay=0.0, grad_scale=1.0)
         self._set_step_count(0.0)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of separate master weights and of optimizer state that this rank holds."""
-        masters = {s.master.untyped_storage().data_ptr(): s.master.untyped_storage().nbytes() for s in self.segments}
+        """Bytes of separate master weights and of optimizer state on the device, and of both in host memory."""
+        shared = {s.bucket.weights[0].shard.untyped_storage().data_ptr() for s in self.segments}
+        held = {"master": 0, "state": 0, "offloaded": 0}
         for segment in self.segments:
-            masters.pop(segment.bucket.weights[0].shard.untyped_storage().data_ptr(), None)
-        states = [t for s in self.segments for t in self._state_tensors(s).values()]
-        return {"master": sum(masters.values()), "state": sum(t.numel() * t.element_size() for t in states)}
+            states = sum(t.numel() * t.element_size() for t in self._state_tensors(segment).values())
+            master = segment.master.numel() * segment.master.element_size()
+            if segment.offloaded:
+                held["offloaded"] += master + states
+                continue
+            held["state"] += states
+            if segment.master.untyped_storage().data_ptr() not in shared:
+                held["master"] += master
+        return held
 
     def _state_tensors(self, segment: Segment) -> dict[str, Tensor]:
         """The optimizer's tensors with one value per element of the segment."""
-        state = self.optimizer.state.get(segment.master, {})
+        states = [part.optimizer.state[segment.master] for part in self.parts if segment.master in part.optimizer.state]
+        state: dict[str, Any] = states[0] if states else {}
         return {
             name: value
             for name, value in state.items()
@@ -192,18 +121,11 @@ class ShardedOptimizer:
         lr: learning rate (a group's `lr_scale`, if it has one, multiplies it). weight_decay: of the groups that decay.
         grad_scale: 1 / loss scale x clip coefficient.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-            group["weight_decay"] = weight_decay if group["decay"] else 0.0
-        for segment in self.segments:
-            gradient = segment.gradient
-            if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
-                gradient.mul_(grad_scale)
-            segment.master.grad = gradient.to(segment.master.dtype)
-        self.optimizer.step()
+        for part in self.parts:  # transfers to the host run behind the device's update, which comes first
+            part.fetch()
+        for part in self.parts:
+            part.update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
         self.step_count += 1
-        for segment in self.segments:
-            segment.master.grad = None
         self.write_weights(version)
 
     @torch.no_grad()
@@ -212,7 +134,7 @@ class ShardedOptimizer:
         for segment in self.segments:
             target = segment.weights(version)
             if target.data_ptr() != segment.master.data_ptr():
-                target.copy_(segment.master)
+                target.copy_(segment.master, non_blocking=True)
         for buffers in self.buffers:
             buffers.gather_weights(version)
 
@@ -264,9 +186,5 @@ class ShardedOptimizer:
 
     def _set_step_count(self, count: float) -> None:
         self.step_count.fill_(count)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].fill_(count) if isinstance(state["step"], Tensor) else count
-        for group in self.optimizer.param_groups:
-            if "step" in group:  # apex counts per group
-                group["step"] = int(count)
+        for part in self.parts:
+            part.set_step_count(count)

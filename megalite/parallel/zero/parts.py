@@ -1,0 +1,129 @@
+"""Segments and the update rule that steps them, on the device or on the host.
+
+device   gradient -------------------> update
+host     gradient --copy to host--+                             the copies run on a stream of their own: behind the
+         (bucket by bucket)       +--> update --copy back-->    device's update, and behind one another
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.zero.segments import Segment
+
+ParamGroup = dict[str, Any]
+"""What `make_optimizer` receives: `params` (list of tensors), `decay` (bool: weight decay applies), `whole` (bool: the
+tensors have their parameter's shape and must be updated as matrices) and, for whole groups, `placements` (their places
+in the logical tensors)."""
+
+MakeOptimizer = Callable[[list[ParamGroup]], torch.optim.Optimizer]
+
+
+class DevicePart:
+    """Segments whose masters are where their gradients are."""
+
+    def __init__(self, segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> None:
+        self.segments = segments
+        self.optimizer = make_optimizer(make_groups(segments))
+
+    def fetch(self) -> None:
+        """Nothing to fetch."""
+
+    def gradient(self, segment: Segment) -> Tensor:
+        """The gradient where the master is, in any float dtype; may be written."""
+        return segment.gradient
+
+    def update(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        """One optimizer step on `grad_scale` x gradient."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+        for segment in self.segments:
+            gradient = self.gradient(segment)
+            if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
+                gradient.mul_(grad_scale)
+            segment.master.grad = gradient.to(segment.master.dtype)
+        self.optimizer.step()
+        for segment in self.segments:
+            segment.master.grad = None
+
+    def set_step_count(self, count: float) -> None:
+        """How many steps have been made, as the update rule remembers it."""
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].fill_(count) if isinstance(state["step"], Tensor) else count
+        for group in self.optimizer.param_groups:
+            if "step" in group:  # apex counts per group
+                group["step"] = int(count)
+
+
+class HostPart(DevicePart):
+    """One bucket's segments whose masters and moments are in host memory."""
+
+    def __init__(self, segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> None:
+        super().__init__(segments, make_optimizer)
+        device = segments[0].buffers.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrived: Any = None
+        self._received: dict[int, Tensor] = {}
+
+    def fetch(self) -> None:
+        """Starts to copy the gradients to the host."""
+        if self._stream is None:
+            self._copy()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy()
+            self._arrived = self._stream.record_event()
+
+    def gradient(self, segment: Segment) -> Tensor:
+        return self._received[id(segment)]
+
+    def update(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if isinstance(grad_scale, Tensor):
+            grad_scale = grad_scale.cpu()
+        super().update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+        if self._stream is None:
+            self._received.clear()
+
+    def _copy(self) -> None:
+        for segment in self.segments:
+            source = segment.gradient
+            if id(segment) not in self._received:
+                pinned = source.is_cuda
+                self._received[id(segment)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+            self._received[id(segment)].copy_(source, non_blocking=True)
+
+
+def make_parts(segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> list[DevicePart]:
+    """The device's part first, then one a bucket for what is offloaded."""
+    parts: list[DevicePart] = []
+    resident = [s for s in segments if not s.offloaded]
+    if resident:
+        parts.append(DevicePart(resident, make_optimizer))
+    buckets = dict.fromkeys(id(s.bucket) for s in segments if s.offloaded)
+    parts += [HostPart([s for s in segments if id(s.bucket) == bucket], make_optimizer) for bucket in buckets]
+    return parts
+
+
+def make_groups(segments: Sequence[Segment]) -> list[ParamGroup]:
+    """Parameter groups: one for each combination of decay and shard rule."""
+    groups: dict[tuple[bool, bool], list[Segment]] = {}
+    for segment in segments:
+        groups.setdefault((segment.run.kind.no_decay, segment.run.whole), []).append(segment)
+    return [
+        {
+            "params": [s.master for s in members],
+            "decay": not no_decay,
+            "whole": whole,
+            "placements": [s.run.slots[0].entry.placement for s in members] if whole else [],
+        }
+        for (no_decay, whole), members in groups.items()
+    ]
