@@ -1,0 +1,139 @@
+"""Layers to stages: balance against brute force, fixed ends, Megatron's layout string, and never a lost layer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from megalite.errors import ScheduleError
+from megalite.schedule import Partition, estimate_costs, partition
+from megalite.schedule.partition import parse_layout
+from megalite.schedule.placement import bidirectional, loop, vee
+
+
+def every_cut(count: int, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
+
+
+def test_balance_equals_brute_force() -> None:
+    rng = random.Random(13)
+    for _ in range(60):
+        layers = rng.randint(1, 9)
+        stages = rng.randint(1, min(layers + 2, 5))
+        costs = [float(rng.choice([0, 1, 1, 2, 5])) for _ in range(layers + 2)]
+        found = partition(layers, loop(stages), costs=costs)
+
+        def loads(cut: tuple[int, ...], costs: list[float] = costs) -> tuple[float, float]:
+            sums = [sum(costs[a:b]) for a, b in itertools.pairwise(cut)]
+            return max(sums), sum(load * load for load in sums)
+
+        best = min(loads(cut) for cut in every_cut(layers + 2, stages))
+        assert loads((0, *(stop for _, stop in found.bounds))) == pytest.approx(best), (layers, stages, costs)
+
+
+def test_no_layer_is_ever_lost() -> None:
+    rng = random.Random(14)
+    for _ in range(200):
+        layers, p, v = rng.randint(1, 40), rng.randint(1, 6), rng.randint(1, 3)
+        place = rng.choice([loop(p, v), vee(p), bidirectional(p)])
+        if layers + 2 < place.num_stages:
+            continue
+        cut = partition(layers, place, costs=[rng.random() for _ in range(layers + 2)])
+        items = [item for stage in range(cut.num_stages) for item in cut.items(stage)]
+        assert items == list(range(layers + 2))
+        assert [layer for stage in range(cut.num_stages) for layer in cut.layers(stage)] == list(range(layers))
+        assert [cut.has_embedding(stage) for stage in range(cut.num_stages)].index(True) == 0
+        assert [cut.has_head(stage) for stage in range(cut.num_stages)].index(True) == cut.num_stages - 1
+        assert all(layer in cut.layers(cut.stage_of_layer(layer)) for layer in range(layers))
+        assert parse_layout(str(cut), layers, cut.num_stages) == cut
+    with pytest.raises(AssertionError, match="loses layers"):
+        Partition(4, ((0, 3), (3, 5)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "place", "costs", "layout"),
+    [
+        (4, loop(2), None, "Ett|ttL"),
+        (5, loop(2), None, "Ettt|ttL"),
+        (7, loop(4), None, "Ett|tt|tt|tL"),
+        (8, loop(2, 2), None, "Ett|tt|tt|ttL"),
+        (6, loop(4), [0, 1, 1, 1, 1, 1, 1, 2], "Ett|tt|tt|L"),
+        (6, loop(3), [2, 1, 1, 1, 1, 1, 1, 2], "Ett|ttt|tL"),
+    ],
+)
+def test_cuts(layers: int, place: object, costs: list[float] | None, layout: str) -> None:
+    assert str(partition(layers, place, costs=costs)) == layout  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("place", "first", "last", "layout"),
+    [
+        (loop(4), 1, None, "Et|ttt|ttt|tttL"),
+        (loop(4), 1, 3, "Et|ttt|ttt|tttL"),
+        (loop(4), None, 1, "Ettt|ttt|ttt|tL"),
+        (loop(2, 2), 4, 6, "Ett|ttt|tt|tttL"),
+        (vee(2), 4, 6, "Ett|ttt|ttt|ttL"),
+        (loop(3), 0, 0, "E|" + "t" * 10 + "|L"),
+    ],
+)
+def test_fixed_ends(place: object, first: int | None, last: int | None, layout: str) -> None:
+    assert str(partition(10, place, first=first, last=last)) == layout  # type: ignore[arg-type]
+
+
+def test_megatron_layout() -> None:
+    cut = partition(62, loop(16, 2), layout="Et*3|(tt|)*29,t|L")
+    assert cut.num_stages == 32 and list(cut.layers(0)) == [0, 1, 2] and list(cut.layers(31)) == []
+    assert str(parse_layout("E(t|(tt|)*2)*2tL", 11, 7)) == "Et|tt|tt|t|tt|tt|tL"
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("Ett|ttL", "2 stages, but pipeline ranks times chunks per rank are 3"),
+        ("Et|tt|L", r"1 embeddings, 3 layers and 1 heads; the model is E, then --num-layers=4"),
+        ("tE|tt|tL", "in this order"),
+        ("Ett||ttL", "stage 1 is empty"),
+        ("Ett|tm|L", "multi-token prediction"),
+        ("Ett|tx|L", "cannot read 'x'"),
+        ("Ett|(t|L", r"cannot read '\('"),
+        ("E(t*999)*999|t|L", "more than 100000 layers"),
+    ],
+)
+def test_wrong_layouts(layout: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        partition(4, loop(3), layout=layout)
+
+
+def test_contradictions() -> None:
+    with pytest.raises(ScheduleError, match="leave out --decoder-first-pipeline-num-layers"):
+        partition(4, loop(2), layout="Ett|ttL", first=2)
+    with pytest.raises(ScheduleError, match="the sum must be --num-layers=4"):
+        partition(4, loop(2), first=3, last=3)
+    with pytest.raises(ScheduleError, match="7 stages for 4 layers, embedding and head; use at most 6 stages"):
+        partition(4, loop(7))
+    with pytest.raises(ScheduleError, match="stage 2 would hold no layer"):
+        partition(4, loop(4), first=2, last=1)
+    with pytest.raises(ScheduleError, match="one pipeline rank"):
+        partition(4, loop(1), first=2, last=1)
+    with pytest.raises(ScheduleError, match="6 costs >= 0 are needed"):
+        partition(4, loop(2), costs=[1.0] * 4)
+
+
+def test_estimated_head_of_gpt2() -> None:
+    costs = estimate_costs(12, hidden_size=768, ffn_hidden_size=3072, vocab_size=50257, seq_length=1024)
+    per_layer = 12 * 768**2 + 768 * 1024  # 4 h^2 attention, 8 h^2 mlp, s*h for the two halved score products
+    assert costs[0] == 0 and costs[1:13] == [1.0] * 12 and costs[13] == pytest.approx(768 * 50257 / per_layer)
+    assert str(partition(12, loop(4), costs=costs)) == "Etttt|tttt|tttt|L"
+    gated = estimate_costs(
+        2,
+        hidden_size=8,
+        ffn_hidden_size=16,
+        vocab_size=32,
+        seq_length=4,
+        attention_width=8,
+        key_value_width=4,
+        gated=True,
+    )
+    assert gated[-1] == pytest.approx(8 * 32 / (8 * 24 + 8 * 4 + 3 * 8 * 16))

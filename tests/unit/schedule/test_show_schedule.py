@@ -1,0 +1,103 @@
+"""tools/show_schedule.py: flags, JSON keys, formats, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.show_schedule import main
+
+
+def shape(p: int, m: int) -> list[str]:
+    return ["--pipeline-model-parallel-size", str(p), "--num-microbatches", str(m)]
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_promised_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = as_json(capsys, "--schedule", "1f1b", *shape(4, 8))
+    assert facts["makespan"] == 33 and facts["idle_per_rank"] == [9] * 4
+    assert facts["idle_inside_per_rank"] == [9, 6, 3, 0]
+    assert facts["bubble_over_ideal"] == pytest.approx(3 / 8) and facts["bubble_over_total"] == pytest.approx(3 / 11)
+    assert facts["peak_activations_per_rank"] == [4, 3, 2, 1] and facts["weight_versions"] == 1
+
+
+def test_costs_change_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--schedule", "1f1b", *shape(2, 4)]
+    assert as_json(capsys, *base)["makespan"] == 15
+    assert as_json(capsys, *base, "--cost-forward", "2")["makespan"] == 20
+    assert as_json(capsys, *base, "--cost-backward-input", "1.5")["makespan"] == 17.5
+    assert as_json(capsys, *base, "--cost-backward-weight", "0")["makespan"] == 10
+    assert as_json(capsys, *base, "--cost-communication", "0.5")["makespan"] > 15
+
+
+def test_asynchronous_schedules_show_several_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = as_json(capsys, "--schedule", "2bw", *shape(4, 4))
+    assert facts["num_batches"] == 4 and facts["idle_per_rank"] == [9] * 4 and facts["weight_versions"] == 2
+    assert as_json(capsys, "--schedule", "2bw", *shape(4, 4), "--num-batches", "10")["makespan"] == 129
+    assert as_json(capsys, "--schedule", "pipedream", *shape(4, 4))["weight_versions_per_rank"] == [4, 3, 2, 1]
+
+
+def test_chunks_and_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = ["--virtual-pipeline-model-parallel-size", "3"]
+    assert as_json(capsys, "--schedule", "interleaved-1f1b", *shape(4, 8), *chunks)["idle_per_rank"] == [3] * 4
+    facts = as_json(capsys, "--schedule", "chimera", *shape(8, 8), "--chimera-pairs", "2")
+    assert facts["weight_copies"] == 4 and facts["weight_versions"] == 1
+
+
+def test_text_is_the_drawing_and_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schedule", "gpipe", *shape(2, 2)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 0  F0 F1 .. .. .. B0-B0 B1-B1\nrank 1  .. F0 F1 B0-B0 B1-B1 .. ..\n" in text
+    assert "bubble          33.3% of the time, 50.0% of the work" in text
+
+
+@pytest.mark.parametrize(("kind", "start"), [("svg", "<svg"), ("html", "<!doctype html>"), ("trace", '{"traceEvents"')])
+def test_formats_go_to_a_file(tmp_path: Path, kind: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"picture.{kind}"
+    assert main(["--schedule", "zbv", *shape(2, 4), "--format", kind, "--output", str(path)]) == 0
+    assert path.read_text().startswith(start) and capsys.readouterr().out == ""
+
+
+def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare", "gpipe,1f1b,2bw,interleaved,zb-h2", *shape(4, 4)]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    assert rows["gpipe"][2] == rows["1f1b"][2] == "21"
+    assert float(rows["2bw"][2]) < float(rows["interleaved"][2]) < 21
+    assert "zb-h2: --pipeline-schedule=zb-h2: m = 4" in out
+    table = as_json(capsys, "--compare", "all", *shape(4, 8))
+    assert len(table) == 12 and all("refused" in row or row["num_batches"] == 8 for row in table)
+    # With exact clipping the zero-bubble schedules pay their skew per batch, 2BW hides the norm in its slack.
+    per_batch = {row["schedule"]: row["makespan_per_batch"] for row in table}
+    assert per_batch["2bw"] == pytest.approx(24 + 9 / 8) and per_batch["zb-v"] == 25.5 and per_batch["zb-h2"] == 27
+
+
+def test_refusals_end_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--schedule", "2bw", *shape(4, 2)]) == 2
+    assert "m >= p-1 = 3" in capsys.readouterr().err
+    assert main(["--schedule", "1f2b", *shape(4, 2)]) == 2
+    assert "no such schedule" in capsys.readouterr().err
+    assert main(["--compare", "1f1b,nope"]) == 2
+    assert main(["--compare", "1f1b", "--format", "svg"]) == 2
+    assert main(["--pipeline-schedule-file", str(tmp_path / "none.txt")]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["--schedule", "1f1b", "--cost-forward", "-1"])
+    assert stop.value.code == 2
+
+
+def test_the_price_of_no_slack_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schedule", "2bw", *shape(4, 3)]) == 0
+    assert "warning: --pipeline-schedule=2bw: m = p-1 = 3 leaves no slack" in capsys.readouterr().err
+
+
+def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("name: own\nranks: 1\nstages: 0\nmicrobatches: 2\nrank 0: 0F0 0B0 0F1 0I1 0W1\n")
+    assert as_json(capsys, "--pipeline-schedule-file", str(path))["makespan"] == 6
