@@ -186,20 +186,23 @@ def _in_processes(job: _Job, units: Iterator[Unit], workers: int) -> Iterator[tu
     # A forked worker has the tokenizer already; where there is no fork it is sent over.
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     crew = [_Worker(context, job) for _ in range(workers)]
-    finished: dict[int, tuple[Unit, _Result]] = {}
+    finished: dict[int, tuple[Unit, _Result | DataError]] = {}
     sent = written = 0
     exhausted = False
     try:
         while True:
             while written in finished:
-                yield finished.pop(written)
+                unit, answer = finished.pop(written)
+                if isinstance(answer, DataError):  # in its turn, so that the first broken line is the one that is named
+                    raise answer
+                yield unit, answer
                 written += 1
             for worker in crew:
                 while not exhausted and len(worker.queue) < 2 and sent - written < workers * BACKLOG:
-                    unit = next(units, None)
-                    exhausted = unit is None
-                    if unit is not None:
-                        worker.send(sent, unit)
+                    following = next(units, None)
+                    exhausted = following is None
+                    if following is not None:
+                        worker.send(sent, following)
                         sent += 1
             busy = [worker for worker in crew if worker.queue]
             if not busy and not finished:
@@ -207,8 +210,8 @@ def _in_processes(job: _Job, units: Iterator[Unit], workers: int) -> Iterator[tu
             ready = set(wait([worker.pipe for worker in busy])) if busy else set()
             for worker in busy:
                 if worker.pipe in ready:
-                    number, unit, result = worker.receive()
-                    finished[number] = unit, result
+                    number, unit, answer = worker.receive()
+                    finished[number] = unit, answer
     finally:
         for worker in crew:
             worker.stop()
@@ -228,7 +231,7 @@ class _Worker:
         self.queue.append((number, unit))
         self.pipe.send(unit)
 
-    def receive(self) -> tuple[int, Unit, _Result]:
+    def receive(self) -> tuple[int, Unit, _Result | DataError]:
         number, unit = self.queue.pop(0)
         try:
             kind, answer = self.pipe.recv()
@@ -238,9 +241,7 @@ class _Worker:
                 f"--workers: a worker ended (exit status {self.process.exitcode}) at {unit.place}; "
                 "out of memory? use fewer workers"
             ) from None
-        if kind == "error":
-            raise DataError(answer)
-        return number, unit, answer
+        return number, unit, DataError(answer) if kind == "error" else answer
 
     def stop(self) -> None:
         self.pipe.close()

@@ -128,12 +128,12 @@ def test_cut_files_are_named(suffix: str, content: bytes, tmp_path: Path) -> Non
 
 
 def test_random_damage_never_reads_outside_of_the_file(tmp_path: Path) -> None:
-    """2,000 changed or cut indices: either a DataError or sequences that lie within the file."""
+    """1,000 changed or cut indices: either a DataError or sequences that lie within the file."""
     prefix = write_documents(tmp_path / "a", [list(range(n)) for n in range(1, 9)])
     good = Path(prefix + ".idx").read_bytes()
     draw = random.Random(7)
     refused = 0
-    for _ in range(2000):
+    for _ in range(1000):
         raw = bytearray(good)
         for _ in range(draw.choice([1, 1, 2, 8])):
             raw[draw.randrange(len(raw))] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
@@ -147,7 +147,7 @@ def test_random_damage_never_reads_outside_of_the_file(tmp_path: Path) -> None:
             continue
         for sequence in range(len(data)):
             assert data.get(sequence).size == data.lengths[sequence]
-    assert refused > 1000
+    assert refused > 500
 
 
 def test_the_writer_of_megatron_agrees(tmp_path: Path) -> None:
