@@ -15,6 +15,7 @@
     inspection.py   what a checkpoint holds, statistics, differences
     verify.py       every byte against its checksum
     run_dir.py      from where a run starts, what is refused, when it is complete
+    compatibility.py  is it a checkpoint of this model
     lock.py         one run, one directory
     checkpointer.py Checkpointer: the collective face of all that
 
