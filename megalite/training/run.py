@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +35,28 @@ logger = logging.getLogger(__name__)
 
 def run(config: Config, world: World) -> int:
     """Trains (or only evaluates) as the configuration says. Raises MegaliteError. Returns the exit status."""
+    with open_run(config, world) as opened:
+        trainer = opened.trainer
+        if config.training.skip_train:
+            return trainer.only_evaluate()
+        opened.directory.begin(trainer.iteration)
+        status = trainer.train()
+        opened.directory.end(trainer.iteration, completed=status == COMPLETED)
+    return 0
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that is ready to train: what `open_run` gives."""
+
+    trainer: Trainer
+    state: RunState
+    directory: RunDirectory
+
+
+@contextmanager
+def open_run(config: Config, world: World) -> Iterator[OpenRun]:
+    """Builds everything, loads what is to be loaded; at the end the run directory is given back."""
     config, tokenizer = resolve_tokenizer(config)
     parallel = config.parallel
     mesh = ParallelMesh.build(
@@ -57,12 +82,7 @@ def run(config: Config, world: World) -> int:
         state = RunState(config, model, scaler, tokenizer, data.datasets.train_requests, directory.checkpointer)
         progress = state.load(start, meta) if start is not None else Progress()
         trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress)
-        if config.training.skip_train:
-            return trainer.only_evaluate()
-        directory.begin(progress.iteration)
-        status = trainer.train()
-        directory.end(progress.iteration, completed=status == COMPLETED)
-    return 0
+        yield OpenRun(trainer, state, directory)
 
 
 def describe_device(device: torch.device) -> str:

@@ -1,0 +1,98 @@
+"""The single-process oracle: the same layers in a plain loop, with torch's own autograd, clipping and AdamW.
+
+No executor, no schedule, no flat buffer, no gradient sink, no process group: what every layout must equal.
+
+    delay 0   synchronous: W(t+1) = W(t) - f(g(W(t)))
+    delay 1   PipeDream-2BW (arXiv 2006.09503, section 3.1): W(t+1) = W(t) - f(g(W(t-1))), W(-1) = W(0)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from megalite.comm.mesh import ParallelMesh
+from megalite.config import Config
+from megalite.config.cli import parse
+from megalite.models import build_stack, layer_specs
+from megalite.nn.context import LayerContext
+from megalite.training.build import parameter_dtype
+from megalite.training.dataflow import open_data, resolve_tokenizer
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Losses and gradient norms (before clipping) of each step, weights and moments after the last."""
+
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, Tensor]
+
+
+@cache
+def reference(argv: tuple[str, ...], steps: int, delay: int = 0) -> Trajectory:
+    """Trains the one-process configuration `argv` for `steps` iterations."""
+    config, tokenizer = resolve_tokenizer(parse(list(argv)))
+    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
+    context = LayerContext(dtype=parameter_dtype(config), seed=config.training.seed)
+    model = build_stack(config.model, layer_specs(config.model), context, init_seed=config.training.seed)
+    parameters = dict(model.logical_parameters())
+    paths = {name: path for path, p in model.named_parameters() for name, q in parameters.items() if p is q}
+    optimizer = _optimizer(config, parameters)
+    versions = deque([_snapshot(parameters)] * (delay + 1), maxlen=delay + 1)
+    samples = config.global_batch_size(1)
+    losses, norms = [], []
+    with data.train_loader(0) as loader:
+        for _ in range(steps):
+            used = {name: w.clone().requires_grad_() for name, w in versions[0].items()}
+            losses.append(_accumulate(config, model, paths, used, loader.next_batch(samples)))
+            for name, p in parameters.items():
+                p.grad = used[name].grad
+            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad or 1e30)))
+            optimizer.step()
+            versions.append(_snapshot(parameters))
+    return Trajectory(losses, norms, _tensors(parameters, optimizer))
+
+
+def _accumulate(config: Config, model, paths, used, microbatches) -> float:
+    total_tokens = sum(float(mb.loss_mask.sum()) for mb in microbatches)
+    loss_of_batch = 0.0
+    for batch in microbatches:
+        own = float(batch.loss_mask.sum())
+        weight = 1 / total_tokens if config.training.calculate_per_token_loss else 1 / (own * len(microbatches))
+        loss = functional_call(model, {paths[name]: w for name, w in used.items()}, (None, batch)) * weight
+        loss.backward()
+        loss_of_batch += float(loss.detach())
+    return loss_of_batch
+
+
+def _optimizer(config: Config, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    decayed = [p for p in parameters.values() if p.placement.decay]
+    others = [p for p in parameters.values() if not p.placement.decay]
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+
+
+def _snapshot(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def _tensors(parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Under the names and in the shapes of a checkpoint: padding cut off."""
+    found = {}
+    for name, p in parameters.items():
+        inside = tuple(slice(0, extent) for extent in p.placement.global_shape)
+        found[name] = p.detach()[inside].clone()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"optimizer/{moment}/{name}"] = optimizer.state[p][moment][inside].clone()
+    return found
