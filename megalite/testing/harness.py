@@ -161,9 +161,7 @@ def _run(
             timeout=timeout,
             peer_timeout=0.6 * timeout if peer_timeout is None else peer_timeout,
         )
-        zygote = _zygote()
-        zygote.send(case)
-        outcome: Outcome = zygote.recv()
+        outcome = _ask_zygote(case)
         output = [_read(folder / f"rank{rank}.log").decode(errors="replace") for rank in range(size)]
         results = [_read(folder / f"rank{rank}.result") for rank in range(size)]
     for rank, text in enumerate(output):
@@ -174,6 +172,18 @@ def _run(
 
 def _read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
+
+
+def _ask_zygote(case: Case) -> Outcome:
+    """Has the case run; a zygote that died is replaced for the next case."""
+    zygote = _zygote()
+    try:
+        zygote.send(case)
+        outcome: Outcome = zygote.recv()
+    except (EOFError, OSError) as error:
+        _zygote.cache_clear()
+        raise RuntimeError("the process that forks the ranks has died: its standard error says why") from error
+    return outcome
 
 
 @functools.cache

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch.distributed as dist
+
 from megalite.testing.fault import Fault
 
 __all__ = ["install", "reach"]
@@ -20,6 +22,9 @@ def install(faults: Iterable[Fault]) -> None:
 
 
 def reach(name: str, facts: Mapping[str, object]) -> None:
-    """Called at every fault point."""
+    """Called at every fault point. A point that does not name its rank gets this process's."""
+    if not FAULTS:
+        return
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for fault in FAULTS:
-        fault.reached(name, facts)
+        fault.reached(name, {"rank": rank, **facts})

@@ -25,8 +25,11 @@ SHARED_PACKAGES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safe
 
 
 def zygote_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Environment for the zygote: one thread per rank, gloo connections made when they are first used."""
-    return environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    """Environment for the zygote: one thread per rank, gloo on the loopback interface, connected at first use."""
+    settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    if sys.platform == "linux":
+        settings["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment | settings
 
 
 def main() -> None:
