@@ -42,8 +42,9 @@ use_environment() {
     if has_modules $modules; then
         return
     fi
+    echo "installing what is missing into $(python -c 'import sys; print(sys.prefix)')"
     if ! has_modules torch; then
-        python -m pip install --quiet "torch==$TORCH_VERSION"
+        python -m pip install -qq "torch==$TORCH_VERSION"
     fi
-    python -m pip install --quiet "$@"
+    python -m pip install -qq "$@"
 }
