@@ -83,8 +83,6 @@ def body_works_in_steps(world: World) -> None:
         ("kill", "rank 1 was killed by SIGKILL .signal 9. in phase 'step 1'"),
         ("raise", "rank 1 failed in phase 'step 1': ValueError: injected fault"),
         ("stop", "rank 1 stopped answering in phase 'step 1'"),
-        ("hold-gil", "rank 1 stopped answering in phase 'step 1'"),
-        ("sleep", "rank 1 did not finish in phase 'step 1'"),
     ],
 )
 def test_each_fault_is_bounded_and_blamed_on_its_rank(action: str, account: str) -> None:
