@@ -170,7 +170,7 @@ def build_datasets(
     train = opener.split("train", requests or (None,)) if train_samples != 0 else None
     valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 else None
     test = None
-    if test_samples != 0:
+    if test_samples != 0 and opener.has("test"):
         try:
             test = opener.split("test", (test_samples,))
         except _Unusable as error:
@@ -207,6 +207,14 @@ class _Opener:
         self._stores: dict[str, IndexedDataset] = {}
         self._corpora: dict[str, TextCorpus] = {}
 
+    def has(self, split: str) -> bool:
+        """Whether any data are meant for the split; the default corpus has no test part."""
+        if self.cfg.mock_data:
+            return parse_split(self.cfg.split)[SPLIT_NAMES.index(split)] is not None
+        if not self.sources:
+            return split != "test"
+        return split in self.sources and self.sources[split].part is not None
+
     def split(self, split: str, requests: Sequence[int | None]) -> Dataset:
         """Data set of one split, by its totals of samples."""
         if self.cfg.mock_data:
@@ -214,8 +222,6 @@ class _Opener:
             parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
             return self._dataset(mock, bounds_of(parts[split], len(mock.lengths)), split, requests)
         if not self.sources:
-            if split == "test":
-                raise _Unusable("the default corpus has no test part")
             store = self._tokens("", (0.0, 1.0), split, "--data-path")
             return self._dataset(store, (0, len(store)), split, requests)
         source = self.sources.get(split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +17,23 @@ from megalite.data import Loader, build_datasets, build_tokenizer, cache_directo
 from megalite.data.build import Dataset, Datasets
 from megalite.data.tokenizer import Tokenizer
 from megalite.microbatch import Microbatch
+
+
+class _Shape(TypedDict):
+    """What a loader needs to know of the layout."""
+
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+
+class _Masks(TypedDict):
+    """What a loader makes of ends of documents."""
+
+    eod_id: int | None
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
 
 
 @dataclass(frozen=True)
@@ -64,14 +82,14 @@ class DataFlow:
             **self._masks(),
         )
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> _Shape:
         return {
             "micro_batch_size": self.config.training.micro_batch_size,
             "dp_rank": self.mesh.dp.rank,
             "dp_size": self.mesh.dp.size,
         }
 
-    def _masks(self) -> dict[str, bool | int | None]:
+    def _masks(self) -> _Masks:
         data = self.config.data
         return {
             "eod_id": self.tokenizer.eod_id,
@@ -94,14 +112,15 @@ def open_data(
     """Opens the splits. Rank 0 builds what is not cached yet, then the others map it. Raises DataError."""
     if not mesh.world.is_first:
         barrier(mesh.world)
-    datasets = _open(config, mesh, tokenizer, began_with)
+    datasets = open_datasets(config, mesh.world.size, tokenizer, began_with=began_with)
     if mesh.world.is_first:
         barrier(mesh.world)
     return DataFlow(config, mesh, tokenizer, datasets, device)
 
 
-def _open(config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, began_with: Sequence[int]) -> Datasets:
-    training, world = config.training, mesh.world.size
+def open_datasets(config: Config, world: int, tokenizer: Tokenizer, *, began_with: Sequence[int] = ()) -> Datasets:
+    """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
+    training = config.training
     sizes = config.batch_size_schedule(world)
     evaluates = training.eval_iters > 0
     per_evaluation = None if training.full_validation else training.eval_iters * sizes.final

@@ -95,11 +95,18 @@ def test_the_default_corpus_holds_out_every_twentieth_file(tmp_path: Path) -> No
         stdlib_files(str(empty))
 
 
-def test_real_default_corpus(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = config()
+def test_a_sliver_of_a_test_split_is_passed_over(
+    text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config(data_path=(str(text_file),))
     with caplog.at_level(logging.WARNING):
-        data = build(cfg, tmp_path, ByteTokenizer(), seq_length=128, test_samples=None)
-    assert data.test is None and "no final test" in caplog.text
+        data = build(cfg, tmp_path, test_samples=None)
+    assert data.test is None and "no final test: --data-path=" in caplog.text
+
+
+def test_real_default_corpus(tmp_path: Path) -> None:
+    data = build(config(), tmp_path, ByteTokenizer(), seq_length=128, test_samples=None)
+    assert data.test is None
     assert isinstance(data.train, GPTDataset) and isinstance(data.valid, GPTDataset)
     assert 0.01 < data.valid.tokens_per_epoch / data.train.tokens_per_epoch < 0.2
     assert data.train.store.get(0)[-1] == 256
