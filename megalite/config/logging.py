@@ -14,8 +14,6 @@ class LoggingConfig:
     """Trackers are optional packages and never stop a training."""
 
     log_interval: int = option(10, "iterations between log lines", ge=1)
-    log_params_norm: bool = option(False, "log the norm of the parameters")
-    log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are exactly zero")
     tensorboard_dir: str | None = option(None, "write TensorBoard events here", metavar="DIR")
     wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
     wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of --save")

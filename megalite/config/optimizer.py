@@ -13,7 +13,12 @@ __all__ = ["OptimizerConfig"]
 class OptimizerConfig:
     """Schedules count samples inside, so that iterations of a growing batch weigh what they should."""
 
-    optimizer: str = option("adam", "adam is AdamW (decoupled weight decay); sgd has momentum", choices=("adam", "sgd"))
+    optimizer: str = option(
+        "adam",
+        "adam is AdamW (decoupled weight decay); sgd has momentum; lion has one moment; muon makes the updates of "
+        "matrices orthogonal and leaves the rest to AdamW",
+        choices=("adam", "sgd", "lion", "muon"),
+    )
     lr: float = required("peak learning rate", gt=0)
     min_lr: float = option(0.0, "learning rate after the decay", ge=0)
     lr_decay_style: str = option(
@@ -34,12 +39,6 @@ class OptimizerConfig:
         "WSD: shape of the final decay",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    override_opt_param_scheduler: bool = option(
-        False, "on resume, schedules come from the flags even where the checkpoint differs"
-    )
-    use_checkpoint_opt_param_scheduler: bool = option(
-        False, "on resume, schedules come from the checkpoint even where the flags differ"
-    )
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (never of norms and biases)", ge=0)
     start_weight_decay: float | None = option(None, "weight decay at the start; unset: --weight-decay", ge=0)
     end_weight_decay: float | None = option(None, "weight decay at the end; unset: --weight-decay", ge=0)
@@ -50,6 +49,25 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1)
     adam_eps: float = option(1e-8, "Adam's epsilon", gt=0)
     sgd_momentum: float = option(0.9, "momentum of sgd", ge=0, lt=1)
+    lion_beta1: float = option(0.95, "Lion's weight of the moment in an update", ge=0, lt=1)
+    lion_beta2: float = option(0.98, "decay of Lion's moment", ge=0, lt=1)
+    muon_momentum: float = option(0.95, "momentum of muon", ge=0, lt=1)
+    muon_scale_mode: str = option(
+        "spectral",
+        "size of an orthogonal update [rows, columns]: sqrt(max(rows, columns)), sqrt(max(1, rows / columns)) or "
+        "sqrt(rows / columns)",
+        choices=("spectral", "shape_scaling", "unit_rms_norm"),
+    )
+    muon_extra_scale_factor: float = option(
+        0.2, "times this; 0.2 with spectral gives AdamW's usual size, so that its learning rate carries over", gt=0
+    )
+    exp_avg_dtype: str = option("fp32", "how the first moment is kept", choices=("fp32", "bf16", "fp16"))
+    exp_avg_sq_dtype: str = option("fp32", "how Adam's second moment is kept", choices=("fp32", "bf16", "fp16"))
+    optimizer_impl: str = option(
+        "torch", "AdamW's kernel: torch's fused one or NVIDIA apex's", choices=("torch", "apex")
+    )
+    optimizer_cpu_offload: bool = option(False, "keep and update masters and moments in host memory")
+    optimizer_offload_fraction: float = option(1.0, "part of them that goes there", gt=0, le=1)
     clip_grad: float = option(
         1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables"
     )

@@ -136,6 +136,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             counts_tied=key == (0, 0),
             replica=key[1],
             num_gradients=program.gradient_buffers,
+            whole=OPTIMIZERS[config.optimizer.optimizer].whole,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
         )
         for module in modules:
@@ -143,9 +144,10 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     shared_axis = mesh.pipeline_subaxis("embedding", [holders(placement)] if tied_apart and mesh.pp.size > 1 else [])
     optimizer = ShardedOptimizer(
         list(buffers.values()),
-        make_optimizer=optimizer_factory(config),
+        make_optimizer=optimizer_factory(config, mesh.tp),
         # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
         model_axis=mesh.tp if program.update_per_microbatch else mesh.model,
+        offload_fraction=offload_fraction(config),
     )
     return Model(
         stages, buffers, optimizer, placement, SharedGradient(shared_axis), num_slots, program.update_per_microbatch
@@ -212,12 +214,20 @@ def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> T
     return TensorSpec(shape, dtype, device)
 
 
-def optimizer_factory(config: Config) -> Callable[[list[ParamGroup]], torch.optim.Optimizer]:
-    """Parameter groups -> the update rule of `--optimizer` with its settings."""
+def optimizer_factory(config: Config, tp: Axis) -> Callable[[list[ParamGroup]], torch.optim.Optimizer]:
+    """Parameter groups -> the update rule of `--optimizer` with its settings. tp: where matrices are cut (Muon)."""
     settings = config.optimizer
     names = {f.name for f in dataclasses.fields(OptimizerSettings)} & {f.name for f in dataclasses.fields(settings)}
-    values = OptimizerSettings(**{name: getattr(settings, name) for name in names})
-    return lambda groups: OPTIMIZERS[settings.optimizer](groups, values)
+    values = {name: getattr(settings, name) for name in names}
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        values[name] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values[name]]
+    chosen = OptimizerSettings(**values, tp=tp)
+    return lambda groups: OPTIMIZERS[settings.optimizer](groups, chosen)
+
+
+def offload_fraction(config: Config) -> float:
+    """Part of the masters and moments that lives in host memory."""
+    return config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
 
 
 def build_scaler(config: Config) -> LossScaler:

@@ -44,7 +44,7 @@ class StepStats:
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
     iteration_time_s: seconds on this rank's clock.
     wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
-    num_zeros, params_norm: with `--log-num-zeros-in-grad`, `--log-params-norm`.
+    num_zeros, params_norm: of the gradient and the parameters; None where nobody measured them.
     """
 
     iteration: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from megalite.config.root import Config
 from megalite.config.rules.inputs import checkpoint, data, tracking
 from megalite.config.rules.layout import batch, pipeline_schedule, pipeline_stages, tensor_parallel, warnings, world
-from megalite.config.rules.run import learning_rate, length, precision, weight_decay
+from megalite.config.rules.run import learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
 __all__ = ["RULES", "warnings"]
@@ -28,6 +28,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     precision,
     learning_rate,
     weight_decay,
+    update_rule,
     data,
     checkpoint,
     tracking,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.values import show
 
-__all__ = ["learning_rate", "length", "precision", "weight_decay"]
+__all__ = ["learning_rate", "length", "precision", "update_rule", "weight_decay"]
 
 
 def length(config: Config, world_size: int) -> Iterator[str]:
@@ -71,8 +71,6 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
         if end is not None and warmup and warmup >= end:
             yield f"--lr-warmup-{unit}={warmup}: not below {flag}={end}"
     yield from _wsd(config)
-    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        yield "--use-checkpoint-opt-param-scheduler: excludes --override-opt-param-scheduler; give one of them"
 
 
 def _wsd(config: Config) -> Iterator[str]:
@@ -98,3 +96,22 @@ def weight_decay(config: Config, world_size: int) -> Iterator[str]:
             yield f"--weight-decay-incr-style={style}: needs {flag}"
         elif style == "constant" and value is not None:
             yield f"{flag}={show(value)}: needs --weight-decay-incr-style linear or cosine"
+
+
+def update_rule(config: Config, world_size: int) -> Iterator[str]:
+    """Which settings belong to which optimizer."""
+    optimizer = config.optimizer
+    name = optimizer.optimizer
+    kinds = {
+        "--exp-avg-dtype": (optimizer.exp_avg_dtype, "fp32", ("adam", "lion")),
+        "--exp-avg-sq-dtype": (optimizer.exp_avg_sq_dtype, "fp32", ("adam",)),
+        "--optimizer-impl": (optimizer.optimizer_impl, "torch", ("adam",)),
+    }
+    for flag, (value, default, users) in kinds.items():
+        if value != default and name not in users:
+            yield f"{flag}={value}: not with --optimizer={name}; it belongs to {' and '.join(users)}"
+    if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
+        yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
+    if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
+        fraction = show(optimizer.optimizer_offload_fraction)
+        yield f"--optimizer-offload-fraction={fraction}: needs --optimizer-cpu-offload"

@@ -160,6 +160,17 @@ ONE_LINE = [
         1,
         "--weight-decay-incr-style=linear: needs --start-weight-decay",
     ),
+    (
+        "--optimizer sgd --exp-avg-dtype bf16",
+        1,
+        "--exp-avg-dtype=bf16: not with --optimizer=sgd; it belongs to adam and lion",
+    ),
+    (
+        "--optimizer-impl apex --exp-avg-dtype bf16",
+        1,
+        "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype",
+    ),
+    ("--optimizer-offload-fraction 0.5", 1, "--optimizer-offload-fraction=0.5: needs --optimizer-cpu-offload"),
     ("--bf16 --fp16", 1, "--fp16: excludes --bf16; choose one"),
     ("--loss-scale 128", 1, "--loss-scale=128: needs --fp16"),
     ("--swiglu --squared-relu", 1, "--squared-relu: contradicts --swiglu; give one of them"),
