@@ -227,7 +227,7 @@ def _read_order(folder: Path, build: Callable[[], SampleOrder]) -> SampleOrder:
     names = ("document_index", "sample_index", "shuffle_index")
     try:
         documents, samples, shuffle = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names
+            np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names
         )
         if samples.shape != (len(shuffle) + 1, 2) or documents.ndim != 1 or not len(shuffle):
             raise ValueError("shapes do not fit")

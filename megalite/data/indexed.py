@@ -99,7 +99,8 @@ class IndexedDataset:
                 else np.empty(0, np.uint8)
             )
             self._parse(raw, index_path, os.path.getsize(bin_path))
-            self._tokens = np.memmap(bin_path, mode="r", dtype=self._dtype)
+            # A plain array over the map: slices of the memmap class itself cost several times as much.
+            self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self._dtype))
         except OSError as error:
             raise DataError(f"{flag}={self.prefix}: can not be read ({error.strerror})") from None
 
