@@ -18,5 +18,5 @@ echo "== lint" && python -m ruff check . || status=1
 echo "== types" && python -m mypy || status=1
 echo "== tests"
 # One thread: the cores belong to the ranks that the tests start.
-OMP_NUM_THREADS=1 python -m pytest "$@" || status=1
+OMP_NUM_THREADS=1 python -m pytest --durations=10 "$@" || status=1
 exit "$status"
