@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,9 @@ class Checkpointer:
             rows = describe(shards)
         except CheckpointError as error:
             problem = str(error)
-        self._together(problem)
-        hashes = all_gather_json(checksum(json.dumps(rows).encode()), self._world)
+        told = all_gather_json([problem, checksum(json.dumps(rows).encode())], self._world)
+        _raise_first([problem for problem, _ in told])
+        hashes = [digest for _, digest in told]
         if self._plan is None or self._plan[0] != hashes:
             self._plan = (hashes, make_plan(all_gather_json(rows, self._world)))
         return self._plan[1]
@@ -257,9 +258,13 @@ class Checkpointer:
             reads = plan_reads(manifest, shards, cast=cast, where=str(path))
         except CheckpointError as error:
             problem = str(error)
-        self._together(problem)
+        save_id = manifest.save_id if manifest is not None else ""
+        told = all_gather_json([problem, save_id, sorted({shard.name for shard in shards})], self._world)
+        _raise_first([problem for problem, _, _ in told])
         assert manifest is not None
-        self._check_unused(path, manifest, shards)
+        if any(other != save_id for _, other, _ in told):
+            raise CheckpointError(f"{path}: the ranks see different checkpoints; is the directory shared by all hosts?")
+        self._check_unused(path, manifest, {name for _, _, names in told for name in names})
         try:
             fault_point("load", rank=self._world.rank, step=manifest.step)
             if self._world.is_first:
@@ -273,13 +278,8 @@ class Checkpointer:
         logger.info("loaded %s (%s on this rank in %.2f s)", path, in_words(nbytes), time.perf_counter() - started)
         return dict(manifest.meta)
 
-    def _check_unused(self, path: Path, manifest: Manifest, shards: Sequence[TensorShard]) -> None:
-        everyone = all_gather_json([manifest.save_id, sorted({shard.name for shard in shards})], self._world)
-        if any(save_id != manifest.save_id for save_id, _ in everyone):
-            raise CheckpointError(
-                f"{path}: the ranks see different checkpoints here; is the directory shared by all hosts?"
-            )
-        unused = unused_names(manifest, {name for _, names in everyone for name in names})
+    def _check_unused(self, path: Path, manifest: Manifest, wanted: Collection[str]) -> None:
+        unused = unused_names(manifest, wanted)
         weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
         if weights:
             more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
@@ -303,9 +303,13 @@ class Checkpointer:
 
     def _together(self, problem: str | None) -> None:
         """If any rank has a problem, all raise the first one."""
-        agreed = first_problem(all_gather_json(problem, self._world))
-        if agreed:
-            raise CheckpointError(agreed)
+        _raise_first(all_gather_json(problem, self._world))
+
+
+def _raise_first(problems: Sequence[str | None]) -> None:
+    agreed = first_problem(problems)
+    if agreed:
+        raise CheckpointError(agreed)
 
 
 def _verify_extra_files(path: Path, manifest: Manifest) -> None:
