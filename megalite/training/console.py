@@ -33,7 +33,7 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
 
 
 class ConsoleHook(Hook):
-    """Prints a line per log interval, evaluation and checkpoint, and one at the end.
+    """Prints a line per log interval and evaluation, and one at the end.
 
     Args:
         stream: where to; the standard output of the moment by default.
@@ -52,10 +52,6 @@ class ConsoleHook(Hook):
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         self._print(evaluation_line(record))
-
-    def on_save(self, trainer: TrainerView, record: Record) -> None:
-        seconds = 1e-3 * record["save_time_ms"]
-        self._print(f" saved checkpoint of iteration {record['iteration']:7d} to {record['path']} in {seconds:.2f} s")
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         goodput = summary.get("goodput")

@@ -146,40 +146,40 @@ class StragglerHook(Hook):
     """Names the rank that works much longer than the others.
 
     In a synchronous run all ranks take equally long, because they wait for the slowest; what differs is how much of
-    it is work. Once a log interval every rank tells three numbers: seconds of work, of waiting for other ranks and of
-    waiting for data. If the longest work exceeds `ratio` times the median, the record gets `slowest_rank`,
-    `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the largest of all ranks.
+    it is work. Once a log interval every rank tells the median over its iterations of the seconds it worked, and if
+    the longest exceeds the median of the others `ratio` times (and by `least_s` seconds, below which it is noise), the
+    record gets `slowest_rank`, `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the
+    largest of all ranks.
     """
 
-    def __init__(self, *, ratio: float = 1.3) -> None:
+    def __init__(self, *, ratio: float = 1.3, least_s: float = 0.01) -> None:
         self._ratio = ratio
+        self._least_s = least_s
         self._hosts: list[str] = []
-        self._work = self._wait = self._data = 0.0
+        self._work: list[float] = []
 
     def on_start(self, trainer: TrainerView) -> None:
         self._hosts = collectives.all_gather_json(platform.node(), trainer.mesh.world)
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        self._work += stats.iteration_time_s - stats.wait_time_s - stats.data_time_s
-        self._wait += stats.wait_time_s
-        self._data += stats.data_time_s
+        # A rank that reads its data slowly is as slow as one that computes slowly: that time is work here.
+        self._work.append(stats.iteration_time_s - stats.wait_time_s)
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        world = trainer.mesh.world
-        mine = [self._work + self._data, self._wait, self._data, float(record["peak_memory_bytes"])]
-        self._work = self._wait = self._data = 0.0
+        world, work = trainer.mesh.world, self._work
+        self._work = []
         if world.size == 1:
             return
-        row = torch.tensor([mine], dtype=torch.float64, device=trainer.device)
-        rows = collectives.all_gather(row, world).tolist()
-        record["peak_memory_bytes"] = int(max(row[3] for row in rows))
-        busy = [row[0] for row in rows]
+        # The first iteration of an interval may follow an evaluation or a checkpoint: the median passes over it.
+        mine = [statistics.median(work), float(record["peak_memory_bytes"])]
+        rows = collectives.all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
+        record["peak_memory_bytes"] = int(max(peak for _, peak in rows))
+        busy = [seconds for seconds, _ in rows]
         slowest = max(range(world.size), key=busy.__getitem__)
-        others = busy[:slowest] + busy[slowest + 1 :]
-        median = statistics.median(others)
-        if median > 0 and busy[slowest] > self._ratio * median:
+        median = statistics.median(busy[:slowest] + busy[slowest + 1 :])
+        if busy[slowest] > max(self._ratio * median, median + self._least_s):
             record["slowest_rank"] = slowest
-            record["slowest_rank_ratio"] = busy[slowest] / median
+            record["slowest_rank_ratio"] = busy[slowest] / median if median > 0 else math.inf
             record["slowest_rank_host"] = self._hosts[slowest]
 
 

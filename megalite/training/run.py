@@ -128,6 +128,7 @@ def assemble(
         nonfinite=config.training.nonfinite,
         num_slots=model.num_slots,
         version=progress.microbatches if model.update_per_microbatch else progress.updates,
+        norm_is_global=not model.update_per_microbatch,
         update_of=(lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of,
     )
     channel = TorchChannel(mesh.pp_down, mesh.pp_up)

@@ -163,6 +163,7 @@ class Trainer:
 
     def train_step(self, *, drain: bool) -> StepStats:
         """One iteration; with `drain` nothing of the next batch is begun."""
+        self.mesh.world.waits.take()  # what was waited for between two iterations belongs to none
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
         fault_point("iteration", step=number)
@@ -196,6 +197,7 @@ class Trainer:
             loss_scale=results[-1].loss_scale,
             skipped=skipped,
             iteration_time_s=time.perf_counter() - began,
+            wait_time_s=self.mesh.world.waits.take(),
             data_time_s=self.parts.feed.take_seconds(),
         )
 

@@ -40,7 +40,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One update: `grad_norm` before clipping (unscaled), None where the step was skipped."""
+    """One update: `grad_norm` before clipping (unscaled), None where the step was skipped or no global norm exists."""
 
     update: int
     learning_rate: float
@@ -76,6 +76,7 @@ class Updater:
         num_slots: int,
         version: int,
         update_of: Callable[[int], int],
+        norm_is_global: bool = True,
     ) -> None:
         # Reductions of stages that several ranks hold in another order (Chimera) must be issued in one order.
         self._buffers = dict(sorted(buffers.items()))
@@ -88,6 +89,7 @@ class Updater:
         self._num_slots = num_slots
         self._version = version
         self._update_of = update_of
+        self._norm_is_global = norm_is_global
         self._arrived: set[StageKey] = set()
         self.results: list[UpdateResult] = []
 
@@ -161,9 +163,8 @@ class Updater:
         elif self._num_slots > 1:
             self._optimizer.write_weights(slot)  # the version number advances, the weights do not
         self._version += 1
-        self.results.append(
-            UpdateResult(update, numbers.learning_rate, numbers.loss_scale, norm if finite else None, not finite)
-        )
+        shown = norm if finite and self._norm_is_global else None
+        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
 
     def take_results(self) -> list[UpdateResult]:
         results, self.results = self.results, []

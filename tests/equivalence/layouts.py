@@ -121,15 +121,13 @@ def draw(rng: random.Random) -> Layout:
         return case
 
 
-SCHEDULES = (
-    "1f1b", "gpipe", "eager-1f1b", "2bw", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "chimera", "dualpipe-v",
-)  # fmt: skip
+FLUSH = "1f1b gpipe eager-1f1b interleaved breadth-first zb-h1 zb-h2 zb-v chimera dualpipe-v".split()
 
 
 def _draw(rng: random.Random) -> Layout:
     pick = rng.choice
     tp, pp, dp = pick([1, 1, 2]), pick([1, 1, 2, 3, 4]), pick([1, 1, 2])
-    schedule = pick(SCHEDULES) if pp > 1 else pick(["1f1b", "1f1b", "2bw"])
+    schedule = pick([*FLUSH, "2bw"]) if pp > 1 else pick(["1f1b", "1f1b", "2bw"])
     model = ["--num-layers", pick(["4", "6"])]
     model += pick(
         [[], ["--model-type", "llama"], ["--model-type", "llama", "--num-query-groups", "2", "--qk-layernorm"]]

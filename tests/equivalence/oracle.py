@@ -1,6 +1,6 @@
 """The single-process oracle: the same layers in a plain loop, with torch's own autograd, clipping and AdamW.
 
-No executor, no schedule, no flat buffer, no gradient sink, no process group: what every layout must equal.
+No executor, no schedule, no flat buffer, no process group: what every layout must equal.
 
     delay 0   synchronous: W(t+1) = W(t) - f(g(W(t)))
     delay 1   PipeDream-2BW (arXiv 2006.09503, section 3.1): W(t+1) = W(t) - f(g(W(t-1))), W(-1) = W(0)
@@ -19,9 +19,11 @@ from torch.func import functional_call
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config
 from megalite.config.cli import parse
+from megalite.gradient import GradSink, attach_sink
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
-from megalite.training.build import parameter_dtype
+from megalite.schedule import build
+from megalite.training.build import parameter_dtype, stage_cuts
 from megalite.training.dataflow import open_data, resolve_tokenizer
 
 
@@ -35,8 +37,8 @@ class Trajectory:
 
 
 @cache
-def reference(argv: tuple[str, ...], steps: int, delay: int = 0) -> Trajectory:
-    """Trains the one-process configuration `argv` for `steps` iterations."""
+def reference(argv: tuple[str, ...], steps: int, delay: int = 0, synchronous_steps: int = 0) -> Trajectory:
+    """Trains the one-process configuration `argv` for `steps` iterations, the first of them without delay if asked."""
     config, tokenizer = resolve_tokenizer(parse(list(argv)))
     data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
     context = LayerContext(dtype=parameter_dtype(config), seed=config.training.seed)
@@ -48,23 +50,73 @@ def reference(argv: tuple[str, ...], steps: int, delay: int = 0) -> Trajectory:
     samples = config.global_batch_size(1)
     losses, norms = [], []
     with data.train_loader(0) as loader:
-        for _ in range(steps):
-            used = {name: w.clone().requires_grad_() for name, w in versions[0].items()}
+        for step in range(steps):
+            weights = versions[-1] if step < synchronous_steps else versions[0]
+            used = {name: _leaf(w) for name, w in weights.items()}
             losses.append(_accumulate(config, model, paths, used, loader.next_batch(samples)))
             for name, p in parameters.items():
-                p.grad = used[name].grad
+                p.grad = used[name].sink.grad
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad or 1e30)))
             optimizer.step()
             versions.append(_snapshot(parameters))
     return Trajectory(losses, norms, _tensors(parameters, optimizer))
 
 
-def _accumulate(config: Config, model, paths, used, microbatches) -> float:
+@cache
+def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int) -> Trajectory:
+    """PipeDream with weight stashing (Narayanan et al., SOSP 2019), micro-batch after micro-batch.
+
+    Stage r computes micro-batch k, forward and backward, on the weights that it had after `k - (p-1-r)` updates, and
+    then updates its newest ones with that gradient.
+    """
+    config, tokenizer = resolve_tokenizer(parse(list(argv)))
+    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
+    context = LayerContext(dtype=parameter_dtype(config), seed=config.training.seed)
+    specs = layer_specs(config.model)
+    model = build_stack(config.model, specs, context, init_seed=config.training.seed)
+    parameters = dict(model.logical_parameters())
+    paths = {name: path for path, p in model.named_parameters() for name, q in parameters.items() if p is q}
+    program = build("pipedream", stages, 4)
+    cuts = stage_cuts(config, program)
+    stage_of = {specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
+    lag = {name: stages - 1 - stage_of[_layer(name)] for name in parameters}
+    history = [_snapshot(parameters)]
+    optimizer = _optimizer(config, parameters)
+    samples, losses = config.global_batch_size(1), []
+    with data.train_loader(0) as loader:
+        for _ in range(steps):
+            batch, total = loader.next_batch(samples), 0.0
+            for microbatch in batch:
+                k = len(history) - 1
+                used = {n: _leaf(history[max(0, k - lag[n])][n]) for n in parameters}
+                total += _accumulate(config, model, paths, used, [microbatch], share=1 / len(batch))
+                for name, p in parameters.items():
+                    p.grad = used[name].sink.grad
+                optimizer.step()
+                history.append(_snapshot(parameters))
+            losses.append(total)
+    return Trajectory(losses, [], _tensors(parameters, optimizer))
+
+
+def _leaf(weight: Tensor) -> torch.nn.Parameter:
+    """A copy that accumulates its gradient as the product's layers do, so that sums are rounded alike."""
+    leaf = torch.nn.Parameter(weight.clone())
+    attach_sink(leaf, GradSink(torch.zeros_like(weight)))
+    return leaf
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def _accumulate(config: Config, model, paths, used, microbatches, share: float = 1.0) -> float:
     total_tokens = sum(float(mb.loss_mask.sum()) for mb in microbatches)
     loss_of_batch = 0.0
     for batch in microbatches:
         own = float(batch.loss_mask.sum())
         weight = 1 / total_tokens if config.training.calculate_per_token_loss else 1 / (own * len(microbatches))
+        weight *= share
         loss = functional_call(model, {paths[name]: w for name, w in used.items()}, (None, batch)) * weight
         loss.backward()
         loss_of_batch += float(loss.detach())
