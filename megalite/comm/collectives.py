@@ -8,12 +8,14 @@ a handle whose `wait()` must be called before the result is read.
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm import exchange
 from megalite.comm.mesh import Axis
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -37,12 +39,41 @@ class Done:
         return None
 
 
+class _Timed:
+    """A handle whose waiting is counted."""
+
+    def __init__(self, work: Handle, axis: Axis) -> None:
+        self._work = work
+        self._axis = axis
+
+    def wait(self) -> None:
+        with _waiting(self._axis):
+            self._work.wait()
+
+
+def _wait(work: Handle) -> Handle:
+    work.wait()
+    return Done()
+
+
+def _by_messages(whole: Tensor, axis: Axis) -> bool:
+    """gloo scatters and gathers large tensors slower than direct messages do."""
+    large = whole.numel() * whole.element_size() >= 1 << 20
+    return large and not torch.compiler.is_compiling() and dist.get_backend(axis.group) == "gloo"
+
+
+def _waiting(axis: Axis) -> AbstractContextManager[None]:
+    # torch.compile can not trace a clock
+    return nullcontext() if torch.compiler.is_compiling() else axis.waits
+
+
 def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool = False) -> Handle:
     """x = op over the axis of x, in place."""
     if axis.size == 1:
         return Done()
-    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=async_op)
-    return work if async_op else Done()
+    with _waiting(axis):
+        work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=async_op)
+    return _Timed(work, axis) if async_op else Done()
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOp = "sum") -> Tensor:
@@ -60,8 +91,13 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = Fals
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    work = _all_gather_single(out, x.contiguous(), group=axis.group, async_op=async_op)
-    return work if async_op else Done()
+    work: Handle
+    if _by_messages(out, axis):
+        work = _Timed(exchange.all_gather(out, x, axis), axis)
+        return work if async_op else _wait(work)
+    with _waiting(axis):
+        work = _all_gather_single(out, x.contiguous(), group=axis.group, async_op=async_op)
+    return _Timed(work, axis) if async_op else Done()
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
@@ -70,8 +106,13 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = 
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    work = _reduce_scatter_single(out, x.contiguous(), op=dist.ReduceOp.SUM, group=axis.group, async_op=async_op)
-    return work if async_op else Done()
+    work: Handle
+    if _by_messages(x, axis):
+        work = _Timed(exchange.reduce_scatter(out, x, axis), axis)
+        return work if async_op else _wait(work)
+    with _waiting(axis):
+        work = _reduce_scatter_single(out, x.contiguous(), op=dist.ReduceOp.SUM, group=axis.group, async_op=async_op)
+    return _Timed(work, axis) if async_op else Done()
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -95,13 +136,14 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def broadcast_(x: Tensor, axis: Axis, *, source: int = 0) -> None:
     """x = the x of the rank at coordinate `source`, in place."""
     if axis.size > 1:
-        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+        with _waiting(axis):
+            dist.broadcast(x, src=axis.ranks[source], group=axis.group)
 
 
 def barrier(axis: Axis) -> None:
     """Returns when every rank of the axis has come here."""
     if axis.size > 1:
-        token = torch.zeros(1, device=_device_of(axis))
+        token = torch.zeros(1, device=device_of(axis))
         all_reduce_(token, axis)
 
 
@@ -110,7 +152,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     executed.)"""
     if axis.size == 1:
         return [value]
-    device = _device_of(axis)
+    device = device_of(axis)
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     lengths = all_gather(torch.tensor([raw.numel()], device=device), axis).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
@@ -123,11 +165,14 @@ def agree_max(value: float, axis: Axis) -> float:
     """The largest of the ranks' numbers: the same decision everywhere."""
     if axis.size == 1:
         return value
-    box = torch.tensor([value], dtype=torch.float64, device=_device_of(axis))
+    box = torch.tensor([value], dtype=torch.float64, device=device_of(axis))
     all_reduce_(box, axis, op="max")
     return float(box.item())
 
 
-def _device_of(axis: Axis) -> torch.device:
+def device_of(axis: Axis) -> torch.device:
+    """Where tensors must be to travel over the axis."""
+    if axis.size == 1:
+        return torch.device("cpu")
     backend = dist.get_backend(axis.group)
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -11,8 +11,9 @@ Ranks are laid out with the tensor axis innermost, then data, then pipeline (Meg
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +21,32 @@ import torch.distributed as dist
 from megalite.errors import ConfigError
 
 
+class WaitClock:
+    """Seconds for which this rank's host was blocked by communication: what tells a slow rank from those it keeps
+    waiting. (NCCL blocks the device, not the host, so on GPUs it stays near zero.)"""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis: `ranks[i]` is the world rank at coordinate i, `rank` is this process's coordinate.
 
-    `group` is None exactly when `size` is 1.
+    `group` is None exactly when `size` is 1. `waits` counts the time spent waiting for the axis's other ranks; the
+    axes of a mesh share one.
     """
 
     name: str
@@ -32,6 +54,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: Any = field(default=None, repr=False, compare=False)
+    waits: WaitClock = field(default_factory=WaitClock, repr=False, compare=False)
 
     @classmethod
     def single(cls, name: str, world_rank: int = 0) -> Axis:
@@ -112,8 +135,9 @@ class ParallelMesh:
         axes = {name: make_axis(name, groups, rank) for name, groups in lines.items()}
         for direction in ("pp_down", "pp_up"):
             axes[direction] = make_axis(direction, lines["pp"], rank, share=False)
-        world = make_axis("world", [list(range(size))], rank)
-        return cls(world=world, **axes)
+        axes["world"] = make_axis("world", [list(range(size))], rank)
+        waits = axes["world"].waits
+        return cls(**{name: replace(axis, waits=waits) for name, axis in axes.items()})
 
     def pipeline_subaxis(self, name: str, coordinates: Sequence[Sequence[int]]) -> Axis:
         """An axis through some pipeline coordinates (tied embeddings: first and last; Chimera: the replicas of a
@@ -128,7 +152,7 @@ class ParallelMesh:
         lists = [
             [t + tp * (d + dp * p) for p in line] for line in coordinates for d in range(dp) for t in range(tp)
         ]  # fmt: skip
-        return make_axis(name, lists, self.world.rank)
+        return replace(make_axis(name, lists, self.world.rank), waits=self.world.waits)
 
     def __str__(self) -> str:
         """`tp2 x pp4 x dp2`, axes of size 1 left out."""

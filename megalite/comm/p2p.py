@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.comm.mesh import Axis
+from megalite.comm.collectives import device_of
+from megalite.comm.mesh import Axis, WaitClock
 from megalite.errors import RuntimeFailure
 
 _HEADER_LENGTH = 8
@@ -89,10 +90,31 @@ def _check(header: Tensor, label: Label, shape: tuple[int, ...], *, rank: int, p
         )
 
 
+def connect(axis: Axis) -> None:
+    """Exchange one small message between every two ranks. Collective over the axis.
+
+    A library may open the line between two ranks at its first use, and both then wait for each other: a rank that
+    posts an early receive would stand still before it has sent what its peer needs to get that far.
+    """
+    token = torch.zeros(1, device=device_of(axis))
+    for low in range(axis.size):
+        for high in range(low + 1, axis.size):
+            if axis.rank in (low, high):
+                peer = axis.ranks[low + high - axis.rank]
+                first, second = (dist.send, dist.recv) if axis.rank == low else (dist.recv, dist.send)
+                first(token, peer, group=axis.group)
+                second(token, peer, group=axis.group)
+
+
 class TorchChannel:
-    """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones)."""
+    """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones).
+
+    Made by all ranks of the pipeline at the same time.
+    """
 
     def __init__(self, down: Axis, up: Axis, *, headers: bool = False) -> None:
+        for line in (down, up):
+            connect(line)
         self._down, self._up, self._headers = down, up, headers
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)
@@ -118,7 +140,8 @@ class TorchChannel:
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=spec.device) if self._headers else None
         header_work = self._irecv(header, peer) if header is not None else None
         buffer = spec.empty()
-        return _Posted(buffer, self._irecv(buffer, peer), header, header_work, label, self._down.rank, peer)
+        work, line = self._irecv(buffer, peer), self._line(peer, self._down.rank)
+        return _Posted(buffer, work, header, header_work, label, self._down.rank, peer, line.waits)
 
     def _irecv(self, buffer: Tensor, peer: int) -> Any:
         line = self._line(peer, self._down.rank)
@@ -126,8 +149,9 @@ class TorchChannel:
         return dist.irecv(buffer, line.ranks[peer], group=line.group, tag=self._received[peer])
 
     def flush(self) -> None:
-        while self._in_flight:
-            self._in_flight.popleft()[0].wait()
+        with self._down.waits:
+            while self._in_flight:
+                self._in_flight.popleft()[0].wait()
 
 
 @dataclass
@@ -139,16 +163,18 @@ class _Posted:
     label: Label
     rank: int
     peer: int
+    waits: WaitClock
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> Tensor:
         try:
-            if self.header is not None:
-                self.header_work.wait()
-                _check(self.header, self.label, tuple(self.buffer.shape), rank=self.rank, peer=self.peer)
-            self.work.wait()
+            with self.waits:
+                if self.header is not None:
+                    self.header_work.wait()
+                    _check(self.header, self.label, tuple(self.buffer.shape), rank=self.rank, peer=self.peer)
+                self.work.wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RuntimeFailure(
