@@ -171,4 +171,4 @@ def test_recomputation_under_sequence_parallelism(granularity: str) -> None:
 def test_gradients_left_to_autograd_are_the_same(sequence: bool) -> None:
     """The path that `--compile` takes."""
     single = run_single(body_model, LLAMA, False, False)
-    assert_same(single, run_ranks(body_model, 2, LLAMA, sequence, True, False, True))
+    assert_same(single, run_ranks(body_model, 2, LLAMA, sequence, True, False, True, timeout=300))
