@@ -1,0 +1,103 @@
+"""Gate the gate: each way in which a parallel run can go quietly wrong must turn the equality tests red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from equivalence.layouts import TINY, train_body
+from equivalence.oracle import reference
+from megalite.comm.world import World
+from megalite.parallel.pipeline.shared_params import SharedGradient
+from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.testing import run_ranks
+from megalite.training.feed import Feed
+
+MODEL = ("--num-layers", "4", "--clip-grad", "0.5")
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2 = ("--tensor-model-parallel-size", "2")
+
+
+def loss_not_divided_by_m():
+    right = Feed._factors
+    return patch.object(Feed, "_factors", lambda self, mbs, scale: [f * len(mbs) for f in right(self, mbs, scale)])
+
+
+def gradient_not_reduced():
+    return patch("megalite.parallel.zero.gradient_sync.all_reduce_", lambda x, axis, **more: _Done())
+
+
+def tied_embeddings_not_synchronised():
+    return patch.object(SharedGradient, "sum_", lambda self, copies: None)
+
+
+def clipped_by_the_local_norm():
+    def local(self: ShardedOptimizer) -> torch.Tensor:
+        with patch("megalite.parallel.zero.sharded_optimizer.all_reduce_", lambda x, axis, **more: _Done()):
+            return right(self)
+
+    right = ShardedOptimizer.grad_norm
+    return patch.object(ShardedOptimizer, "grad_norm", local)
+
+
+def norm_gradients_not_summed_over_tp():
+    return patch.object(ParameterBuffers, "_sum_partial_gradients", lambda self: None)
+
+
+def newest_version_in_2bw():
+    right = Stage.module
+    return patch.object(Stage, "module", lambda self, version: right(self, version + 1))
+
+
+def stale_microbatch():
+    right = Feed.get
+    return patch.object(Feed, "get", lambda self, k: right(self, k - 1 if k % 8 == 5 else k))
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+MUTATIONS: dict[Callable, tuple[tuple[str, ...], int, int]] = {
+    loss_not_divided_by_m: ((), 1, 0),
+    gradient_not_reduced: ((), 2, 0),
+    tied_embeddings_not_synchronised: (PP2, 2, 0),
+    clipped_by_the_local_norm: (PP2, 2, 0),
+    norm_gradients_not_summed_over_tp: ((*TP2, "--sequence-parallel"), 2, 0),
+    newest_version_in_2bw: ((*PP2, "--pipeline-schedule", "2bw"), 2, 1),
+    stale_microbatch: ((), 1, 0),
+}
+
+
+def mutated_body(world: World, argv: list[str], steps: int, name: str) -> list[float]:
+    (mutation,) = [m for m in MUTATIONS if m.__name__ == name]
+    with mutation():
+        return train_body(world, argv, steps)[0]
+
+
+def plain_body(world: World, argv: list[str], steps: int) -> list[float]:
+    return train_body(world, argv, steps)[0]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_mutation_is_seen(mutation: Callable) -> None:
+    layout, world_size, delay = MUTATIONS[mutation]
+    steps = 4
+    argv = [*TINY, *MODEL, "--micro-batch-size", "1", *layout]
+    expected = reference((*TINY, *MODEL, "--micro-batch-size", "1"), steps, delay).losses
+
+    def error(losses: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+
+    assert error(run_ranks(plain_body, world_size, argv, steps, timeout=60)[0]) < 1e-12
+    try:
+        losses = run_ranks(mutated_body, world_size, argv, steps, mutation.__name__, timeout=60)[0]
+    except AssertionError:
+        return  # autograd's version counter or a rank's own check saw it first
+    assert error(losses) > 1e-9, f"{mutation.__name__} went unseen"
