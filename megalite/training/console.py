@@ -22,8 +22,6 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("lm loss", "lm_loss", ".6E"),
     ("loss scale", "loss_scale", ".1f"),
     ("grad norm", "grad_norm", ".3f"),
-    ("num zeros", "num_zeros", "d"),
-    ("params norm", "params_norm", ".3f"),
     ("number of skipped iterations", "skipped_iterations", "3d"),
     ("number of nan iterations", "nan_iterations", "3d"),
     # megalite's own fields follow, so that what reads Megatron's line finds its fields where it expects them

@@ -96,8 +96,7 @@ def estimate_memory(
     parameters = sum(sizes[i] for stage, _ in stages for i in cuts[stage]) / parallel.tensor_model_parallel_size
     compute, wide = (8, 8) if training.fp64 else (2, 4) if training.bf16 or training.fp16 else (4, 4)
     gradient = compute if parallel.grad_reduce_in_bf16 else wide
-    moments = 2 if config.optimizer.optimizer != "sgd" else int(config.optimizer.sgd_momentum > 0)
-    state = wide * moments + (wide if compute != wide else 0)
+    state = _moment_bytes(config) + (wide if compute != wide else 0)
     zero = parallel.zero_stage
     versions = program.weight_versions[rank]
     peak = program.peak_activations[rank]
@@ -105,9 +104,25 @@ def estimate_memory(
     return MemoryEstimate(
         weights=parameters * compute * (versions if zero < 3 else versions / shards),
         gradients=parameters * gradient / (shards if zero >= 2 else 1),
-        optimizer=parameters * state / (shards if zero >= 1 else 1),
+        optimizer=parameters * state / (shards if zero >= 1 else 1) * _share_on_device(config),
         activations=(peak.full + peak.weight_only) * _chunk_activations(config, chunk_layers, compute),
     )
+
+
+def _moment_bytes(config: Config) -> int:
+    """Bytes of optimizer state per parameter, the master weight not counted."""
+    optimizer, wide = config.optimizer, 8 if config.training.fp64 else 4
+    first = wide if optimizer.exp_avg_dtype == "fp32" else 2
+    second = wide if optimizer.exp_avg_sq_dtype == "fp32" else 2
+    # muon leaves embeddings to AdamW: their second moment is too little to count
+    sizes = {"adam": first + second, "sgd": wide * (optimizer.sgd_momentum > 0), "lion": first, "muon": wide}
+    return sizes[optimizer.optimizer]
+
+
+def _share_on_device(config: Config) -> float:
+    """The part of masters and moments that is not in host memory."""
+    optimizer = config.optimizer
+    return 1 - optimizer.optimizer_offload_fraction * optimizer.optimizer_cpu_offload
 
 
 def _is_block(config: Config, index: int) -> bool:

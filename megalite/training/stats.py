@@ -44,7 +44,6 @@ class StepStats:
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
     iteration_time_s: seconds on this rank's clock.
     wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
-    num_zeros, params_norm: of the gradient and the parameters; None where nobody measured them.
     """
 
     iteration: int
@@ -59,8 +58,6 @@ class StepStats:
     iteration_time_s: float
     wait_time_s: float = 0.0
     data_time_s: float = 0.0
-    num_zeros: Tensor | float | None = None
-    params_norm: Tensor | float | None = None
 
 
 class IntervalStats:
@@ -108,9 +105,7 @@ class IntervalStats:
         assert steps, "an interval without a step has no record"
         last = steps[-1]
         began = self._clock()
-        *losses, norm, zeros, params_norm = _read(
-            [*(step.lm_loss for step in steps), last.grad_norm, last.num_zeros, last.params_norm]
-        )
+        *losses, norm = _read([*(step.lm_loss for step in steps), last.grad_norm])
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
         taken = [loss for step, loss in zip(steps, losses, strict=True) if loss is not None and not step.skipped]
         record: Record = {
@@ -126,10 +121,6 @@ class IntervalStats:
             "skipped_iterations": sum(step.skipped for step in steps),
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
-        if zeros is not None:
-            record["num_zeros"] = int(zeros)
-        if params_norm is not None:
-            record["params_norm"] = params_norm
         return record | self._rates(steps, seconds)
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:

@@ -26,8 +26,6 @@ _TRAIN_TAGS = {
     "lm_loss": "lm loss",
     "loss_scale": "loss-scale",
     "grad_norm": "grad-norm",
-    "num_zeros": "num-zeros",
-    "params_norm": "params-norm",
     "tflops_per_device": "throughput",
     "tokens_per_second": "tokens-per-second",
     "mfu": "mfu",

@@ -43,6 +43,22 @@ def test_bytes_per_parameter_over_four_shards(stage: int, half: float, full: flo
         assert memory.total - memory.activations == pytest.approx(expected * PARAMETERS)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        ({"optimizer": "sgd"}, 4),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 0),
+        ({"optimizer": "lion", "exp_avg_dtype": "bf16"}, 2),
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 4),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 6),
+    ],
+)
+def test_bytes_of_optimizer_state(optimizer: dict[str, Any], state: float) -> None:
+    config = tiny_config()
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
+    assert _estimate(config, world_size=1).optimizer == pytest.approx(state * PARAMETERS)
+
+
 def test_two_weight_versions_cost_one_more_compute_copy() -> None:
     config = _config(training={"bf16": True}, pipeline_model_parallel_size=2)
     flush, double_buffered = _estimate(config, 2), _estimate(config, 2, "2bw")
