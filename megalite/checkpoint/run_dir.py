@@ -51,7 +51,7 @@ def decide_start(
         if not held and ckpt_step is None and not _foreign(Path(load)):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
             return Start((), f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start")
-    elif held:
+    elif held and not _same(str(save), str(Path(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
             f"--save={save}: holds another run (newest {held[-1].name}); choose a new directory, or --load {save}"
         )

@@ -229,6 +229,8 @@ class SaveJob:
 
     def explain(self, error: Exception) -> str:
         """One line for the user."""
+        if isinstance(error, FileNotFoundError):
+            return f"--save={self.directory}: {self.staging.name} is gone; do all hosts share this directory?"
         if isinstance(error, OSError):
             return (
                 f"--save={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "

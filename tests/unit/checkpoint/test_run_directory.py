@@ -53,7 +53,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
 
     assert start(None, None) == start(empty, None) == start(tmp_path / "new", None) == []
     assert start(None, a) == start(a, a) == start(empty, a) == [a20]
-    assert start(a, a, ckpt_step=10) == [a10]
+    assert start(a, a, ckpt_step=10) == start(a, a10) == [a10]
     assert start(empty, empty) == []  # the requeue idiom
     assert start(a, None, auto_resume=True) == [a20, a10]
     assert start(empty, None, auto_resume=True) == []
