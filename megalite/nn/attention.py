@@ -6,6 +6,7 @@ then its value. A tensor-parallel rank therefore holds whole groups, and its sli
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
@@ -17,7 +18,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary, rotate
-from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, product_dtype
 
 
 class Attention(nn.Module):
@@ -45,6 +46,7 @@ class Attention(nn.Module):
             recompute=config.recompute_granularity == "selective",
             dropout=config.attention_dropout,
             key=site_key(ctx.seed, "layers", index, "attention"),
+            product_dtype=product_dtype(ctx.dtype, torch.device(ctx.device).type),
             first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
         )
 

@@ -39,6 +39,7 @@ class AttentionCore:
     dropout: float = 0.0
     key: Tensor | None = None
     first_head: int = 0
+    product_dtype: torch.dtype | None = None
 
     def __call__(
         self,
@@ -55,7 +56,14 @@ class AttentionCore:
         document_ids: int64 `[b, k]`, attention stays within equal ids. sample_ids: int64 `[b]`, needed by dropout in
         training.
         """
-        drop = self.dropout if training else 0.0
+        narrow = q.dtype
+        if self.product_dtype is not None:
+            q, k, v = (t.to(self.product_dtype) for t in (q, k, v))
+        return self._attend(q, k, v, document_ids, sample_ids, self.dropout if training else 0.0).to(narrow)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, sample_ids: Tensor | None, drop: float
+    ) -> Tensor:
         if drop == 0.0 and not self._prefers_plain(q, k):
             return fused_attention(q, k, v, document_ids)
         if self.recompute and torch.is_grad_enabled():

@@ -10,7 +10,14 @@ from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.context import LayerContext
 from megalite.nn.norm import Norm
-from megalite.parallel.tensor import WORD_EMBEDDINGS, VocabShard, fused_cross_entropy, token_losses, vocab_parameter
+from megalite.parallel.tensor import (
+    WORD_EMBEDDINGS,
+    VocabShard,
+    fused_cross_entropy,
+    product_dtype,
+    token_losses,
+    vocab_parameter,
+)
 
 
 class OutputLayer(nn.Module):
@@ -68,7 +75,8 @@ class Head(nn.Module):
         """
         weight = self.output.weight
         x = self._normalised(x)
-        local = torch.matmul(x, weight.t())
+        dtype = product_dtype(x.dtype, x.device.type)
+        local = torch.matmul(x.to(dtype), weight.to(dtype).t())
         whole = all_gather(local.permute(2, 0, 1).contiguous(), self.tp).permute(1, 2, 0)
         return whole[..., : self.vocab_size].to(torch.promote_types(whole.dtype, torch.float32))
 

@@ -3,10 +3,10 @@
 Papers: Megatron-LM, Shoeybi et al., arXiv 1909.08053 (columns, rows, vocabulary); Korthikanti et al., arXiv
 2205.05198 (sequence parallelism).
 
-    [s/t, b, h] --all-gather--> [s, b, h] --A_i--> [s, b, f/t] --act--> --B_i--> partial [s, b, h] --reduce-scatter-->
-    [s/t, b, h]
-         norm, dropout, residual: sequence parallel         column parallel        row parallel
-    without sequence parallelism both messages become one all-reduce and the outer parts are computed by every rank
+    [s/t,b,h] --all-gather--> [s,b,h] --A_i--> [s,b,f/t] --act--B_i--> partial [s,b,h] --reduce-scatter--> [s/t,b,h]
+    norm, dropout, residual   column parallel              row parallel                      norm, dropout, residual
+
+    Without sequence parallelism both messages become one all-reduce and every rank computes the outer parts.
 
 Public names: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, `vocab_parameter`,
 `fused_cross_entropy`, `token_losses`, `VocabShard`, `TensorContext`, `new_parameter`.
@@ -20,6 +20,7 @@ from megalite.parallel.tensor.context import TensorContext, new_parameter
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor.products import product_dtype
 
 __all__ = [
     "WORD_EMBEDDINGS",
@@ -31,6 +32,7 @@ __all__ = [
     "fused_cross_entropy",
     "lookup",
     "new_parameter",
+    "product_dtype",
     "token_losses",
     "vocab_parameter",
 ]

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from megalite.comm import collectives
 from megalite.comm.mesh import Axis
 from megalite.gradient import WeightGradQueue, sink_of
+from megalite.parallel.tensor.products import product_dtype
 
 # Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache, a GPU wants large products.
 CHUNK_ELEMENTS_CPU = 1 << 22
@@ -79,11 +80,10 @@ def fused_cross_entropy(
 @torch.no_grad()
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard) -> Tensor:
     """The cross entropy of each token, `[n, h]` -> `[n]`, without gradient."""
+    dtype = product_dtype(x.dtype, x.device.type)
+    x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
     step = chunk_length(x, shard.valid)
-    parts = [
-        _chunk(x[i : i + step], weight[: shard.valid], labels[i : i + step], shard).losses
-        for i in range(0, len(x), step)
-    ]
+    parts = [_chunk(x[i : i + step], rows, labels[i : i + step], shard).losses for i in range(0, len(x), step)]
     return torch.cat(parts)
 
 
@@ -111,7 +111,8 @@ class _FusedCrossEntropy(Function):
         ctx.axis, ctx.queue, ctx.sink = shard.axis, queue, sink_of(weight)
         ctx.weight_dtype = weight.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        rows = weight[: shard.valid]
+        narrow, dtype = x.dtype, product_dtype(x.dtype, x.device.type)
+        x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
         weights = loss_mask.to(wide(x.dtype))
         dx = torch.empty_like(x) if needs_x else None
         dweight = torch.zeros_like(weight, dtype=wide(x.dtype)) if needs_weight else None
@@ -123,12 +124,12 @@ class _FusedCrossEntropy(Function):
             total += torch.dot(chunk.losses, weights[part])
             if dx is None and dweight is None:
                 continue
-            dlogits = _logit_gradient(chunk, labels[part], weights[part], shard).to(x.dtype)
+            dlogits = _logit_gradient(chunk, labels[part], weights[part], shard).to(dtype)
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
                 _accumulate(dweight[: shard.valid], dlogits.t(), x[part])
-        ctx.save_for_backward(dx, dweight)
+        ctx.save_for_backward(None if dx is None else dx.to(narrow), dweight)
         return total
 
     @staticmethod

@@ -27,6 +27,7 @@ from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, WeightGradQueue, sink_of
 from megalite.parallel.tensor.context import TensorContext, new_parameter
+from megalite.parallel.tensor.products import product_dtype
 
 
 class ColumnParallelLinear(nn.Module):
@@ -44,6 +45,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         begin = ctx.tp.rank * local
@@ -59,9 +61,10 @@ class ColumnParallelLinear(nn.Module):
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
         if self.autograd_only:
             x = gather_sequence(x, self.tp) if self.sequence_parallel else copy_to_axis(x, self.tp)
-            bias = None if self.bias is None else self.bias.flatten()
-            return F.linear(x, self.weight.flatten(0, -2), bias)
-        return _ColumnLinear.apply(x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads)
+            return linear(x, self.weight, self.bias, self.product_dtype)
+        return _ColumnLinear.apply(
+            x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads, self.product_dtype
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -75,6 +78,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
         local = in_features // ctx.tp.size
         place = Placement((out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.size == 1, init_std=init_std)
         self.weight = new_parameter((out_features, local), place, ctx)
@@ -88,22 +92,31 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence parallelism)."""
         if self.autograd_only:
-            y = F.linear(x, self.weight)
+            y = linear(x, self.weight, None, self.product_dtype)
             y = scatter_sum_sequence(y, self.tp) if self.sequence_parallel else reduce_from_axis(y, self.tp)
             return y if self.bias is None else y + self.bias
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads)
+        return _RowLinear.apply(
+            x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads, self.product_dtype
+        )
 
 
 class _ColumnLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool, queue: WeightGradQueue
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence: bool,
+        queue: WeightGradQueue,
+        dtype: torch.dtype,
     ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.queue = axis, sequence and axis.size > 1, queue
+        ctx.axis, ctx.sequence, ctx.queue, ctx.dtype = axis, sequence and axis.size > 1, queue, dtype
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
         ctx.save_for_backward(x, weight, bias)
         whole = collectives.all_gather(x, axis) if ctx.sequence else x
-        return F.linear(whole, weight.flatten(0, -2), None if bias is None else bias.flatten())
+        return linear(whole, weight, bias, dtype)
 
     @staticmethod
     @once_differentiable
@@ -118,7 +131,7 @@ class _ColumnLinear(Function):
         dx = None
         reducing: collectives.Handle = collectives.Done()
         if ctx.needs_input_grad[0]:
-            partial = torch.matmul(dy, weight.flatten(0, -2))
+            partial = input_gradient(dy, weight, ctx.dtype)
             gathering.wait()
             if ctx.sequence:
                 dx = x.new_empty(x.shape)
@@ -129,18 +142,25 @@ class _ColumnLinear(Function):
         gathering.wait()
         dweight, dbias = weight_gradients(ctx, whole, dy, weight, bias)
         reducing.wait()
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
 
 
 class _RowLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool, queue: WeightGradQueue
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence: bool,
+        queue: WeightGradQueue,
+        dtype: torch.dtype,
     ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.queue = axis, sequence and axis.size > 1, queue
+        ctx.axis, ctx.sequence, ctx.queue, ctx.dtype = axis, sequence and axis.size > 1, queue, dtype
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
         ctx.save_for_backward(x, weight, bias)
-        y = F.linear(x, weight, bias if axis.rank == 0 else None)
+        y = linear(x, weight, bias if axis.rank == 0 else None, dtype)
         if ctx.sequence:
             return collectives.reduce_scatter(y, axis)
         collectives.all_reduce_(y, axis)
@@ -155,9 +175,22 @@ class _RowLinear(Function):
             dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
         if ctx.sequence:
             dy = collectives.all_gather(dy, ctx.axis)
-        dx = torch.matmul(dy, weight) if ctx.needs_input_grad[0] else None
+        dx = input_gradient(dy, weight, ctx.dtype) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x weight^T + bias, `[..., in]` -> `[..., out]` (a stacked weight's parts one after the other), multiplied in
+    `dtype`.
+    """
+    bias = None if bias is None else bias.flatten().to(dtype)
+    return F.linear(x.to(dtype), weight.flatten(0, -2).to(dtype), bias).to(x.dtype)
+
+
+def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy weight, `[..., out]` -> `[..., in]`, multiplied in `dtype`."""
+    return torch.matmul(dy.to(dtype), weight.flatten(0, -2).to(dtype)).to(dy.dtype)
 
 
 def weight_gradients(
@@ -165,14 +198,15 @@ def weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW = dy^T x and db = sum of dy, into the sinks (and then None) or returned for autograd where there is none."""
     dweight = dbias = None
+    dtype: torch.dtype = ctx.dtype
     if ctx.needs_input_grad[1]:
         # detached: put aside, it must not keep the graph of the micro-batch alive
         rows, columns = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         sink: GradSink | None = ctx.sinks[0]
         if sink is None:
-            dweight = torch.mm(columns.t(), rows).view(weight.shape)
+            dweight = torch.mm(columns.to(dtype).t(), rows.to(dtype)).to(weight.dtype).view(weight.shape)
         else:
-            ctx.queue.put(lambda: sink.addmm(columns.t(), rows))
+            ctx.queue.put(lambda: sink.addmm(columns.to(dtype).t(), rows.to(dtype)))
     if bias is not None and ctx.needs_input_grad[2]:
         dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
     return dweight, dbias
