@@ -166,7 +166,7 @@ class Trainer:
         self.mesh.world.waits.take()  # what was waited for between two iterations belongs to none
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
-        fault_point("iteration", step=number)
+        fault_point("iteration", rank=self.mesh.world.rank, step=number)
         samples = self.parts.batch_sizes.at(progress.consumed_samples)
         if number in self.config.training.iterations_to_skip:
             return self._pass_over(samples, began)

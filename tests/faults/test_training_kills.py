@@ -1,0 +1,93 @@
+"""A run that is killed anywhere and started again ends with the same bits as one that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equivalence.layouts import TINY, saved_tensors
+
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.testing import run_ranks, try_ranks
+from megalite.training.run import run
+
+STEPS = 6
+ROOT = Path(__file__).parents[2]
+
+
+def whole_run(world: World, argv: list[str]) -> int:
+    return run(parse(argv, world_size=world.size), world)
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    argv = [*TINY, "--num-layers", "4", "--micro-batch-size", "1", "--hidden-dropout", "0.1"]
+    argv[argv.index("--train-iters") + 1] = str(STEPS)
+    return [*argv, "--save", str(folder), "--save-interval", "2", "--data-cache-path", str(folder.parent / "c"), *more]
+
+
+LAYOUTS = {
+    "2bw": ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw"),
+    "zb-v": ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-v"),
+    "zero2": ("--zero-stage", "2"),
+    "tp": ("--tensor-model-parallel-size", "2"),
+}
+POINTS = ("iteration", "action", "grad_reduce", "opt_step", "save.begin", "save.shard_written", "save.before_rename")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, full: bool) -> None:
+    run_ranks(whole_run, 2, command(tmp_path / "whole", *LAYOUTS[name]), timeout=60)
+    expected = saved_tensors(tmp_path / "whole")
+    rng = random.Random(name)
+    for trial in range(12 if full else 1):
+        folder = tmp_path / f"killed{trial}"
+        point, rank = rng.choice(POINTS), rng.randrange(2)
+        hits = rng.randrange(1, {"action": 120, "iteration": STEPS}.get(point, 3))
+        where = f":rank={rank}" if point.startswith(("save", "iteration")) else ""
+        fault = f"kill@{point}{where}:after={hits}"
+        try_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"), timeout=60, faults=[fault])
+        run_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"), timeout=60)
+        found = saved_tensors(folder)
+        assert found.keys() == expected.keys()
+        for tensor, value in expected.items():
+            assert torch.equal(found[tensor], value), f"{fault}: {tensor}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_saves_and_exits_0_and_the_resumed_run_is_the_same(number: signal.Signals, tmp_path: Path) -> None:
+    """Through the command line, as a scheduler does it: two local ranks, the signal goes to the launcher."""
+
+    def start(folder: Path, *more: str) -> subprocess.Popen:
+        flags = [flag for flag in command(folder, *more) if flag != "--no-exit-signal-handler"]
+        flags[flags.index("--train-iters") + 1] = "60"
+        flags[flags.index("--save-interval") + 1] = "1000"
+        argv = [sys.executable, "pretrain_gpt.py", *flags, "--nprocs", "2", "--log-interval", "1"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
+
+    whole = start(tmp_path / "whole")
+    assert whole.communicate(timeout=120)[0] and whole.returncode == 0
+    stopped = start(tmp_path / "stopped")
+    assert stopped.stdout is not None
+    for line in stopped.stdout:
+        if "iteration" in line and " 5/" in line:
+            break
+    stopped.send_signal(number)
+    stopped.stdout.read()
+    assert stopped.wait(timeout=60) == 0
+    saved = [path.name for path in (tmp_path / "stopped").glob("iter_*")]
+    assert len(saved) == 1 and 5 <= int(saved[0][5:]) < 60, saved
+    assert not (tmp_path / "stopped" / "COMPLETED").exists()
+    resumed = start(tmp_path / "stopped", "--auto-resume")
+    assert resumed.communicate(timeout=120)[0] and resumed.returncode == 0
+    assert (tmp_path / "stopped" / "COMPLETED").exists()
+    expected, found = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "stopped")
+    for tensor, value in expected.items():
+        assert torch.equal(found[tensor], value), tensor
