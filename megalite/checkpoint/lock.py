@@ -142,8 +142,6 @@ class RunLock:
         try:
             with open(temporary, "x") as file:
                 json.dump(me.__dict__, file)
-                file.flush()
-                os.fsync(file.fileno())
             try:
                 os.link(temporary, self.path)
             except FileExistsError:

@@ -1,10 +1,11 @@
-"""Faults while saving: a kill at every phase on every role, a full disk, a file-size limit, no permission.
+"""Faults while saving: a kill at every phase on every role, a full disk, a file-size limit, no permission, races.
 
 Whatever happens, the newest committed checkpoint is whole and loads.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -17,8 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, committed, latest
+from megalite.checkpoint import Checkpointer, RunLock, committed, latest
 from megalite.checkpoint.discovery import interrupted
+from megalite.checkpoint.lock import Holder
+from megalite.comm.collectives import barrier
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
@@ -181,3 +184,27 @@ def forbidden_save(world: World, directory: str) -> str:
 def test_no_permission_is_one_clear_line(tmp_path: Path) -> None:
     said = run_single(forbidden_save, str(tmp_path / "closed"))
     assert said == f"--save={tmp_path / 'closed'}: can not write there (Permission denied); choose another --save"
+
+
+def race_for_the_lock(world: World, directory: str, rounds: int) -> list[bool]:
+    axis = ParallelMesh.build(rank=world.rank, size=world.size).world
+    won = []
+    for number in range(rounds):
+        place = Path(directory) / str(number)
+        if world.is_first:
+            place.mkdir()
+            (place / "run.lock").write_text(json.dumps({**Holder.myself().__dict__, "process_start": "1"}))  # dead
+        barrier(axis)
+        lock = RunLock(place)
+        try:
+            won.append(lock.acquire().held)
+        except CheckpointError:
+            won.append(False)
+        barrier(axis)
+        lock.release()
+    return won
+
+
+def test_of_several_runs_that_take_over_one_wins(tmp_path: Path) -> None:
+    results = run_ranks(race_for_the_lock, 4, str(tmp_path), 12)
+    assert [sum(row) for row in zip(*results, strict=True)] == [1] * 12
