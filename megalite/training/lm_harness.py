@@ -1,0 +1,124 @@
+"""megalite as a model of lm-evaluation-harness, so that its tasks run on a checkpoint without any conversion.
+
+    lm_eval.simple_evaluate(model=harness_model(loaded), tasks=["lambada_openai"])     # or tools/evaluate_harness.py
+
+`HarnessScorer` answers the three kinds of questions that the harness asks and needs no package; `harness_model` wraps
+it into the harness's own base class, which is imported only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megalite.errors import ConfigError
+from megalite.training.evaluation import TextWindows, score_source
+from megalite.training.generate import Sampling, generate
+from megalite.training.loading import LoadedModel
+from megalite.training.tasks import score_continuations
+
+__all__ = ["HarnessScorer", "harness_model"]
+
+
+class HarnessScorer:
+    """Log-likelihoods and continuations in the harness's terms.
+
+    Args:
+        loaded: model and tokenizer. An empty context is the end of another document, so one must have a token.
+        micro_batch_size: pairs that are scored at once.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, micro_batch_size: int = 16) -> None:
+        self._loaded = loaded
+        self._micro_batch_size = micro_batch_size
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both as they are in the whole text; spaces between them belong to the continuation."""
+        encode, eod_id = self._loaded.tokenizer.encode, self._loaded.tokenizer.eod_id
+        kept = context.rstrip()
+        continuation, context = context[len(kept) :] + continuation, kept
+        if not context:
+            if eod_id is None:
+                raise ConfigError("an empty context needs an end-of-document token, which this tokenizer lacks")
+            return [eod_id], encode(continuation)
+        ids = encode(context)
+        return ids, encode(context + continuation)[len(ids) :]
+
+    def loglikelihood(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation): log-likelihood in nats, and whether greedy decoding gives it."""
+        encoded = [self.encode_pair(*pair) for pair in pairs]
+        scores = score_continuations(self._loaded, encoded, micro_batch_size=self._micro_batch_size)
+        return [(score.log_likelihood, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, texts: Iterable[str]) -> list[float]:
+        """For each text: log-likelihood of all of it, in windows without overlap; it follows an end of document."""
+        eod_id, length = self._loaded.tokenizer.eod_id, self._loaded.config.model.seq_length
+        prefix = [] if eod_id is None else [eod_id]
+        results = []
+        for text in texts:
+            ids = np.array(prefix + self._loaded.tokenizer.encode(text), np.int64)
+            windows = TextWindows(ids, seq_length=length, stride=length)
+            results.append(-score_source(self._loaded, windows).loss_sum if len(ids) > 1 else 0.0)
+        return results
+
+    def generate_until(self, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """For each (context, settings): the continuation up to the first of `until`, greedy unless `do_sample`."""
+        return [self._generate(context, settings) for context, settings in requests]
+
+    def _generate(self, context: str, settings: Mapping[str, Any]) -> str:
+        tokenizer = self._loaded.tokenizer
+        until = settings.get("until") or []
+        stops: Sequence[str] = [until] if isinstance(until, str) else until
+        sampling = Sampling(greedy=True)
+        if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
+            sampling = Sampling(
+                temperature=float(settings.get("temperature", 1.0)),
+                top_k=int(settings.get("top_k", 0)),
+                top_p=float(settings.get("top_p", 1.0)),
+            )
+        prompt = tokenizer.encode(context) or self.encode_pair("", "")[0]
+        ids: list[int] = []
+        text = ""
+        for token in generate(
+            self._loaded.model,
+            prompt,
+            sampling,
+            max_new_tokens=int(settings.get("max_gen_toks", 256)),
+            eod_id=tokenizer.eod_id,
+            num_choices=tokenizer.vocab_size,
+        ):
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            found = [text.find(stop) for stop in stops if stop in text]
+            if found:
+                return text[: min(found)]
+        return text
+
+
+def harness_model(loaded: LoadedModel, *, micro_batch_size: int = 16) -> Any:
+    """A `lm_eval.api.model.LM` around `loaded`.
+
+    Raises:
+        ConfigError: the package lm_eval is not installed.
+    """
+    try:
+        from lm_eval.api.model import LM
+    except ImportError:
+        raise ConfigError("lm-evaluation-harness is not installed; pip install lm_eval") from None
+    scorer = HarnessScorer(loaded, micro_batch_size=micro_batch_size)
+
+    class MegaliteLM(LM):  # type: ignore[misc]
+        """Takes the harness's requests apart and hands them to the scorer."""
+
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return scorer.loglikelihood(request.args for request in requests)
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            return scorer.loglikelihood_rolling(request.args[0] for request in requests)
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            return scorer.generate_until(request.args for request in requests)
+
+    return MegaliteLM()

@@ -1,0 +1,69 @@
+"""Run tasks of lm-evaluation-harness on a checkpoint: `pip install lm_eval` first.
+
+python tools/evaluate_harness.py --load DIR --tasks lambada_openai,hellaswag --limit 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from megalite.training.lm_harness import harness_model
+from megalite.training.loading import load_for_inference
+from megalite.training.tool import ToolParser, run_tool
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = ToolParser("Run tasks of lm-evaluation-harness on a checkpoint.")
+    parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument("--tasks", required=True, help="names of tasks, comma between them")
+    parser.add_argument("--include-path", metavar="DIR", help="folder with task files of your own")
+    parser.add_argument("--num-fewshot", type=int, help="examples in front of each question; unset: the task's own")
+    parser.add_argument("--limit", type=int, help="questions of each task; unset: all")
+    parser.add_argument("--micro-batch-size", type=int, default=16, help="questions scored at once")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if it is there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> None:
+    """Evaluate and print each task's measures."""
+    flags = parse(argv)
+    loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
+    model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
+    results = run_tasks(model, flags)
+    if flags.json:
+        print(json.dumps(results))
+        return
+    for task, measures in results.items():
+        for name, value in measures.items():
+            print(f" {task}  {name}  {value}")
+
+
+def run_tasks(model: Any, flags: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Task -> measure -> value."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=flags.tasks.split(","),
+        num_fewshot=flags.num_fewshot,
+        limit=flags.limit,
+        task_manager=TaskManager(include_path=flags.include_path),
+    )
+    return {
+        task: {name: value for name, value in measures.items() if isinstance(value, int | float)}
+        for task, measures in found["results"].items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
