@@ -29,6 +29,8 @@ from megalite.training.tool import ToolParser, run_tool
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
+    # The cores that this process may use; not every system can say.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = ToolParser("Tokenise a corpus into .bin/.idx files.")
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, folders or hf:NAME")
     parser.add_argument(
@@ -45,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     parser.add_argument("--vocab-size", type=int, help="ids of NullTokenizer")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that tokenise")
+    parser.add_argument("--workers", type=int, default=cpus, help="processes that tokenise")
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="leave out broken JSONL lines instead of stopping"
     )

@@ -119,14 +119,19 @@ class GPTDataset:
         """Passes over the documents that the samples make."""
         return sum(segment.num_epochs for segment in self._segments)
 
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+    def cut(self, sample: int) -> tuple[list[int], int, int]:
+        """The place of a sample: the sequences that it reaches over, its offset in the first and its last token "
+        "in the last."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = bisect_right(self._stops, sample)
         segment = self._segments[number]
-        cut = int(segment.shuffle_index[sample - (self._stops[number - 1] if number else 0)])
-        (first, offset), (last, stop) = segment.sample_index[cut].tolist(), segment.sample_index[cut + 1].tolist()
-        sequences = segment.document_index[first : last + 1].tolist()
+        row = int(segment.shuffle_index[sample - (self._stops[number - 1] if number else 0)])
+        (first, offset), (last, stop) = segment.sample_index[row].tolist(), segment.sample_index[row + 1].tolist()
+        return segment.document_index[first : last + 1].tolist(), offset, stop
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        sequences, offset, stop = self.cut(sample)
         at = 0
         for place, sequence in enumerate(sequences):
             tokens = self.store.get(

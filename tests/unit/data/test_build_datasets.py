@@ -24,7 +24,7 @@ from megalite.errors import DataError
 TEXT = "".join(f"{n} bottles of beer on the wall – take one down.\n" for n in range(200, 0, -1))
 
 
-def build(cfg: DataConfig, cache: Path, tokenizer: Tokenizer | None = None, **options: Any) -> Datasets:
+def build(cfg: DataConfig, cache: Path | None, tokenizer: Tokenizer | None = None, **options: Any) -> Datasets:
     defaults = {"seq_length": 16, "train_samples": 50, "valid_samples": 4, "test_samples": 0, "seed": 1}
     return build_datasets(cfg, tokenizer=tokenizer or build_tokenizer(cfg), cache_dir=cache, **{**defaults, **options})
 
@@ -107,6 +107,8 @@ def test_a_sliver_of_a_test_split_is_passed_over(
 def test_real_default_corpus(tmp_path: Path) -> None:
     data = build(config(), tmp_path, ByteTokenizer(), seq_length=128, test_samples=None)
     assert data.test is None
+    texts = [text for text in (file.read_text(encoding="utf-8") for file in stdlib_files()[19:40:20]) if text.strip()]
+    assert stream(data.valid)[: len(texts[0].encode())] == list(texts[0].encode())
     assert isinstance(data.train, GPTDataset) and isinstance(data.valid, GPTDataset)
     assert 0.01 < data.valid.tokens_per_epoch / data.train.tokens_per_epoch < 0.2
     assert data.train.store.get(0)[-1] == 256
@@ -150,6 +152,25 @@ def test_an_index_is_read_from_the_cache_and_never_stale(tmp_path: Path) -> None
     assert len(list((cache / "index").glob("[!.]*"))) == len(folders) + 1
 
 
+def test_tokens_of_one_tokenizer_are_not_taken_for_anothers(text_file: Path, tmp_path: Path) -> None:
+    for kind in ("ByteTokenizer", "CharTokenizer"):
+        cfg = config(data_path=(str(text_file),), split="1,0,0", tokenizer_type=kind)
+        tokenizer = build_tokenizer(cfg)
+        assert stream(build(cfg, tmp_path / "cache", tokenizer, valid_samples=0).train) == tokenizer.encode(TEXT)
+
+
+def test_the_cache_tells_apart_all_that_decides_the_order(tmp_path: Path) -> None:
+    cfg = config(data_path=(str(tmp_path / "a"),), split="1,0,0")
+    variants: list[dict[str, Any]] = [{}, {"seq_length": 15}, {"train_samples": 90}, {"seed": 2}]
+    for documents in ([[7] * 50] * 8, [[7] * 40, [7] * 60] * 4):
+        write_documents(tmp_path / "a", documents)
+        for variant in variants:
+            options: dict[str, Any] = {"valid_samples": 0, "tokenizer": NullTokenizer(300), **variant}
+            cached, plain = (build(cfg, cache, **options).train for cache in (tmp_path / "cache", None))
+            assert isinstance(cached, GPTDataset) and isinstance(plain, GPTDataset)
+            assert [cached.cut(k) for k in range(len(cached))] == [plain.cut(k) for k in range(len(plain))]
+
+
 def test_a_damaged_cache_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = config(data_path=(write_documents(tmp_path / "a", [list(range(50))] * 9),), split="1,0,0")
     options: dict[str, Any] = {"valid_samples": 0, "tokenizer": NullTokenizer(300)}
@@ -171,7 +192,11 @@ def test_a_longer_run_keeps_its_order_and_appends_epochs(tmp_path: Path) -> None
     known = len(short.train)
     assert short.train_requests == (60,) and longer.train_requests == (60, 400)
     assert order(longer.train, known) == order(short.train) != order(fresh.train, known)
-    assert len(longer.train) >= 400
+    epoch = 10 * 20 // 4
+    assert 400 <= len(longer.train) < 400 + epoch
+    twice = build(cfg, tmp_path / "c", train_samples=known + 60, began_with=(60,), **options).train
+    assert twice is not None and len(twice) == 2 * known
+    assert order(twice)[known:] != order(short.train)  # the same epochs again have a shuffle of their own
     tokens = np.bincount(np.array(order(longer.train))[:, :4].ravel(), minlength=10)
     assert tokens.max() - tokens.min() <= 8  # whole epochs: each document as often, up to cut ends
     again = build(cfg, tmp_path / "c", train_samples=60, began_with=longer.train_requests, **options)
