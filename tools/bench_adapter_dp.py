@@ -64,9 +64,9 @@ def microbatch(x: torch.Tensor, y: torch.Tensor) -> Microbatch:
     return Microbatch(
         tokens=x,
         labels=y,
-        positions=torch.arange(s).expand(b, s),
-        loss_mask=torch.ones(b, s),
-        sample_ids=torch.arange(b),
+        positions=torch.arange(s, device=x.device).expand(b, s),
+        loss_mask=torch.ones(b, s, device=x.device),
+        sample_ids=torch.arange(b, device=x.device),
         document_ids=None,
     )
 
@@ -75,7 +75,7 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     """A data-parallel training step at one ZeRO stage."""
     mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"])
     config = model_config(ctx["cfg"])
-    layer_context = LayerContext(tp=mesh.tp)
+    layer_context = LayerContext(tp=mesh.tp, device=ctx["x"].device)
     stack = build_stack(config, layer_specs(config), layer_context, init_seed=1)
     buffers = ParameterBuffers(
         [stack.logical_parameters()],
