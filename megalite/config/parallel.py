@@ -56,6 +56,9 @@ class ParallelConfig:
     pipeline_flush_steps: int = option(
         0, "first iterations that an asynchronous schedule (2bw, pipedream) runs with a flush after each", ge=0
     )
+    check_pipeline_messages: bool = option(
+        False, "send a header with every message between stages and check it: names what two ranks disagree about"
+    )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first stage; the others share the rest evenly", ge=0
     )

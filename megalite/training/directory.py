@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from pathlib import Path
@@ -29,7 +30,7 @@ class RunDirectory:
     """
 
     def __init__(self, config: Config, world: Axis) -> None:
-        self._config = config
+        self.config = config
         self._world = world
         self._save = config.checkpoint.save
         writes = self._save is not None and not config.training.skip_train
@@ -63,15 +64,22 @@ class RunDirectory:
                 self._lock.release()
 
     def start(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint that the run begins with and its meta, or (None, {}). Raises CheckpointError."""
-        checkpoint = self._config.checkpoint
+        """The checkpoint that the run begins with and its meta, or (None, {}); `config` takes the checkpoint's seed.
+
+        Raises CheckpointError.
+        """
+        checkpoint = self.config.checkpoint
         path = self.checkpointer.decide_start(
-            save=checkpoint.save if not self._config.training.skip_train else None,
+            save=checkpoint.save if not self.config.training.skip_train else None,
             load=checkpoint.load,
             auto_resume=checkpoint.auto_resume,
             ckpt_step=checkpoint.ckpt_step,
         )
-        return (path, self.checkpointer.load_meta(path)) if path is not None else (None, {})
+        if path is None:
+            return None, {}
+        meta = self.checkpointer.load_meta(path)
+        self.config = _with_seed_of(self.config, meta)
+        return path, meta
 
     def begin(self, iteration: int) -> None:
         """Training starts after `iteration`: writes config.yaml, puts newer checkpoints aside, takes COMPLETED away."""
@@ -82,7 +90,7 @@ class RunDirectory:
         clear_completed(self._save)
         target = Path(self._save) / CONFIG_FILE
         staged = target.with_name(f".{CONFIG_FILE}.tmp")
-        staged.write_text(dump_yaml(self._config), encoding="utf-8")
+        staged.write_text(dump_yaml(self.config), encoding="utf-8")
         os.replace(staged, target)
 
     def end(self, iteration: int, *, completed: bool) -> None:
@@ -90,3 +98,14 @@ class RunDirectory:
         self.checkpointer.wait()
         if completed and self._save is not None and self._world.is_first:
             mark_completed(self._save, iteration)
+
+
+def _with_seed_of(config: Config, meta: dict[str, Any]) -> Config:
+    """A resumed run goes on with the data order and dropout that it began with, unless `--no-load-rng` is given."""
+    seed, given = meta["config"]["training"]["seed"], config.training.seed
+    if seed == given or config.checkpoint.finetune or not config.checkpoint.load_rng:
+        return config
+    logger.warning(
+        "--seed=%d: the checkpoint's run has seed %d and goes on with it; --no-load-rng changes it", given, seed
+    )
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))

@@ -23,6 +23,7 @@ from megalite.training.exits import COMPLETED, ExitPolicy
 from megalite.training.feed import Feed
 from megalite.training.matmul import set_matmul_precision
 from megalite.training.observers import make_hooks
+from megalite.training.pipeline_trace import PipelineTracer
 from megalite.training.startup import format_table, start_up_table
 from megalite.training.state import RunState
 from megalite.training.stats import Record
@@ -75,6 +76,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         logger.info("\n%s", format_table(table))
     with RunDirectory(config, mesh.world) as directory:
         start, meta = directory.start()
+        config = directory.config
         began_with = () if config.checkpoint.finetune else tuple(meta.get("train_requests", ()))
         data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
         model = build_model(config, mesh, program, cuts, world.device)
@@ -131,8 +133,11 @@ def assemble(
         norm_is_global=not model.update_per_microbatch,
         update_of=(lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of,
     )
-    channel = TorchChannel(mesh.pp_down, mesh.pp_up)
-    executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater)
+    channel = TorchChannel(mesh.pp_down, mesh.pp_up, headers=config.parallel.check_pipeline_messages)
+    synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
+    executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater, synchronize=synchronize)
+    train_iters = config.train_iterations(world.size)
+    traced = config.logging.trace_pipeline
     validator = Validator(
         model.stages,
         model.placement,
@@ -162,7 +167,8 @@ def assemble(
         feed=feed,
         program=schedules.program,
         batch_sizes=config.batch_size_schedule(world.size),
-        train_iters=config.train_iterations(world.size),
+        train_iters=train_iters,
+        tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank),
         exits=ExitPolicy(config.training, mesh.world, device=world.device),
         evaluate=evaluate,

@@ -31,6 +31,7 @@ from megalite.schedule import Program
 from megalite.training.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
 from megalite.training.feed import Feed
 from megalite.training.hooks import Hooks
+from megalite.training.pipeline_trace import PipelineTracer
 from megalite.training.stats import Record, StepStats
 from megalite.training.update import Updater
 
@@ -79,6 +80,7 @@ class Parts:
     evaluate: Callable[[int, bool], list[Record]]
     save: Callable[[Progress], str] | None
     report_phase: Callable[[str], None]
+    tracer: PipelineTracer | None = None
 
 
 class Trainer:
@@ -173,7 +175,11 @@ class Trainer:
         batch = self._plan(samples, drain=drain)
         program = self.parts.program(batch.size, number)
         actions = program.actions_for_batch(self.mesh.pp.rank, batch)
+        if self.parts.tracer is not None:
+            self.parts.tracer.before(number, program, batch)
         losses = self.parts.executor.run(actions, self.parts.feed)
+        if self.parts.tracer is not None:
+            self.parts.tracer.after(number, program)
         self._add_losses(losses)
         self._drained = batch.next_size == 0 or not program.asynchronous
         loss = self._batch_loss(batch.iteration)
