@@ -170,8 +170,6 @@ class Program:
         """Number of the optimizer update that takes the gradient of `microbatch`, seen from iteration `batch`."""
         if self.update_per_microbatch:
             return microbatch
-        if microbatch < batch.start:
-            return batch.iteration - 1
         return batch.iteration if microbatch < batch.end else batch.iteration + 1
 
     def with_order(self, order: Order, *, has_communication: bool | None = None) -> Program:

@@ -60,6 +60,7 @@ def test_no_layer_is_ever_lost() -> None:
         (7, loop(4), None, "Ett|tt|tt|tL"),
         (8, loop(2, 2), None, "Ett|tt|tt|ttL"),
         (6, loop(4), [0, 1, 1, 1, 1, 1, 1, 2], "Ett|tt|tt|L"),
+        (4, loop(3), [4, 6, 3, 4, 2, 3], "E|tt|ttL"),  # heaviest first: 4 9 9, though 10 7 5 is more even
         (6, loop(3), [2, 1, 1, 1, 1, 1, 1, 2], "Ett|ttt|tL"),
     ],
 )
