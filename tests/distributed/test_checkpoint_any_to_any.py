@@ -1,0 +1,91 @@
+"""Any layout to any other, with the whole product: state bit for bit, and training goes on as if nothing had happened.
+
+Pairs of (tp, pp, virtual stages, dp, ZeRO stage, schedule, micro-batch size) are drawn through the product's own
+validator. 40 pairs with --full, a sample otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import torch
+from equivalence.layouts import TINY, Layout, assert_close, draw, train_body
+from equivalence.oracle import reference
+from torch import Tensor
+
+from megalite.checkpoint import CheckpointReader, latest
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.errors import ConfigError
+from megalite.testing import run_ranks
+from megalite.training.run import open_run
+
+BEFORE, AFTER = 2, 3
+
+
+def go_on(world: World, argv: list[str]) -> list[float]:
+    """Loads, saves at once what was loaded, trains on; returns the losses."""
+    losses = []
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        assert run.trainer.iteration == BEFORE
+        run.state.save(run.trainer.progress)
+        for step in range(AFTER):
+            losses.append(float(run.trainer.train_step(drain=step == AFTER - 1).lm_loss))
+        run.state.save(run.trainer.progress)
+    return losses
+
+
+def stored(path: Path | None) -> dict[str, Tensor]:
+    assert path is not None
+    reader = CheckpointReader(path)
+    return {name: reader.read(name) for name in reader.names}
+
+
+def move(source: Layout, target: Layout, folder: Path) -> None:
+    """Asserts that what `source` saved is what `target` holds, and that training goes on exactly."""
+    first, second, cache = folder / "source", folder / "target", str(folder.parent / "cache")
+    common = [*TINY, *source.model, "--data-cache-path", cache]
+    run_ranks(train_body, source.world_size, [*common, *source.layout, "--save", str(first)], BEFORE, timeout=60)
+    argv = [*common, *target.layout, "--load", str(first), "--save", str(second)]
+    losses = run_ranks(go_on, target.world_size, argv, timeout=60)[0]
+    before, moved = stored(latest(first)), stored(second / f"iter_{BEFORE:07d}")
+    if source.delay != target.delay:  # the older weights of 2BW exist on one side only
+        before, moved = ({n: t for n, t in d.items() if not n.startswith("previous/")} for d in (before, moved))
+    assert before.keys() == moved.keys()
+    for name, values in before.items():
+        assert torch.equal(moved[name], values), f"{name} differs after the move"
+    if source.delay == target.delay:
+        expected = reference((*TINY, "--micro-batch-size", "1", *source.model), BEFORE + AFTER, source.delay)
+        assert_close(losses, expected.losses[BEFORE:], 1e-12, "loss")
+        after = stored(latest(second))
+        for name, values in expected.tensors.items():
+            assert float((after[name] - values).abs().max()) <= 1e-11, f"{name} differs after {AFTER} more steps"
+
+
+def pair(rng: random.Random) -> tuple[Layout, Layout]:
+    """A source, and another layout for the same model."""
+    source = draw(rng)
+    while True:
+        other = draw(rng)
+        target = Layout(source.model, other.layout, other.world_size, other.delay)
+        try:
+            parse([*TINY, *target.model, *target.layout], world_size=target.world_size)
+        except ConfigError:
+            continue
+        if target.layout != source.layout:
+            return source, target
+
+
+def test_random_pairs(tmp_path: Path, full: bool) -> None:
+    fresh = int(time.time()) % 1_000_000
+    for seed, count in ((7, 40 if full else 5), (fresh, 10 if full else 2)):
+        rng = random.Random(seed)
+        for number in range(count):
+            source, target = pair(rng)
+            try:
+                move(source, target, tmp_path / f"{seed}-{number}")
+            except BaseException as error:
+                lines = (f"seed {seed}, pair {number}", f"save: {source.command}", f"load: {target.command}")
+                raise AssertionError("\n".join([str(error), *lines])) from error
