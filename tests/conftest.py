@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -10,12 +11,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
-    skip = pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full")
+    large = pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full")
+    no_gpu = pytest.mark.skip(reason="torch sees no GPU")
     for item in items:
-        if "full" in item.keywords:
-            item.add_marker(skip)
+        if "full" in item.keywords and not config.getoption("--full"):
+            item.add_marker(large)
+        if "gpu" in item.keywords and torch.cuda.device_count() == 0:
+            item.add_marker(no_gpu)
 
 
 @pytest.fixture

@@ -91,9 +91,12 @@ def print_error(error: MegaliteError) -> None:
 
 def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
     """Forks and supervises `nprocs` ranks on this host."""
-    # The ranks share what is imported before the fork. torch._dynamo is what the first optimizer would import in each.
-    for module in ("torch", "torch.distributed", "torch._dynamo"):
-        importlib.import_module(module)
+    import torch
+
+    # The ranks share what is imported before the fork; torch._dynamo is what the first optimizer would import in each.
+    # Not with GPUs: a library that asks the CUDA driver for devices while it is imported would spoil the fork.
+    if torch.cuda.device_count() == 0:
+        importlib.import_module("torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="megalite-", ignore_cleanup_errors=True) as folder:  # Mode 0700.
         rendezvous = Path(folder) / "rendezvous"
 

@@ -27,6 +27,8 @@ SHARED_PACKAGES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safe
 def zygote_environment(environment: dict[str, str]) -> dict[str, str]:
     """Environment for the zygote: one thread per rank, gloo on the loopback interface, connected at first use."""
     settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    # Whether there are GPUs is asked without touching the CUDA driver, which does not survive a fork.
+    settings["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if sys.platform == "linux":
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return environment | settings
