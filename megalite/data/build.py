@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
-from megalite.data.corpus import TextCorpus, file_corpus, stdlib_corpus, tokenise
+from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_corpus, tokenise
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
@@ -324,8 +324,8 @@ class _Opener:
         assert self.cache_dir is not None, "raw text needs a cache folder"
         try:
             return tokenise(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
-        except DataError as error:
-            raise (_Unusable(str(error)) if "split is empty" in str(error) else error) from None
+        except EmptySplit as error:
+            raise _Unusable(str(error)) from None
 
 
 def _open_raw(path: str, flag: str) -> TextCorpus:

@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ BATCH_BYTES = 4 << 20
 CACHE_VERSION = 1
 
 Part = tuple[float, float]
+
+
+class EmptySplit(DataError):
+    """A part of a corpus holds no text."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +286,25 @@ def tokenise(
         logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
         with IndexedWriter(folder / "text_document", vocab_size=tokenizer.vocab_size) as writer:
             count = write_documents(writer, corpus.documents(part, split), tokenizer, corpus.ends_documents)
-        (folder / "utf8_bytes").write_text(str(count))
+        (folder / "utf8_bytes").write_text(str(count if writer.tokens else 0))
 
     folder = cached_folder(cache_dir / "tokens", key, write)
-    if not (folder / "text_document.bin").stat().st_size:
-        raise DataError(
+    try:
+        dataset = _open_tokens(folder, corpus, split)
+    except DataError as error:
+        if isinstance(error, EmptySplit):
+            raise
+        logger.warning("%s; tokenising again", error)
+        shutil.rmtree(folder)
+        dataset = _open_tokens(cached_folder(cache_dir / "tokens", key, write), corpus, split)
+    dataset.name = corpus.name
+    return dataset
+
+
+def _open_tokens(folder: Path, corpus: TextCorpus, split: str) -> IndexedDataset:
+    if (folder / "utf8_bytes").read_text() == "0":
+        raise EmptySplit(
             f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
             "give it more in --split or turn its use off"
         )
-    dataset = IndexedDataset(folder / "text_document")
-    dataset.name = corpus.name
-    return dataset
+    return IndexedDataset(folder / "text_document")

@@ -181,6 +181,15 @@ def test_a_damaged_cache_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptur
     assert "is damaged" in caplog.text
 
 
+def test_damaged_tokens_are_made_again(text_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = config(data_path=(str(text_file),), split="1,0,0")
+    first = stream(build(cfg, tmp_path / "cache", valid_samples=0).train)
+    (damaged,) = (tmp_path / "cache").glob("tokens/*/text_document.bin")
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert stream(build(cfg, tmp_path / "cache", valid_samples=0).train) == first
+    assert "cut off" in caplog.text and "tokenising again" in caplog.text
+
+
 def test_a_longer_run_keeps_its_order_and_appends_epochs(tmp_path: Path) -> None:
     """Rulings 20: no sample of the epochs begun is lost or repeated when a resumed run is given more samples."""
     cfg = config(data_path=(write_documents(tmp_path / "a", [[n] * 20 for n in range(10)]),), split="1,0,0")
