@@ -24,5 +24,7 @@ class LoggingConfig:
     profile_step_end: int = option(12, "iteration before which the profile ends", ge=1)
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0)
     trace_pipeline: str | None = option(
-        None, "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)", metavar="FILE"
+        None,
+        "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)",
+        metavar="FILE",
     )

@@ -53,9 +53,7 @@ class ParallelConfig:
     pipeline_schedule_file: str | None = option(
         None, "text file with a schedule of your own (see tools/show_schedule.py)", metavar="FILE"
     )
-    pipeline_flush_steps: int = option(
-        0, "first iterations that an asynchronous schedule (2bw, pipedream) runs with a flush after each", ge=0
-    )
+    pipeline_flush_steps: int = option(0, "first iterations of 2bw that run as 1f1b, with a flush after each", ge=0)
     check_pipeline_messages: bool = option(
         False, "send a header with every message between stages and check it: names what two ranks disagree about"
     )

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
 from megalite.config.rules.inputs import checkpoint, data, tracking
-from megalite.config.rules.layout import batch, pipeline_schedule, pipeline_stages, tensor_parallel, warnings, world
+from megalite.config.rules.layout import (
+    batch,
+    pipeline_schedule,
+    pipeline_stages,
+    stage_layers,
+    tensor_parallel,
+    warnings,
+    world,
+)
 from megalite.config.rules.run import learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
@@ -22,6 +30,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     world,
     tensor_parallel,
     pipeline_stages,
+    stage_layers,
     pipeline_schedule,
     batch,
     length,

@@ -10,8 +10,9 @@ from megalite.config.parallel import zero_reason
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
 from megalite.config.values import show
+from megalite.errors import ScheduleError
 
-__all__ = ["batch", "pipeline_schedule", "pipeline_stages", "tensor_parallel", "warnings", "world"]
+__all__ = ["batch", "pipeline_schedule", "pipeline_stages", "stage_layers", "tensor_parallel", "warnings", "world"]
 
 
 def world(config: Config, world_size: int) -> Iterator[str]:
@@ -87,10 +88,26 @@ def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
             yield f"{flag}={count}: needs {PP} >= 2"
         if layout is not None:
             yield f"{flag}={count}: excludes --pipeline-model-parallel-layout; give one of them"
-    left, stages = layers - sum(given_ends.values()), size * chunks - len(given_ends)
-    if given_ends and size > 1 and (left < stages or (stages == 0 and left)):
-        flag, count = next(iter(given_ends.items()))
-        yield f"{flag}={count}: leaves {left} of --num-layers={layers} for the other {stages} stages"
+
+
+def stage_layers(config: Config, world_size: int) -> Iterator[str]:
+    """Do the layers fit the stages that the user laid out? The partitioner itself says."""
+    parallel = config.parallel
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    layout = parallel.pipeline_model_parallel_layout
+    given = (first is not None or last is not None, layout is not None)
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    batches = _micro_batches(config, world_size)
+    if sum(given) != 1 or size == 1 or parallel.pipeline_schedule_file is not None or not batches:
+        return
+    micro_batches = batches[-1][0]
+    if schedules.legal(parallel.schedule, size, micro_batches, chunks):
+        return
+    placement = schedules.build(parallel.schedule, size, micro_batches, chunks).placement
+    try:
+        schedules.partition(config.model.num_layers, placement, first=first, last=last, layout=layout)
+    except ScheduleError as error:
+        yield str(error)
 
 
 def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
@@ -109,8 +126,9 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         reasons = schedules.legal(name, size, micro_batches, given)
         for reason in reasons:
             yield reason + _enough_samples(name, size, micro_batches, given, samples)
-    if parallel.pipeline_flush_steps and not schedules.find(name).asynchronous:
-        yield (f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} flushes after every iteration; drop it")
+    if parallel.pipeline_flush_steps and name != "2bw":
+        why = "steps after every micro-batch" if name == "pipedream" else "flushes after every iteration"
+        yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
     if name == "pipedream" and size > 1:
         why = "pipedream takes a step on each stage after each micro-batch"
         if config.optimizer.clip_grad > 0:
