@@ -111,6 +111,7 @@ def test_trace_of_plan_and_measured_run_side_by_side() -> None:
     assert names == {"1f1b (simulated)", "1f1b (measured)"}
     slices = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
     assert len(slices) == 8 and slices[0]["name"] == "F0 (stage 0)" and slices[0]["dur"] == pytest.approx(100_000)
+    assert sum(event["dur"] for event in slices) == pytest.approx(1e5 * float(sum(plan.busy_per_rank)))
     assert sum(event["ph"] == "i" for event in events if event["pid"] == 0) == 2  # the STEPs
 
 
