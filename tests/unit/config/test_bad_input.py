@@ -72,9 +72,20 @@ ONE_LINE = [
         f"{PP}=2; use {VPP}, which balances",
     ),
     (
-        f"--decoder-first-pipeline-num-layers 8 {PP} 2 --global-batch-size 8",
+        f"--decoder-first-pipeline-num-layers 9 {PP} 2 --global-batch-size 8",
         2,
-        "--decoder-first-pipeline-num-layers=8: leaves 0 of --num-layers=8 for the other 1 stages",
+        "--decoder-first-pipeline-num-layers=9: 9 layers on the end ranks and -1 for 1 ranks between them; the sum must "
+        "be --num-layers=8",
+    ),
+    (
+        f"--pipeline-model-parallel-layout Ettttt|ttttL {PP} 2 --global-batch-size 8",
+        2,
+        "--pipeline-model-parallel-layout=Ettttt|ttttL: 9 transformer layers, the model has 8 (--num-layers)",
+    ),
+    (
+        f"--pipeline-model-parallel-layout E|ttttttttL --decoder-last-pipeline-num-layers 3 {PP} 2 --global-batch-size 8",
+        2,
+        "--decoder-last-pipeline-num-layers=3: excludes --pipeline-model-parallel-layout; give one of them",
     ),
     (
         f"--sequence-parallel --seq-length 65 {TP} 2",
@@ -98,7 +109,7 @@ ONE_LINE = [
     (
         "--pipeline-flush-steps 5",
         1,
-        "--pipeline-flush-steps=5: 1f1b flushes after every iteration; drop it",
+        "--pipeline-flush-steps=5: 1f1b flushes after every iteration; drop it, or use 2bw",
     ),
     ("--zero-stage 4", 1, "--zero-stage=4: choose 0, 1, 2 or 3"),
     (
