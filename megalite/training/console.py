@@ -46,7 +46,7 @@ class ConsoleHook(Hook):
         self._print(train_line(record, trainer.train_iters, self._now()))
         if (rank := record.get("slowest_rank")) is not None:
             ratio, host = record["slowest_rank_ratio"], record.get("slowest_rank_host", "")
-            self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the median rank")
+            self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the others")
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         self._print(evaluation_line(record))

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import statistics
+from collections import deque
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -146,41 +147,44 @@ class StragglerHook(Hook):
     """Names the rank that works much longer than the others.
 
     In a synchronous run all ranks take equally long, because they wait for the slowest; what differs is how much of
-    it is work. Once a log interval every rank tells the median over its iterations of the seconds it worked, and if
-    the longest exceeds the median of the others `ratio` times (and by `least_s` seconds, below which it is noise), the
-    record gets `slowest_rank`, `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the
-    largest of all ranks.
+    it is work. Once a log interval every rank tells the median of the seconds it worked in an iteration (of at least
+    the last ten, so that a single hiccup is passed over). A rank is named if its work exceeds the median of the others
+    `ratio` times, and by `least_s` seconds, at two log lines in a row: the record then gets `slowest_rank`,
+    `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the largest of all ranks.
     """
 
     def __init__(self, *, ratio: float = 1.3, least_s: float = 0.01) -> None:
         self._ratio = ratio
         self._least_s = least_s
         self._hosts: list[str] = []
-        self._work: list[float] = []
+        self._work: deque[float] = deque()
+        self._suspect: int | None = None
 
     def on_start(self, trainer: TrainerView) -> None:
         self._hosts = collectives.all_gather_json(platform.node(), trainer.mesh.world)
+        self._work = deque(maxlen=max(10, trainer.config.logging.log_interval))
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
         # A rank that reads its data slowly is as slow as one that computes slowly: that time is work here.
         self._work.append(stats.iteration_time_s - stats.wait_time_s)
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        world, work = trainer.mesh.world, self._work
-        self._work = []
+        world = trainer.mesh.world
         if world.size == 1:
             return
-        # The first iteration of an interval may follow an evaluation or a checkpoint: the median passes over it.
-        mine = [statistics.median(work), float(record["peak_memory_bytes"])]
+        mine = [statistics.median(self._work), float(record["peak_memory_bytes"])]
         rows = collectives.all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
         record["peak_memory_bytes"] = int(max(peak for _, peak in rows))
-        busy = [seconds for seconds, _ in rows]
-        slowest = max(range(world.size), key=busy.__getitem__)
-        median = statistics.median(busy[:slowest] + busy[slowest + 1 :])
-        if busy[slowest] > max(self._ratio * median, median + self._least_s):
+        work = [seconds for seconds, _ in rows]
+        slowest = max(range(world.size), key=work.__getitem__)
+        others = statistics.median(work[:slowest] + work[slowest + 1 :])
+        enough = len(self._work) >= 4
+        stands_out = enough and work[slowest] > max(self._ratio * others, others + self._least_s)
+        if stands_out and slowest == self._suspect:
             record["slowest_rank"] = slowest
-            record["slowest_rank_ratio"] = busy[slowest] / median if median > 0 else math.inf
+            record["slowest_rank_ratio"] = work[slowest] / others if others > 0 else math.inf
             record["slowest_rank_host"] = self._hosts[slowest]
+        self._suspect = slowest if stands_out else None
 
 
 class ProfileHook(Hook):

@@ -159,8 +159,8 @@ class Trainer:
                 self._evaluate(final=False)
             if saves:
                 self._save()
-            if reason is not None:
-                return str(reason.value if isinstance(reason, ExitReason) else reason)
+            if reason is not None and number < self.train_iters:
+                return str(reason.value)
         return COMPLETED
 
     def train_step(self, *, drain: bool) -> StepStats:

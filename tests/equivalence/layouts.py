@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from equivalence.oracle import Trajectory, reference
-from megalite.checkpoint import Checkpointer, latest
+from megalite.checkpoint import Checkpointer, resolve
 from megalite.checkpoint.storage import read_manifest
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
@@ -45,16 +45,15 @@ def train_body(world: World, argv: list[str], steps: int) -> tuple[list[float], 
 
 
 def saved_tensors(directory: Path | str) -> dict[str, Tensor]:
-    """Every logical tensor of the newest checkpoint, whole."""
-    path = latest(directory)
-    assert path is not None
+    """Every logical tensor of a checkpoint (of the newest one of a run directory), whole."""
+    path = resolve(directory)
     shapes = {name: tuple(stored.shape) for name, stored in read_manifest(path).tensors.items()}
     shards = [
         TensorShard(name, shape, (0,) * len(shape), torch.empty(shape, dtype=torch.float64), 0)
         for name, shape in shapes.items()
         if name != "optimizer/step"
     ]
-    Checkpointer(directory, world=Axis.single("world")).load(path, shards)
+    Checkpointer(path.parent, world=Axis.single("world")).load(path, shards)
     return {shard.name: shard.local for shard in shards}
 
 

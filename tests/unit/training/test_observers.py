@@ -105,19 +105,19 @@ class _Keep(Hook):
 def body_straggler(world: World, slow: int, work_s: float) -> list[Record]:
     """All iterations take a second; rank `slow` works `work_s` of it, the others a third of a second."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size)
-    trainer, keep = FakeTrainer(tiny_config(log_interval=2), mesh=mesh), _Keep()
+    trainer, keep = FakeTrainer(tiny_config(log_interval=4), mesh=mesh), _Keep()
     hooks = Hooks([StragglerHook(), keep])
     hooks.on_start(trainer)
-    for _ in range(4):
+    for _ in range(8):
         waited = 1.0 - (work_s if world.rank == slow else 0.33)
         hooks.after_step(trainer, trainer.step(iteration_time_s=1.0, wait_time_s=waited))
     return keep.records
 
 
-def test_a_slow_rank_is_named_in_every_interval_on_every_rank() -> None:
+def test_a_slow_rank_is_named_from_the_second_interval_on() -> None:
     for records in run_ranks(body_straggler, 3, 1, 0.99):
-        assert [record["slowest_rank"] for record in records] == [1, 1]
-        assert records[0]["slowest_rank_ratio"] == pytest.approx(3.0)
+        assert [record.get("slowest_rank") for record in records] == [None, 1]
+        assert records[1]["slowest_rank_ratio"] == pytest.approx(3.0)
 
 
 def test_on_an_even_run_nobody_is_named() -> None:

@@ -1,0 +1,111 @@
+"""How a run ends: interval, duration, signals in bad moments, numbers that are not finite; and what is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence.layouts import TINY, saved_tensors
+
+from megalite.checkpoint import committed
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.nn.block import Block
+from megalite.testing import run_ranks, run_single
+from megalite.training.observers import read_metrics
+from megalite.training.run import open_run, run
+
+LAYOUTS = {
+    "dp": (),
+    "tp": ("--tensor-model-parallel-size", "2"),
+    "pp": ("--pipeline-model-parallel-size", "2"),
+    "zero2": ("--zero-stage", "2"),
+}
+
+
+def command(folder: Path, *more: str, steps: int = 6) -> list[str]:
+    argv = [flag for flag in TINY if flag != "--no-exit-signal-handler"]
+    argv[argv.index("--train-iters") + 1] = str(steps)
+    return [*argv, "--num-layers", "2", "--micro-batch-size", "2", "--log-interval", "1", "--save", str(folder), *more]
+
+
+def whole_run(world: World, argv: list[str]) -> int:
+    return run(parse(argv, world_size=world.size), world)
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == kind]
+
+
+def saved(folder: Path) -> list[str]:
+    return [path.name for path in committed(folder)]
+
+
+def test_interval_stops_saves_and_the_last_multiple_completes(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--exit-interval", "3", "--auto-resume")
+    assert run_single(whole_run, argv) == 0
+    assert records(tmp_path, "summary")[-1]["status"] == "exit_interval"
+    assert saved(tmp_path) == ["iter_0000003"] and not (tmp_path / "COMPLETED").exists()
+    assert run_single(whole_run, argv) == 0
+    assert records(tmp_path, "summary")[-1]["status"] == "completed"
+    assert saved(tmp_path) == ["iter_0000003", "iter_0000006"] and (tmp_path / "COMPLETED").exists()
+    assert [record["iteration"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_duration_stops_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(whole_run, 2, command(tmp_path, "--exit-duration-in-mins", "1e-6"), timeout=60) == [0, 0]
+    assert records(tmp_path, "summary")[-1]["status"] == "exit_duration"
+    assert saved(tmp_path) == ["iter_0000001"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("point", ["save.shard_written", "save.before_rename"])
+def test_signals_during_a_save_never_tear_it(tmp_path: Path, point: str, layout: str) -> None:
+    rank = 1 if point == "save.shard_written" else 0
+    faults = [f"terminate@{point}:rank={rank}:step=2", f"terminate@{point}:rank={rank}:step=3"]
+    argv = command(tmp_path, "--save-interval", "2", *LAYOUTS[layout])
+    assert run_ranks(whole_run, 2, argv, timeout=60, faults=faults) == [0, 0]
+    assert saved(tmp_path) == ["iter_0000002", "iter_0000003"], "the first signal ends the run after the next iteration"
+    assert records(tmp_path, "summary")[-1]["status"] == "exit_signal"
+    assert not list(tmp_path.glob("*.tmp-*"))
+    assert saved_tensors(tmp_path)  # every byte is verified
+
+
+def body_not_finite(world: World, argv: list[str], bad: int) -> int:
+    """Rank `bad` computes a NaN in iteration 3."""
+    forward = Block.forward
+    with open_run(parse(argv, world_size=world.size), world) as opened:
+        trainer = opened.trainer
+
+        def broken(self: Block, *inputs: Any) -> torch.Tensor:
+            x = forward(self, *inputs)
+            return x * torch.nan if world.rank == bad and trainer.iteration == 2 else x
+
+        Block.forward = broken  # type: ignore[method-assign]
+        opened.directory.begin(0)
+        trainer.train()
+    return 0
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: str, bad: int) -> None:
+    argv = command(tmp_path, "--save-interval", "1", "--nonfinite", "skip", *LAYOUTS[layout], steps=4)
+    run_ranks(body_not_finite, 2, argv, bad, timeout=60)
+    lines = records(tmp_path, "train")
+    assert [line["skipped_iterations"] for line in lines] == [0, 0, 1, 0]
+    assert [line["grad_norm"] is None for line in lines] == [False, False, True, False]
+    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32], "its data are passed over"
+    second, third, fourth = (saved_tensors(tmp_path / f"iter_000000{step}") for step in (2, 3, 4))
+    assert all(torch.equal(third[name], value) for name, value in second.items())
+    assert not all(torch.equal(fourth[name], value) for name, value in second.items())
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+def test_a_number_that_is_not_finite_stops_all_before_the_update(tmp_path: Path, layout: str) -> None:
+    argv = command(tmp_path, "--save-interval", "1", *LAYOUTS[layout])
+    run_ranks(body_not_finite, 2, argv, 1, timeout=60, expect="update 3: the gradient norm is nan; stopped before the update")
+    assert saved(tmp_path) == ["iter_0000001", "iter_0000002"]
+    assert records(tmp_path, "summary")[-1]["status"] == "failed"
