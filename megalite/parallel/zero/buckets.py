@@ -79,7 +79,8 @@ class ParameterBuffers:
         self.plans = plan_buckets(
             entries,
             shards=dp_shard.size if options.stage else 1,
-            bucket_size=options.bucket_size or default_bucket_size(dp_shard.size, overlap=options.overlap_grad_reduce),
+            bucket_size=options.bucket_size
+            or default_bucket_size(dp_shard.size, self.device, overlap=options.overlap_grad_reduce),
             tied=tied,
             by_layer=options.stage == 3 or (options.stage == 2 and options.bucket_size is None),
         )
@@ -297,6 +298,12 @@ class ParameterBuffers:
         overlap = self.options.overlap_param_gather and self._attached
         for bucket in reversed(self.buckets):  # the first layers are needed first
             bucket.weights[version].updated(async_op=overlap)
+
+    def wait_weights(self) -> None:
+        """Returns when no gather is under way: parameters may be read, and slices written, without a layer's hooks."""
+        for bucket in self.buckets:
+            for weights in bucket.weights:
+                weights.wait()
 
     def unshard(self) -> None:
         """Gathers all weights and keeps them until `reshard` (breadth-first schedules: once a chunk and batch)."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class ZeroOptions:
@@ -26,7 +28,10 @@ class ZeroOptions:
     grad_reduce_in_bf16: bool = False
 
 
-def default_bucket_size(data_parallel_size: int, *, overlap: bool) -> int | None:
-    """Elements of a bucket: `max(40M, 1M * dp)` with overlap (Megatron's rule: a ring's latency grows with dp), else
-    one bucket."""
-    return max(40_000_000, 1_000_000 * data_parallel_size) if overlap else None
+def default_bucket_size(data_parallel_size: int, device: torch.device, *, overlap: bool) -> int | None:
+    """Elements of a bucket: with overlap `max(40M, 1M * dp)` on a GPU (Megatron's: the latency of a ring grows with
+    dp), 8M on a CPU, where large messages gain nothing; without overlap one bucket.
+    """
+    if not overlap:
+        return None
+    return max(40_000_000, 1_000_000 * data_parallel_size) if device.type == "cuda" else 8_000_000

@@ -121,6 +121,8 @@ class ShardedOptimizer:
         lr: learning rate (a group's `lr_scale`, if it has one, multiplies it). weight_decay: of the groups that decay.
         grad_scale: 1 / loss scale x clip coefficient.
         """
+        for buffers in self.buffers:  # a gather that no forward has waited for still reads the slices
+            buffers.wait_weights()
         for part in self.parts:  # transfers to the host run behind the device's update, which comes first
             part.fetch()
         for part in self.parts:
@@ -163,7 +165,10 @@ class ShardedOptimizer:
         ]
 
     def after_load(self, version: int = 0) -> None:
-        """Values have been written through `shards`: refreshes step counters and the compute weights of `version`."""
+        """Values have been written through `shards`: refreshes step counters and the compute weights of `version`.
+
+        (Call `wait_weights` of the buffers before writing, if a step was made since the last forward.)
+        """
         self._set_step_count(float(self.step_count))
         self.write_weights(version)
 

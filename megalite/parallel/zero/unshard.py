@@ -41,6 +41,7 @@ class BucketWeights:
 
     def start_gather(self, *, async_op: bool) -> None:
         """Collective: every rank's slice to every rank. The result may be read after `wait`."""
+        self.wait()
         if not self.sharded:
             return
         if self.released_after_use and not self.resident:
@@ -85,6 +86,8 @@ class Unsharder:
     def attach(self, layers: Sequence[nn.Module], weights: Sequence[Sequence[BucketWeights]]) -> None:
         """Hooks the layers of a stage (in forward order); weights[i]: what layer i uses."""
         for i, layer in enumerate(layers):
+            if not any(w.sharded for w in weights[i]):
+                continue
             before = weights[i - 1] if i > 0 else []
             after = weights[i + 1] if i + 1 < len(layers) else []
             layer.register_forward_pre_hook(_Use(self, weights[i], after))
