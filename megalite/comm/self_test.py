@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import megalite
 from megalite.comm.world import World
-from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
+from megalite.errors import ConfigError, RuntimeFailure
 
 __all__ = ["check_collective", "check_same_config", "fingerprint", "roll_call"]
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 REMIND_SECONDS = 30.0
 MAX_DIFFERENCES = 5
+# Kinds of rank 0's verdict.
+MISSING, JUDGED = "missing", "judged"
 
 
 def fingerprint(config: Any) -> dict[str, str]:
@@ -59,11 +61,14 @@ def _source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def roll_call(store: dist.Store, world: World, stage: str, facts: str, timeout: float) -> list[str]:
-    """Waits until every rank has called this for the same `stage`; rank 0 returns the `facts` of all, others none.
+def roll_call(
+    store: dist.Store, world: World, stage: str, facts: str, timeout: float, judge: Callable[[list[str]], list[str]]
+) -> None:
+    """Waits until every rank has called this for the same `stage`, and lets rank 0 judge the `facts` of all.
 
-    Raises RuntimeFailure that names the ranks (and hosts, where they are known) that did not answer in `timeout`
-    seconds.
+    `judge` turns the facts by rank into lines about what is wrong. Raises on every rank alike: RuntimeFailure that
+    names the ranks (and hosts, where they are known) that did not answer in `timeout` seconds, or ConfigError with
+    the lines.
     """
     store.set(f"{stage}/{world.rank}", facts)
     verdict = f"{stage}/verdict"
@@ -72,15 +77,17 @@ def roll_call(store: dist.Store, world: World, stage: str, facts: str, timeout: 
             store.wait([verdict], timedelta(seconds=timeout + 10))
         except Exception as error:
             raise RuntimeFailure(f"{stage}: rank 0 did not answer within {timeout:g} s") from error
-        _raise_verdict(store, verdict)
-        return []
-    silent = _silent_ranks(store, world, stage, timeout)
-    if silent:
+    elif silent := _silent_ranks(store, world, stage, timeout):
         text = f"{stage}: {_names(store, silent)} did not answer within {timeout:g} s"
-        store.set(verdict, json.dumps(["failure", [text]]))
-        raise RuntimeFailure(text)
-    store.set(verdict, json.dumps(["good", []]))
-    return [store.get(f"{stage}/{rank}").decode() for rank in range(world.size)]
+        store.set(verdict, json.dumps([MISSING, [text]]))
+    else:
+        lines = judge([store.get(f"{stage}/{rank}").decode() for rank in range(world.size)])
+        store.set(verdict, json.dumps([JUDGED, lines]))
+    kind, lines = json.loads(store.get(verdict).decode())
+    if kind == MISSING:
+        raise RuntimeFailure("\n".join(lines))
+    if lines:
+        raise ConfigError(lines)
 
 
 def _silent_ranks(store: dist.Store, world: World, stage: str, timeout: float) -> list[int]:
@@ -108,14 +115,6 @@ def _names(store: dist.Store, ranks: list[int]) -> str:
     return ", ".join(names) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 
-def _raise_verdict(store: dist.Store, key: str) -> None:
-    kind, lines = json.loads(store.get(key).decode())
-    if kind == "failure":
-        raise RuntimeFailure("\n".join(lines))
-    if kind == "config":
-        raise ConfigError(lines)
-
-
 def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str], timeout: float) -> None:
     """Roll call with a comparison of `facts` (see `fingerprint`).
 
@@ -123,14 +122,12 @@ def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str],
     """
     store.set(f"host/{world.rank}", f"host {world.host}")
     store.set(f"facts/{world.rank}", json.dumps(dict(facts)))
-    digests = roll_call(store, world, "start", _digest(facts), timeout)
-    verdict = "configuration/verdict"
-    if world.rank == 0:
+
+    def differences(digests: list[str]) -> list[str]:
         differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        lines = [_difference(store, rank, facts) for rank in differing[:MAX_DIFFERENCES]]
-        store.set(verdict, json.dumps(["config" if lines else "good", lines]))
-    store.wait([verdict], timedelta(seconds=timeout + 10))
-    _raise_verdict(store, verdict)
+        return [_difference(store, rank, facts) for rank in differing[:MAX_DIFFERENCES]]
+
+    roll_call(store, world, "start", _digest(facts), timeout, differences)
 
 
 def _digest(facts: Mapping[str, str]) -> str:
@@ -161,14 +158,17 @@ def check_collective(store: dist.Store, world: World, timeout: float) -> None:
             work.wait()
         else:
             failure = f"not complete after {timeout:g} s"
-    except MegaliteError:
-        raise
     except RuntimeError as error:
         failure = str(error).split("\n")[0]
     expected = world.size * (world.size + 1) / 2
     if not failure and not bool((value == expected).all()):
         failure = f"sum {value.flatten()[0].item():g} instead of {expected:g}"
-    results = roll_call(store, world, "all-reduce", failure, 15.0)
-    bad = [f"rank {rank}: {text}" for rank, text in enumerate(results) if text]
-    if bad or failure:
-        raise RuntimeFailure(f"start-up all-reduce failed on {world.device.type}: {'; '.join(bad) or failure}")
+
+    def failures(results: list[str]) -> list[str]:
+        return [f"rank {rank}: {text}" for rank, text in enumerate(results) if text]
+
+    try:
+        roll_call(store, world, "all-reduce", failure, min(15.0, timeout), failures)
+    except ConfigError as error:
+        text = "; ".join(error.problems)
+        raise RuntimeFailure(f"start-up all-reduce failed on {world.device.type}: {text}") from None

@@ -75,11 +75,23 @@ def test_a_missing_rank_is_named_by_all_others(tmp_path: Path) -> None:
     assert run_ranks(body_missing, 3, str(tmp_path), 2) == [text, text, "away"]
 
 
-def body_collective(world: World, folder: str, absent: int) -> str:
+class _Done:
+    """Work handle of a collective that did nothing."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+def body_collective(world: World, folder: str, absent: int, broken: bool = False) -> str:
     store = _store(folder, world.size)
     store.set(f"host/{world.rank}", f"host h{world.rank}")
+    if broken:
+        dist.all_reduce = lambda *args, **kwargs: _Done()  # type: ignore[assignment]
     if world.rank == absent:
-        time.sleep(4)
+        time.sleep(5)
         return "away"
     try:
         check_collective(store, world, 1.0)
@@ -90,3 +102,14 @@ def body_collective(world: World, folder: str, absent: int) -> str:
 
 def test_all_reduce_passes_with_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(body_collective, 3, str(tmp_path), 9) == ["", "", ""]
+
+
+def test_a_rank_that_never_joins_the_all_reduce_is_named(tmp_path: Path) -> None:
+    texts = run_ranks(body_collective, 3, str(tmp_path), 2)
+    assert texts == ["all-reduce: rank 2 (host h2) did not answer within 1 s"] * 2 + ["away"]
+
+
+def test_a_wrong_sum_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    texts = run_ranks(body_collective, 2, str(tmp_path), 9, broken=True)
+    line = "start-up all-reduce failed on cpu: rank 0: sum 1 instead of 3; rank 1: sum 2 instead of 3"
+    assert texts == [line, line]
