@@ -9,12 +9,14 @@ parallelism) and returns `step()`: forward, backward, clip where the bench clips
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.shared_memory import share_axis
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
@@ -111,4 +113,5 @@ def build(
 
 
 def _tensor_mesh(ctx: dict[str, Any]) -> ParallelMesh:
-    return ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], tp=ctx["world"])
+    mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], tp=ctx["world"])
+    return dataclasses.replace(mesh, tp=share_axis(mesh.tp))

@@ -8,6 +8,8 @@
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
     autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence
                     parallelism (arXiv 2205.05198)
+    shared_memory.py  the same collectives between CPU ranks of one host,
+                    without sockets
     p2p.py          channels between pipeline stages
     bandwidth.py    the local collective test of tools/doctor.py
 

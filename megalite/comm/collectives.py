@@ -67,10 +67,21 @@ def _waiting(axis: Axis) -> AbstractContextManager[None]:
     return nullcontext() if torch.compiler.is_compiling() else axis.waits
 
 
+def _through_memory(x: Tensor, axis: Axis) -> bool:
+    return axis.shared is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _shared(work: Handle, axis: Axis, async_op: bool) -> Handle:
+    handle = _Timed(work, axis)
+    return handle if async_op else _wait(handle)
+
+
 def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool = False) -> Handle:
     """x = op over the axis of x, in place."""
     if axis.size == 1:
         return Done()
+    if _through_memory(x, axis):
+        return _shared(axis.shared.all_reduce_(x, op), axis, async_op)
     with _waiting(axis):
         work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=async_op)
     return _Timed(work, axis) if async_op else Done()
@@ -91,6 +102,8 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = Fals
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
+    if _through_memory(x, axis):
+        return _shared(axis.shared.all_gather_into(out, x), axis, async_op)
     work: Handle
     if _by_messages(out, axis):
         work = _Timed(exchange.all_gather(out, x, axis), axis)
@@ -106,6 +119,8 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = 
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
+    if _through_memory(x, axis):
+        return _shared(axis.shared.reduce_scatter_into(out, x), axis, async_op)
     work: Handle
     if _by_messages(x, axis):
         work = _Timed(exchange.reduce_scatter(out, x, axis), axis)

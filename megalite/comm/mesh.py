@@ -46,7 +46,7 @@ class Axis:
     """One axis: `ranks[i]` is the world rank at coordinate i, `rank` is this process's coordinate.
 
     `group` is None exactly when `size` is 1. `waits` counts the time spent waiting for the axis's other ranks; the
-    axes of a mesh share one.
+    axes of a mesh share one. `shared` carries CPU tensors through shared memory (`comm.shared_memory.share_axis`).
     """
 
     name: str
@@ -55,6 +55,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: Any = field(default=None, repr=False, compare=False)
     waits: WaitClock = field(default_factory=WaitClock, repr=False, compare=False)
+    shared: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
     def single(cls, name: str, world_rank: int = 0) -> Axis:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import TorchChannel
+from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
 from megalite.optim import LearningRateSchedule, LossScaler, WeightDecaySchedule
@@ -67,6 +67,8 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         pp=parallel.pipeline_model_parallel_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
     )
+    if world.device.type == "cpu":
+        mesh = replace(mesh, tp=share_axis(mesh.tp, timeout=60 * parallel.distributed_timeout_minutes))
     set_matmul_precision(config, world.device, mesh.world)
     schedules = Schedules(config, mesh.pp.size)
     program = schedules.full(world.size)
@@ -104,60 +106,20 @@ def assemble(
     progress: Progress,
 ) -> Trainer:
     """Wires executor, updater, feed, evaluation and hooks into a trainer."""
-    loss_dtype = wide_dtype(config)
     feed = Feed(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
         dp=mesh.dp,
         per_token=config.training.calculate_per_token_loss,
         device=world.device,
-        loss_dtype=loss_dtype,
+        loss_dtype=wide_dtype(config),
         loss_scale=lambda: scaler.scale,
     )
-    rates, decays = learning_rates(config, world.size), weight_decays(config, world.size)
-
-    def policy(update: int) -> Hyperparameters:
-        number = feed.number_of(update) if model.update_per_microbatch else update
-        samples = progress.schedule_samples
-        return Hyperparameters(rates(samples), decays(samples), feed.batch(number).loss_scale)
-
-    updater = Updater(
-        model.buffers,
-        model.optimizer,
-        policy=policy,
-        scaler=scaler,
-        shared=model.shared,
-        clip_grad=config.optimizer.clip_grad,
-        nonfinite=config.training.nonfinite,
-        num_slots=model.num_slots,
-        version=progress.microbatches if model.update_per_microbatch else progress.updates,
-        norm_is_global=not model.update_per_microbatch,
-        update_of=(lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of,
-    )
+    updater = make_updater(config, world, model, scaler, feed, progress)
     channel = TorchChannel(mesh.pp_down, mesh.pp_up, headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
     traced = config.logging.trace_pipeline
-    validator = Validator(
-        model.stages,
-        model.placement,
-        channel,
-        mesh,
-        device=world.device,
-        newest_version=updater.newest_version,
-        token_bytes=data.token_bytes(),
-    )
-
-    def evaluate(iteration: int, final: bool) -> list[Record]:
-        splits: dict[str, Any] = {"valid": data.datasets.valid}
-        if final:
-            splits["test"] = data.datasets.test
-        return [
-            validator.evaluate(kind, iteration, data.evaluation(dataset))
-            for kind, dataset in splits.items()
-            if dataset is not None and config.training.eval_iters > 0
-        ]
-
     parts = Parts(
         config=config,
         mesh=mesh,
@@ -171,11 +133,69 @@ def assemble(
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank),
         exits=ExitPolicy(config.training, mesh.world, device=world.device),
-        evaluate=evaluate,
+        evaluate=evaluation(config, mesh, data, model, channel, updater, world.device),
         save=state.save if state is not None and config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )
     return Trainer(parts, progress)
+
+
+def make_updater(
+    config: Config, world: World, model: Model, scaler: LossScaler, feed: Feed, progress: Progress
+) -> Updater:
+    """What REDUCE and STEP do, with the numbers of each update read from the schedules of learning rate and decay."""
+    rates, decays = learning_rates(config, world.size), weight_decays(config, world.size)
+    update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of
+
+    def policy(update: int) -> Hyperparameters:
+        batch = feed.batch(feed.number_of(update) if model.update_per_microbatch else update)
+        samples = progress.schedule_samples
+        return Hyperparameters(rates(samples), decays(samples), batch.loss_scale)
+
+    return Updater(
+        model.buffers,
+        model.optimizer,
+        policy=policy,
+        scaler=scaler,
+        shared=model.shared,
+        clip_grad=config.optimizer.clip_grad,
+        nonfinite=config.training.nonfinite,
+        num_slots=model.num_slots,
+        version=progress.microbatches if model.update_per_microbatch else progress.updates,
+        update_of=update_of,
+        norm_is_global=not model.update_per_microbatch,
+    )
+
+
+def evaluation(
+    config: Config,
+    mesh: ParallelMesh,
+    data: DataFlow,
+    model: Model,
+    channel: TorchChannel,
+    updater: Updater,
+    device: torch.device,
+) -> Callable[[int, bool], list[Record]]:
+    """(iteration, final) -> records of the validation split, at the end also of the test split."""
+    validator = Validator(
+        model.stages,
+        model.placement,
+        channel,
+        mesh,
+        device=device,
+        newest_version=updater.newest_version,
+        token_bytes=data.token_bytes(),
+    )
+
+    def evaluate(iteration: int, final: bool) -> list[Record]:
+        splits = {"valid": data.datasets.valid, "test": data.datasets.test if final else None}
+        return [
+            validator.evaluate(kind, iteration, data.evaluation(dataset))
+            for kind, dataset in splits.items()
+            if dataset is not None and config.training.eval_iters > 0
+        ]
+
+    return evaluate
 
 
 def learning_rates(config: Config, world_size: int) -> LearningRateSchedule:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config.model import ModelConfig
 from megalite.gradient import GradSink, attach_sink
@@ -55,7 +56,9 @@ def body_model(
     world: World, fields: dict[str, Any], sequence: bool, sinks: bool, documents: bool = False, compiled: bool = False
 ) -> dict[str, Any]:
     """Loss, gradients by logical name with their places, logits and token losses of one micro-batch."""
-    tp = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size).tp if world.size > 1 else Axis.single("tp")
+    tp = Axis.single("tp")
+    if world.size > 1:
+        tp = share_axis(ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size).tp)
     config = ModelConfig(**{**SHAPE, **fields})
     ctx = LayerContext(tp=tp, sequence_parallel=sequence, dtype=torch.float64, seed=3, autograd_only=compiled)
     stack = build_stack(config, layer_specs(config), ctx, init_seed=11)

@@ -1,0 +1,204 @@
+"""Collectives between CPU ranks of one host through shared memory: a message is written once and read where it lies.
+
+Tensor parallelism waits for four sums a block, and gloo's sockets copy each of them several times. Here every rank
+owns a ring of slots in a mapped file. To send is to copy into one's next slot and to publish a counter; to receive is
+to read the others' slots in the order of ranks, so that a sum has the same rounding on every rank and in every run,
+whoever comes first.
+
+    counters   [ rank 0: posted, consumed | rank 1: posted, consumed | ... ]      one cache line each, written by its
+    owner slots      [ slot 0 of rank 0, 1, ... | slot 1 of rank 0, 1, ... | ... ]      message n lies in slot n mod
+    DEPTH
+
+A message is published as it is posted, so what the caller computes before `wait` hides the others' lateness. A slot
+is written again only when every rank has consumed it; whoever has to wait for that first finishes what it has posted
+itself, so no order of waits can lock.
+
+Counters are plain aligned 64-bit words, which x86 makes visible in the order they were written; on other processors,
+across hosts and on GPUs `share_axis` changes nothing and torch.distributed carries the messages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import os
+import platform
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.comm.collectives import all_gather_json
+from megalite.comm.mesh import Axis
+from megalite.errors import RuntimeFailure
+
+DEPTH = 8
+SLOT_BYTES = 1 << 20
+LINE_BYTES = 128
+SPINS = 200
+NAP_SECONDS = 50e-6
+
+Finish = Callable[[Sequence[Tensor]], None]
+
+
+class Message:
+    """Handle of the last of a tensor's pieces; `wait` finishes everything up to it."""
+
+    def __init__(self, exchange: SharedExchange, number: int) -> None:
+        self._exchange, self._number = exchange, number
+
+    def wait(self) -> None:
+        self._exchange.finish(self._number)
+
+
+class SharedExchange:
+    """One rank's end of the shared memory of an axis. Ranks must call the same operations in the same order."""
+
+    def __init__(self, memory: mmap.mmap, *, size: int, rank: int, timeout: float) -> None:
+        self._size, self._rank, self._timeout = size, rank, timeout
+        self._counters = memoryview(memory)[: size * LINE_BYTES].cast("q")
+        flat = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE_BYTES)
+        self._slots = flat.view(DEPTH, size, SLOT_BYTES)
+        self._posted = self._consumed = 0
+        self._pending: deque[tuple[int, int, torch.dtype, Finish]] = deque()
+
+    def all_reduce_(self, x: Tensor, op: str) -> Message:
+        """Starts x = sum, max or min over the ranks, in place."""
+        whole = x if x.is_contiguous() else x.contiguous()
+        flat = whole.view(-1)
+        step = SLOT_BYTES // flat.element_size()
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            self._post(part, lambda parts, part=part: _reduce(parts, part, op))  # type: ignore[misc]
+        message = Message(self, self._posted)
+        if whole is not x:
+            message.wait()
+            x.copy_(whole)
+        return message
+
+    def all_gather_into(self, out: Tensor, x: Tensor) -> Message:
+        """Starts out = the ranks' x one after the other along dim 0."""
+        flat, rows = x.contiguous().view(-1), out.view(self._size, -1)
+        step = SLOT_BYTES // flat.element_size()
+        for begin in range(0, flat.numel(), step):
+            targets = rows[:, begin : begin + step]
+            self._post(flat[begin : begin + step], lambda parts, targets=targets: _gather(parts, targets))  # type: ignore[misc]
+        return Message(self, self._posted)
+
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> Message:
+        """Starts out = this rank's part along dim 0 of the sum of x."""
+        rows = x.contiguous().view(self._size, -1)
+        flat = out.view(-1)
+        step = max(1, SLOT_BYTES // (flat.element_size() * self._size))
+        for begin in range(0, flat.numel(), step):
+            part = flat[begin : begin + step]
+            self._post(
+                rows[:, begin : begin + step],
+                lambda parts, part=part: _reduce([p.view(self._size, -1)[self._rank] for p in parts], part, "sum"),  # type: ignore[misc]
+            )
+        return Message(self, self._posted)
+
+    def _post(self, values: Tensor, finish: Finish) -> None:
+        number = self._posted + 1
+        self.finish(number - DEPTH)
+        self._await(1, number - DEPTH)
+        slot = self._slots[number % DEPTH, self._rank, : values.numel() * values.element_size()]
+        slot.view(values.dtype).view(values.shape).copy_(values)
+        self._posted = number
+        self._pending.append((number, slot.numel(), values.dtype, finish))
+        self._counters[self._rank * LINE_BYTES // 8] = number
+
+    def finish(self, number: int) -> None:
+        """Receives every message up to `number`, in order."""
+        while self._pending and self._pending[0][0] <= number:
+            current, nbytes, dtype, finish = self._pending.popleft()
+            self._await(0, current)
+            finish([self._slots[current % DEPTH, rank, :nbytes].view(dtype) for rank in range(self._size)])
+            self._consumed = current
+            self._counters[self._rank * LINE_BYTES // 8 + 1] = current
+
+    def _await(self, column: int, number: int) -> None:
+        """Returns when every rank's counter has reached `number`."""
+        for rank in range(self._size):
+            place = rank * LINE_BYTES // 8 + column
+            spins, deadline = 0, 0.0
+            while self._counters[place] < number:
+                spins += 1
+                if spins < SPINS:
+                    continue
+                os.sched_yield()
+                if spins % SPINS == 0:
+                    now = time.monotonic()
+                    deadline = deadline or now + self._timeout
+                    if now > deadline:
+                        raise RuntimeFailure(f"tensor-parallel rank {rank} has not answered for {self._timeout:.0f} s")
+                    time.sleep(NAP_SECONDS)
+
+
+def _reduce(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
+    """out = op of the parts, in the order of ranks."""
+    table: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    combine = table[op]
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+
+
+def _gather(parts: Sequence[Tensor], targets: Tensor) -> None:
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part)
+
+
+def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
+    """The same axis with shared memory for CPU tensors, where all its ranks can see it; else the axis as it is.
+
+    Collective over the axis. timeout: seconds after which a rank that does not answer is an error (`RuntimeFailure`).
+    """
+    if axis.size == 1 or "gloo" not in dist.get_backend(axis.group):
+        return axis
+    here = {"host": _host(), "machine": platform.machine()}
+    everyone = all_gather_json(here, axis)
+    if any(other != here for other in everyone) or here["machine"].lower() not in ("x86_64", "amd64"):
+        return axis
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    total = axis.size * (LINE_BYTES + DEPTH * SLOT_BYTES)
+    path = all_gather_json(_create(folder, total) if axis.is_first else None, axis)[0]
+    memory = _open(path, total) if path is not None else None
+    able = all(all_gather_json(memory is not None, axis))
+    if axis.is_first and path is not None:
+        os.unlink(path)  # mapped by all: the memory lives as long as they do, and nothing is left behind
+    if not able or memory is None:
+        return axis
+    exchange = SharedExchange(memory, size=axis.size, rank=axis.rank, timeout=timeout)
+    return dataclasses.replace(axis, shared=exchange)
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _create(folder: str, total: int) -> str | None:
+    """A file of `total` bytes that really exist (a full /dev/shm would kill the process at the first write)."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=f"megalite-{os.getpid()}-", dir=folder)
+        try:
+            os.posix_fallocate(descriptor, 0, total)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return path
+
+
+def _open(path: str, total: int) -> mmap.mmap | None:
+    try:
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), total)
+    except OSError:
+        return None
