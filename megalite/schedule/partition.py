@@ -156,7 +156,8 @@ def _fixed_ends(num_layers: int, placement: Placement, first: int | None, last: 
     first.
     """
     p = placement.num_ranks
-    flags = f"--decoder-first-pipeline-num-layers={first} --decoder-last-pipeline-num-layers={last}"
+    ends = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
+    flags = " ".join(f"{flag}={count}" for flag, count in ends if count is not None)
     fixed = {rank: count for rank, count in ((0, first), (p - 1, last)) if count is not None}
     if p == 1 and first is not None and last is not None and first != last:
         raise ScheduleError(f"{flags}: with one pipeline rank, the first and the last rank are the same; leave one out")

@@ -57,7 +57,7 @@ class Feed:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: Loader | None,
         *,
         dp: Axis,
         per_token: bool,
@@ -100,6 +100,7 @@ class Feed:
         if number not in self._batches:
             first, samples = self._plan[number]
             began = time.perf_counter()
+            assert self._loader is not None, "a run that only evaluates reads no training data"
             local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale()
@@ -108,7 +109,8 @@ class Feed:
 
     def pass_over(self, samples: int) -> None:
         """Consumes a global batch that is not used."""
-        self._loader.skip(samples)
+        if self._loader is not None:
+            self._loader.skip(samples)
 
     def take_seconds(self) -> float:
         """Seconds spent waiting for data since the last call."""

@@ -74,16 +74,18 @@ ONE_LINE = [
     (
         f"--decoder-first-pipeline-num-layers 9 {PP} 2 --global-batch-size 8",
         2,
-        "--decoder-first-pipeline-num-layers=9: 9 layers on the end ranks and -1 for 1 ranks between them; the sum must "
-        "be --num-layers=8",
+        "--decoder-first-pipeline-num-layers=9: 9 layers on the end ranks and -1 for 1 ranks between them; the sum "
+        "must be --num-layers=8",
     ),
     (
         f"--pipeline-model-parallel-layout Ettttt|ttttL {PP} 2 --global-batch-size 8",
         2,
-        "--pipeline-model-parallel-layout=Ettttt|ttttL: 9 transformer layers, the model has 8 (--num-layers)",
+        "--pipeline-model-parallel-layout=Ettttt|ttttL: holds 1 embeddings, 9 layers and 1 heads; the model is E, then "
+        "--num-layers=8 times t, then L, in this order",
     ),
     (
-        f"--pipeline-model-parallel-layout E|ttttttttL --decoder-last-pipeline-num-layers 3 {PP} 2 --global-batch-size 8",
+        f"--pipeline-model-parallel-layout E|ttttttttL --decoder-last-pipeline-num-layers 3 {PP} 2 "
+        "--global-batch-size 8",
         2,
         "--decoder-last-pipeline-num-layers=3: excludes --pipeline-model-parallel-layout; give one of them",
     ),
