@@ -6,8 +6,19 @@ Picture::
                                     |
                          parse(argv) -> Config(model, parallel, training, optimizer, data, checkpoint, logging)
 
+Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`, `checkpoint`, `logging`), made of
+`schema.option`; `root` puts them together; `reader`, `yaml_file`, `names` and `values` read what users type, `cli` merges
+it; `legal` judges it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back; `arithmetic`
+(parameters, FLOPs) and `batch_size` (ramp-up) are the numbers.
+
 Field names are Megatron-LM's flag names with underscores. Sections are frozen; a changed copy is made with
 `dataclasses.replace`. Derived numbers are properties, so they can not go stale.
+
+A new flag: one field with its help and bounds; a rule if it is tied to others; a row in `test_flags_take_effect.py`;
+`python tools/make_flag_table.py`.
+
+Invariant: nothing is accepted and ignored, and every problem is reported in one pass, one line each.
+Proof: `tests/unit/config/test_bad_input.py` (exact lines), `tests/unit/training/test_flags_take_effect.py`.
 """
 
 from __future__ import annotations
