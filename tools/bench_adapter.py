@@ -64,19 +64,12 @@ def build(
 ) -> Step:
     """The step of one layout; `prec`: fp32, fp32dnn (with oneDNN's products) or bf16 (weights and activations)."""
     cfg, prec, tokens, labels = ctx["cfg"], ctx["prec"], ctx["x"], ctx["y"]
-    config = ModelConfig(
-        num_layers=cfg["L"],
-        hidden_size=cfg["h"],
-        num_attention_heads=cfg["heads"],
-        seq_length=cfg["s"],
-        vocab_size=cfg["V"],
-        activation=activation,
-        untie_embeddings_and_output_weights=not tied,
-    )
+    config = model_config(cfg, tied=tied, activation=activation)
     layers = LayerContext(
         tp=mesh.tp,
         sequence_parallel=sequence,
         dtype=torch.bfloat16 if prec == "bf16" else torch.float32,
+        device=tokens.device,
         autograd_only=compiled,
     )
     stack = build_stack(config, layer_specs(config), layers, init_seed=1)
@@ -91,8 +84,8 @@ def build(
     b, s = tokens.shape
     batch = Microbatch(
         tokens, labels, torch.arange(s).expand(b, s), torch.ones(b, s), torch.arange(b)
-    )  # fmt: skip
-    mean = torch.tensor(1.0 / (b * s))
+    ).to(tokens.device)  # fmt: skip
+    mean = torch.tensor(1.0 / (b * s), device=tokens.device)
     clip = ctx.get("clip")
 
     def step() -> torch.Tensor:
@@ -103,13 +96,26 @@ def build(
         buffers.start_reduce()
         buffers.start_tied_reduce()
         buffers.finish_reduce()
-        scale = 1.0
-        if clip is not None:
-            scale = min(1.0, clip / (float(optimizer.grad_norm()) + 1e-6))
+        scale: float | torch.Tensor = 1.0
+        if clip is not None:  # stays on the device
+            scale = (clip / (optimizer.grad_norm() + 1e-6)).clamp(max=1.0)
         optimizer.step(lr=ctx["lr"], weight_decay=weight_decay, grad_scale=scale)
         return loss.detach()
 
     return step
+
+
+def model_config(cfg: dict[str, int], *, tied: bool, activation: str) -> ModelConfig:
+    """The bench's preset in our terms."""
+    return ModelConfig(
+        num_layers=cfg["L"],
+        hidden_size=cfg["h"],
+        num_attention_heads=cfg["heads"],
+        seq_length=cfg["s"],
+        vocab_size=cfg["V"],
+        activation=activation,
+        untie_embeddings_and_output_weights=not tied,
+    )
 
 
 def _tensor_mesh(ctx: dict[str, Any]) -> ParallelMesh:
