@@ -67,13 +67,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def launch(arguments: argparse.Namespace, variants: list[str], *, memory: bool) -> list[dict[str, Any]]:
     """Runs the ranks; the records that rank 0 printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--rendezvous", str(Path(folder) / "store"), "--variants", *variants]
+        command = [
+            "env",
+            "OMP_NUM_THREADS=1",
+            sys.executable,
+            __file__,
+            "--rendezvous",
+            str(Path(folder) / "store"),
+            "--variants",
+            *variants,
+        ]
         for name in ("nprocs", "preset", "micro_batch_size", "rounds", "float32_matmul_precision"):
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
         command.append("--memory" if memory else "--no-memory")
-        environment = dict(os.environ, OMP_NUM_THREADS="1")
         ranks = [
-            subprocess.Popen([*command, "--rank", str(r)], env=environment, stdout=subprocess.PIPE if r == 0 else None)
+            subprocess.Popen([*command, "--rank", str(r)], stdout=subprocess.PIPE if r == 0 else None)
             for r in range(arguments.nprocs)
         ]
         output = ranks[0].communicate()[0].decode()
