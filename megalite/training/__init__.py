@@ -1,19 +1,25 @@
-"""Training: the composition root and the loop, and everything that watches them (floor 7).
+"""Training: the composition root, the loop, everything that watches them, and what a finished model is used for
+(floor 7).
 
-    build.py        the one place that knows all rooms: configuration -> model, data, optimizer, program, Trainer
-    trainer.py      the loop: one global batch, one step, one StepStats
-    stats.py        StepStats, and the record that a log interval makes of them
-    peaks.py        peak rates of devices, for MFU
-    hooks.py        Hook, and what a hook may see of the trainer
-    observers.py    metrics.jsonl, profiler, slow ranks; which rank writes what
-    console.py      Megatron's console line
-    tracking.py     TensorBoard and Weights & Biases
-    startup.py      the table that a run prints before its first step
-    exits.py        when to stop: interval, duration, signal, agreed by all ranks
-    loading.py      a checkpoint as a model in one process
-    generate.py     sampling with a key-value cache
-    evaluation.py   loss, perplexity, bits per byte and task scores of a loaded model
+::
 
-Invariant: hooks never change a run. With or without them, every loss and every weight has the same bits
-(`tests/unit/training`).
+    Config -- run.py --> build.py: model, data, optimizer, program --> Trainer.train()
+                                                                          |  StepStats, records
+                                                                          v
+                                        Hooks -> console, metrics.jsonl, trackers, profiler, slow ranks
+
+    run, build      the one place that knows all rooms; `open_run` gives a run that is ready to train
+    trainer         the loop: decide, step, tell
+    feed, update    micro-batches by number and their weights; what REDUCE and STEP mean
+    dataflow, validation    the run's data; evaluation through the same pipeline
+    state, directory        what a checkpoint of a run holds; the run directory
+    stats, hooks    StepStats, the record that a log interval makes of them, who is told
+    observers, console, tracking, peaks     who watches; which rank writes what
+    startup, dry_run, matmul, pipeline_trace    the start-up table, `--dry-run`, product precision, measured timelines
+    exits           when to stop: interval, duration, signal, agreed by all ranks
+    loading, generate, evaluation, tasks, lm_harness, report, tool      a checkpoint or a run directory, and what the
+                    tools make of it
+
+Invariants: hooks never change a run (`tests/unit/training/test_observed_run.py`); no layout changes what is computed
+(`tests/equivalence`); a run that is stopped anywhere goes on with the same bits (`tests/faults`).
 """

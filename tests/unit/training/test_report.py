@@ -1,0 +1,52 @@
+"""The page about a run: well-formed, complete, and safe with any name."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from megalite.training.report import Curve, render_chart, render_report, series, ticks
+
+
+def _records(losses: list[float | None]) -> list[dict]:
+    start = {"kind": "start", "iteration": 0, "layout": "tp2", "device": "cpu"}
+    lines = [{"kind": "train", "iteration": 10 * n, "lm_loss": loss} for n, loss in enumerate(losses, 1)]
+    summary = {"kind": "summary", "status": "completed", "iteration": 10 * len(losses), "lm_loss": losses[-1]}
+    return [start, *lines, {"kind": "valid", "iteration": 10, "lm_loss": 2.5}, summary]
+
+
+def test_steps_without_a_value_are_left_out() -> None:
+    assert series(_records([3.0, None, 2.0]), "train", "lm_loss") == [(10.0, 3.0), (30.0, 2.0)]
+
+
+def test_the_page_holds_curves_and_tables_of_all_runs() -> None:
+    page = render_report("a <b>", [("a", _records([3.0, 2.0])), ("<b>", _records([4.0, 1.0]))])
+    tree = ElementTree.fromstring(page.removeprefix("<!doctype html>\n").replace('<meta charset="utf-8">', ""))
+    lines = tree.findall(".//polyline")
+    assert len(lines) == 4, "training and validation loss, two runs each"
+    assert len({line.get("stroke") for line in lines}) == 2
+    text = "".join(tree.itertext())
+    assert "training loss" in text and "completed" in text and "tp2" in text and "<b>" in text
+    assert "learning rate" not in text, "what no run has logged has no empty chart"
+
+
+def test_points_lie_where_the_axes_say() -> None:
+    svg = ElementTree.fromstring(render_chart([Curve("a", [(0, 1.0), (50, 3.0), (100, 2.0)])]))
+    line = svg.find("polyline")
+    assert line is not None
+    points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+    assert points[1][0] == pytest.approx((points[0][0] + points[2][0]) / 2, abs=0.1)
+    assert points[1][1] < points[2][1] < points[0][1], "up is less in SVG"
+    assert points[2][1] == pytest.approx((points[0][1] + points[1][1]) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (1.23, 1.24), (-5, 1e6), (3, 3), (0, 0), (1e-7, 3e-4)])
+def test_ticks_are_round_and_enclose(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+    steps = {round(b - a, 12) for a, b in zip(found, found[1:], strict=False)}
+    step = found[1] - found[0]
+    assert len(steps) == 1
+    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 2.5, 5, 10)
