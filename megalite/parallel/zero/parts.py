@@ -1,8 +1,11 @@
 """Segments and the update rule that steps them, on the device or on the host.
 
-device   gradient -------------------> update
-host     gradient --copy to host--+                             the copies run on a stream of their own: behind the
-         (bucket by bucket)       +--> update --copy back-->    device's update, and behind one another
+    device      gradient -------------------> update
+    remainder   join -> update -> split, a bucket at a time
+    host        gradient --copy to host--+
+                (bucket by bucket)       +--> update --copy back-->
+
+Copies to the host run on a stream of their own: behind the device's update, and behind one another.
 """
 
 from __future__ import annotations
@@ -102,14 +105,27 @@ class HostPart(DevicePart):
             self._received[id(segment)].copy_(source, non_blocking=True)
 
 
+class RemainderPart(DevicePart):
+    """One bucket's segments whose masters are put together for the step."""
+
+    def update(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        remainder = self.segments[0].remainder
+        assert remainder is not None
+        remainder.join()
+        super().update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+        remainder.split()
+
+
 def make_parts(segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> list[DevicePart]:
-    """The device's part first, then one a bucket for what is offloaded."""
+    """What is on the device first, in one piece or a bucket at a time; then one part a bucket for the host."""
     parts: list[DevicePart] = []
-    resident = [s for s in segments if not s.offloaded]
-    if resident:
-        parts.append(DevicePart(resident, make_optimizer))
-    buckets = dict.fromkeys(id(s.bucket) for s in segments if s.offloaded)
-    parts += [HostPart([s for s in segments if id(s.bucket) == bucket], make_optimizer) for bucket in buckets]
+    plain = [s for s in segments if not s.offloaded and s.remainder is None]
+    if plain:
+        parts.append(DevicePart(plain, make_optimizer))
+    for bucket in dict.fromkeys(id(s.bucket) for s in segments if s.remainder is not None):
+        parts.append(RemainderPart([s for s in segments if id(s.bucket) == bucket], make_optimizer))
+    for bucket in dict.fromkeys(id(s.bucket) for s in segments if s.offloaded):
+        parts.append(HostPart([s for s in segments if id(s.bucket) == bucket], make_optimizer))
     return parts
 
 

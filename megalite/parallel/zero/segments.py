@@ -16,6 +16,7 @@ from megalite.comm.layout import TensorShard, shards_of_range
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.layout import Run, Slot
+from megalite.parallel.zero.remainder import RemainderMaster
 
 
 @dataclass
@@ -23,7 +24,8 @@ class Segment:
     """A piece of a run that this rank owns: one tensor of the optimizer.
 
     master: the one fp32 (or wider) copy; the compute weights themselves where they already have that dtype and one
-    version. offloaded: master and moments are in host memory.
+    version. offloaded: master and moments are in host memory. remainder: what the master is put together from, where it
+    is kept in 16 bits.
     """
 
     buffers: ParameterBuffers
@@ -33,6 +35,7 @@ class Segment:
     stop: int
     master: Tensor
     offloaded: bool = False
+    remainder: RemainderMaster | None = None
 
     @property
     def gradient(self) -> Tensor:
@@ -64,7 +67,9 @@ class Segment:
             )
 
 
-def cut_segments(buffers: ParameterBuffers, offload_fraction: float) -> list[Segment]:
+def cut_segments(
+    buffers: ParameterBuffers, offload_fraction: float = 0.0, store_param_remainders: bool = False
+) -> list[Segment]:
     """The segments of one stage, in buffer order; whole buckets are offloaded until the fraction is reached.
 
     (Matrices that need other tensor-parallel ranks for their update stay on the device.)
@@ -78,8 +83,12 @@ def cut_segments(buffers: ParameterBuffers, offload_fraction: float) -> list[Seg
         offload = not whole and moved < offload_fraction * owned
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
+        remainder = None
         if offload:
             master = host_copy(master, buffers.main_dtype)
+        elif store_param_remainders and buffers.dtype == torch.bfloat16 and buffers.num_versions == 1:
+            remainder = RemainderMaster(master)
+            master = remainder.values
         elif separate:
             master = master.to(buffers.main_dtype, copy=True)
         for run in bucket.plan.runs:
@@ -91,7 +100,7 @@ def cut_segments(buffers: ParameterBuffers, offload_fraction: float) -> list[Seg
                 entry = run.slots[0].entry
                 stop = start + entry.numel
                 values = values[: entry.numel].view(entry.shape)
-            segments.append(Segment(buffers, bucket, run, start, stop, values, offload))
+            segments.append(Segment(buffers, bucket, run, start, stop, values, offload, remainder))
     return segments
 
 

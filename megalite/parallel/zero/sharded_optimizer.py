@@ -32,6 +32,7 @@ class ShardedOptimizer:
         model_axis: all ranks that hold one copy of the model (tp x pp); the norm is summed over it.
         offload_fraction: part of the masters and moments that lives, and is updated, in host memory (ZeRO-Offload,
             arXiv 2101.06840).
+        store_param_remainders: keep the masters of bf16 weights as the 16 bits that the weights lack (exact).
     """
 
     def __init__(
@@ -41,10 +42,11 @@ class ShardedOptimizer:
         make_optimizer: Callable[[list[ParamGroup]], torch.optim.Optimizer],
         model_axis: Axis,
         offload_fraction: float = 0.0,
+        store_param_remainders: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.model_axis = model_axis
-        self.segments = [s for b in self.buffers for s in cut_segments(b, offload_fraction)]
+        self.segments = [s for b in self.buffers for s in cut_segments(b, offload_fraction, store_param_remainders)]
         self.parts = make_parts(self.segments, make_optimizer)
         self.step_count = torch.zeros((), dtype=torch.float32)
         self._create_state()
@@ -73,6 +75,9 @@ class ShardedOptimizer:
                 held["offloaded"] += master + states
                 continue
             held["state"] += states
+            if segment.remainder is not None:
+                held["master"] += 2 * segment.master.numel()
+                continue
             if segment.master.untyped_storage().data_ptr() not in shared:
                 held["master"] += master
         return held
@@ -97,7 +102,8 @@ class ShardedOptimizer:
         """
         device = self.buffers[0].device if self.buffers else torch.device("cpu")
         sharded = any(b.options.stage for b in self.buffers)
-        norms = [torch.linalg.vector_norm(s.gradient) for s in self.segments if self._counts(s)]
+        counted = [s.gradient for s in self.segments if self._counts(s)]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in counted]
         total = torch.zeros((), dtype=torch.float64, device=device)
         if norms:
             total = torch.stack(norms).to(torch.float64).square().sum()
@@ -134,6 +140,9 @@ class ShardedOptimizer:
     def write_weights(self, version: int = 0) -> None:
         """Masters -> compute weights of one version, on every rank."""
         for segment in self.segments:
+            if segment.remainder is not None:
+                segment.remainder.split()
+                continue
             target = segment.weights(version)
             if target.data_ptr() != segment.master.data_ptr():
                 target.copy_(segment.master, non_blocking=True)
@@ -151,6 +160,8 @@ class ShardedOptimizer:
         shards: list[TensorShard] = []
         for segment in self.segments:
             replica = self._replica(segment)
+            if segment.remainder is not None:
+                segment.remainder.join()  # until the next step or `after_load`
             shards += segment.shards("", segment.master, replica)
             for name, value in self._state_tensors(segment).items():
                 shards += segment.shards(f"optimizer/{name}/", value, replica)

@@ -1,0 +1,54 @@
+"""An fp32 master in 16 bits: the bf16 weight is its upper half already.
+
+    fp32 master     s eeeeeeee mmmmmmm | mmmmmmmmmmmmmmmm
+    kept            bf16 weight          int16 remainder        2 + 2 bytes instead of 2 + 4
+
+The weight is the master rounded to the nearest bf16 (halves away from zero), the remainder is the difference of the two
+bit patterns, so the master comes back bit for bit. It exists only while its bucket is being stepped or saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RemainderMaster:
+    """The masters of one bucket's owned slice. values: fp32; has memory between `join` (or the start) and `split` only."""
+
+    def __init__(self, weights: Tensor) -> None:
+        assert weights.dtype == torch.bfloat16, "only a bf16 weight is the upper half of an fp32 number"
+        self.weights = weights
+        self.remainder = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
+        self.values = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+        self.resident = True
+        join_bits(self.weights, self.remainder, self.values)
+
+    def join(self) -> None:
+        """Makes `values` readable and writable."""
+        if not self.resident:
+            self.values.untyped_storage().resize_(4 * self.values.numel())
+            self.resident = True
+            join_bits(self.weights, self.remainder, self.values)
+
+    def split(self) -> None:
+        """Writes `values` into weights and remainder, and gives their memory back."""
+        if self.resident:
+            split_bits(self.values, self.weights, self.remainder)
+            self.values.untyped_storage().resize_(0)
+            self.resident = False
+
+
+def split_bits(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
+    """weights (bf16), remainder (int16) = the two parts of master (fp32)."""
+    bits = master.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    weights.view(torch.int16).copy_(upper)
+    remainder.copy_(bits - (upper << 16))
+
+
+def join_bits(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
+    """The inverse of `split_bits`, exactly."""
+    bits = master.view(torch.int32)
+    bits.copy_(weights.view(torch.int16))
+    bits.bitwise_left_shift_(16).add_(remainder)
