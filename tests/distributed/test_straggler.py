@@ -44,8 +44,17 @@ def body_train(world: World, save: str, layout: str, slow: int | None) -> None:
     assert run(config, world) == 0
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "slow"),
+    [
+        ("dp", 0),
+        ("tp", 1),
+        ("pp", 1),
+        pytest.param("dp", 1, marks=pytest.mark.full),
+        pytest.param("tp", 0, marks=pytest.mark.full),
+        pytest.param("pp", 0, marks=pytest.mark.full),
+    ],
+)
 def test_the_slow_rank_is_named_within_two_intervals(tmp_path: Path, layout: str, slow: int) -> None:
     run_ranks(body_train, 2, str(tmp_path), layout, slow, timeout=60)
     records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "train"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,11 @@ LAYOUTS = {
     "pp": ("--pipeline-model-parallel-size", "2"),
     "zero2": ("--zero-stage", "2"),
 }
+
+
+def sampled(cases: Iterable[tuple], always: set[tuple]) -> list[Any]:
+    """All cases with --full, else those in `always`."""
+    return [pytest.param(*case, marks=() if case in always else pytest.mark.full) for case in cases]
 
 
 def command(folder: Path, *more: str, steps: int = 6) -> list[str]:
@@ -60,8 +67,13 @@ def test_duration_stops_all_ranks(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["iter_0000001"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("point", ["save.shard_written", "save.before_rename"])
+@pytest.mark.parametrize(
+    ("layout", "point"),
+    sampled(
+        itertools.product(LAYOUTS, ("save.shard_written", "save.before_rename")),
+        {("dp", "save.shard_written"), ("pp", "save.before_rename")},
+    ),
+)
 def test_signals_during_a_save_never_tear_it(tmp_path: Path, point: str, layout: str) -> None:
     rank = 1 if point == "save.shard_written" else 0
     faults = [f"terminate@{point}:rank={rank}:step=2", f"terminate@{point}:rank={rank}:step=3"]
@@ -89,8 +101,9 @@ def body_not_finite(world: World, argv: list[str], bad: int) -> int:
     return 0
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "bad"), sampled(itertools.product(LAYOUTS, (0, 1)), {("dp", 1), ("tp", 0), ("pp", 1)})
+)
 def test_a_number_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: str, bad: int) -> None:
     argv = command(tmp_path, "--save-interval", "1", "--nonfinite", "skip", *LAYOUTS[layout], steps=4)
     run_ranks(body_not_finite, 2, argv, bad, timeout=60)
@@ -103,9 +116,11 @@ def test_a_number_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: s
     assert not all(torch.equal(fourth[name], value) for name, value in second.items())
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp", "pp"])
+@pytest.mark.parametrize("layout", ["dp", pytest.param("tp", marks=pytest.mark.full), "pp"])
 def test_a_number_that_is_not_finite_stops_all_before_the_update(tmp_path: Path, layout: str) -> None:
     argv = command(tmp_path, "--save-interval", "1", *LAYOUTS[layout])
-    run_ranks(body_not_finite, 2, argv, 1, timeout=60, expect="update 3: the gradient norm is nan; stopped before the update")
+    run_ranks(
+        body_not_finite, 2, argv, 1, timeout=60, expect="update 3: the gradient norm is nan; stopped before the update"
+    )
     assert saved(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert records(tmp_path, "summary")[-1]["status"] == "failed"
