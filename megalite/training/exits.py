@@ -43,6 +43,7 @@ class ExitReason(StrEnum):
     INTERVAL = "exit_interval"
     DURATION = "exit_duration"
     SIGNAL = "exit_signal"
+    SAVE_FAILED = "save_failed"
 
 
 class ExitPolicy:
@@ -57,6 +58,7 @@ class ExitPolicy:
         world: axis of all ranks.
         device: where the vote travels; on a GPU it is read one iteration late.
         clock: seconds, monotonic; the duration counts from the making of this object.
+        save_has_failed: whether this rank knows of a background save that came to nothing.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class ExitPolicy:
         *,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
+        save_has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
+        self._save_has_failed = save_has_failed
         self._clock = clock
         self._began = clock()
         self._received: int | None = None
@@ -99,6 +103,8 @@ class ExitPolicy:
         return ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
 
     def _wish(self) -> ExitReason | None:
+        if self._save_has_failed():
+            return ExitReason.SAVE_FAILED
         if self._received is not None:
             return ExitReason.SIGNAL
         minutes = self._config.exit_duration_in_mins
@@ -111,7 +117,7 @@ class ExitPolicy:
         self._received = number
 
 
-_REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL)
+_REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED)
 
 
 class _Ballot:

@@ -102,7 +102,7 @@ def assemble(
     schedules: Schedules,
     model: Model,
     scaler: LossScaler,
-    state: RunState | None,
+    state: RunState,
     progress: Progress,
 ) -> Trainer:
     """Wires executor, updater, feed, evaluation and hooks into a trainer."""
@@ -132,9 +132,10 @@ def assemble(
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank),
-        exits=ExitPolicy(config.training, mesh.world, device=world.device),
+        exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
+        finish_save=state.checkpointer.wait,
         evaluate=evaluation(config, mesh, data, model, channel, updater, world.device),
-        save=state.save if state is not None and config.checkpoint.save is not None else None,
+        save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )
     return Trainer(parts, progress)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.compatibility import check_model
 from megalite.comm.layout import TensorShard
 from megalite.config import Config
-from megalite.config.saved import dump_yaml, to_dict
+from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
 from megalite.optim import LossScaler
@@ -52,9 +53,14 @@ class RunState:
         write = self.checkpointer.save_async if self.config.checkpoint.async_save else self.checkpointer.save
         return str(write(progress.iteration, self._shards(self._version(progress)), meta, files))
 
+    def save_has_failed(self) -> bool:
+        """Local: whether a save in the background came to nothing, as far as this rank knows."""
+        return self.checkpointer.failure is not None
+
     def load(self, path: Path, meta: dict[str, Any]) -> Progress:
         """Takes up a checkpoint of any layout; returns where it stands. Collective."""
         checkpoint, model = self.config.checkpoint, self.model
+        check_model(from_dict(meta["config"]).model, self.config.model, f"--load={path}")
         fresh = checkpoint.finetune
         progress = Progress() if fresh else progress_from_meta(meta["progress"])
         with_state = checkpoint.load_optim and not fresh

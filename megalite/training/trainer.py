@@ -63,7 +63,7 @@ class Parts:
 
     program: micro-batches per replica, iteration number -> the schedule of that iteration. evaluate: split name ->
     records.
-    save: writes a checkpoint of the present state and returns its path.
+    save: writes a checkpoint of the present state and returns its path. finish_save: waits for one in the background.
     """
 
     config: Config
@@ -80,6 +80,7 @@ class Parts:
     evaluate: Callable[[int, bool], list[Record]]
     save: Callable[[Progress], str] | None
     report_phase: Callable[[str], None]
+    finish_save: Callable[[], None] | None = None
     tracer: PipelineTracer | None = None
 
 
@@ -151,6 +152,8 @@ class Trainer:
             number = self.iteration + 1
             self.parts.report_phase(f"iteration {number}")
             reason = exits.decide(number)
+            if reason is ExitReason.SAVE_FAILED and self.parts.finish_save is not None:
+                self.parts.finish_save()  # raises on all ranks, with the reason
             stops = reason is not None or number == self.train_iters
             evaluates, saves = self._evaluates_after(number), stops or self._saves_after(number)
             stats = self.train_step(drain=stops or evaluates or saves)
