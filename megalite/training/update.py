@@ -147,8 +147,8 @@ class Updater:
         self._scaler.update(found_non_finite=not finite)
         if not finite and not self._scaler.skips_non_finite and self._nonfinite == "stop":
             raise RuntimeFailure(
-                f"update {update + 1}: the gradient norm is {norm}; stopped before the update, the weights are as they "
-                "were; look at the data and --lr, or go on with --nonfinite=skip"
+                f"update {update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before the "
+                "update, the weights are as they were; look at the data and --lr, or go on with --nonfinite=skip"
             )
         slot = (self._version + 1) % self._num_slots
         if finite:
@@ -165,6 +165,21 @@ class Updater:
         self._version += 1
         shown = norm if finite and self._norm_is_global else None
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
+
+    def _where_not_finite(self) -> str:
+        """Which of this rank's gradients are not finite, in words."""
+        found = []
+        for buffers in self._buffers.values():
+            for bucket in buffers.buckets:
+                for slot in bucket.plan.slots:
+                    begin = max(slot.start, bucket.owned_start) - bucket.owned_start
+                    end = min(slot.stop, bucket.owned_stop) - bucket.owned_start
+                    if begin < end and not bool(bucket.gradient[begin:end].isfinite().all()):
+                        found.append((slot.entry.index, slot.entry.name))
+        if not found:
+            return "from gradients of other ranks"
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return f"here in the gradient of {min(found)[1]}{more}"
 
     def take_results(self) -> list[UpdateResult]:
         results, self.results = self.results, []
