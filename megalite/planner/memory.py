@@ -1,0 +1,164 @@
+"""Bytes on one rank, term by term: what the start-up table prints and what the search prunes with.
+
+    weights gradients master moments        the flat buffers, to the byte (states.py)
+    activations                             of all micro-batches in flight at the fullest moment (activations.py)
+    boundary                                inputs of stages that wait for their backward, a message each way
+    logits                                  what the head keeps, and one chunk of logits
+    buffers                                 scratch of ZeRO-2 and 3, gathered layers of ZeRO-3, gathered sequences
+    workspace                               what comes and goes in the backward of one block
+
+Not in it: what the driver and the libraries take for themselves (a number of the hardware file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from megalite.config import Config
+from megalite.planner.activations import Kept, stage_activations, workspace_bytes
+from megalite.planner.states import Precision, StateBytes, state_bytes
+from megalite.schedule import Program
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+
+__all__ = ["TERMS", "RankMemory", "rank_memory"]
+
+#: Above so many actions a batch is not walked; the schedule's declared peak is taken instead.
+WALKED_ACTIONS = 20_000
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank while it trains. host: in the memory of the node, not on the device."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    master: float = 0.0
+    moments: float = 0.0
+    activations: float = 0.0
+    boundary: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    workspace: float = 0.0
+    host: float = 0.0
+
+    @property
+    def states(self) -> float:
+        """Weights, gradients and optimizer state: what lives from step to step."""
+        return self.weights + self.gradients + self.master + self.moments
+
+    @property
+    def optimizer(self) -> float:
+        """Masters and moments."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> float:
+        """Everything on the device."""
+        return float(sum(getattr(self, name) for name in TERMS))
+
+    def by_term(self) -> dict[str, int]:
+        """Term -> bytes, with the total."""
+        return {name: round(getattr(self, name)) for name in TERMS} | {"total": round(self.total)}
+
+
+TERMS = tuple(field.name for field in fields(RankMemory) if field.name != "host")
+
+
+def rank_memory(
+    config: Config, world_size: int, *, program: Program, cuts: Sequence[range], rank: int, on_cpu: bool = False
+) -> RankMemory:
+    """Bytes on a rank at pipeline coordinate `rank`.
+
+    Args:
+        config: with its vocabulary resolved.
+        program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
+    """
+    stages = program.placement.stages_of(rank)
+    states = StateBytes()
+    for stage, _ in stages:
+        states += state_bytes(
+            config,
+            world_size,
+            cuts[stage],
+            num_stages=len(cuts),
+            versions=program.weight_versions[rank],
+            num_gradients=program.gradient_buffers,
+            on_cpu=on_cpu,
+        )
+    kept = {stage: stage_activations(config, cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
+    full, boundary, head = _peak(program, rank, kept)
+    spaces = [workspace_bytes(config, cuts[stage], on_cpu=on_cpu) for stage, _ in stages]
+    logits, block = max(space[0] for space in spaces), max(space[1] for space in spaces)
+    message = _message_bytes(config) if program.num_ranks > 1 else 0.0
+    return RankMemory(
+        weights=states.weights,
+        gradients=states.gradients,
+        master=states.master,
+        moments=states.moments,
+        activations=full,
+        boundary=boundary + 2 * message,
+        logits=head + logits,
+        buffers=states.scratch + states.gathered + _sequence_buffers(config),
+        workspace=max(0.0, block - logits),  # the head's chunk is gone before the first block's backward begins
+        host=states.host,
+    )
+
+
+def _message_bytes(config: Config) -> float:
+    model, size = config.model, Precision.of(config)
+    split = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    width = size.wide if model.fp32_residual_connection else size.compute
+    return model.seq_length // split * config.training.micro_batch_size * model.hidden_size * width
+
+
+def _sequence_buffers(config: Config) -> float:
+    """Whole sequences gathered for a product under sequence parallelism: one at a time, and its gradient."""
+    if not config.parallel.sequence_parallel or config.parallel.tensor_model_parallel_size == 1:
+        return 0.0
+    tokens = config.model.seq_length * config.training.micro_batch_size
+    return 2.0 * tokens * config.model.hidden_size * Precision.of(config).compute
+
+
+def _peak(program: Program, rank: int, kept: Mapping[int, Kept]) -> tuple[float, float, float]:
+    """(Activations, boundary, head) at the moment at which their sum is largest."""
+    size = program.num_microbatches * len(kept) * 2
+    if size > WALKED_ACTIONS:
+        return _declared_peak(program, rank, kept)
+    batches = 2 if program.asynchronous else 1
+    best = (0.0, 0.0, 0.0)
+    now = [0.0, 0.0, 0.0]
+    for index in range(batches):
+        batch = program.batch(index, last=index == batches - 1)
+        for action in program.actions_for_batch(rank, batch):
+            for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
+                _account(now, part, kept[part.stage])
+                if part.kind == FORWARD and sum(now) > sum(best):
+                    best = (now[0], now[1], now[2])
+    return best
+
+
+def _account(now: list[float], action: Action, kept: Kept) -> None:
+    """One computation's effect on what is held."""
+    if action.kind == FORWARD:
+        now[0] += kept.full
+        now[1] += kept.boundary
+        now[2] += kept.head
+    elif action.kind in (BACKWARD, BACKWARD_INPUT):
+        now[0] -= kept.full - (kept.weight_only if action.kind == BACKWARD_INPUT else 0.0)
+        now[1] -= kept.boundary
+        now[2] -= kept.head
+    elif action.kind == BACKWARD_WEIGHT:
+        now[0] -= kept.weight_only
+
+
+def _declared_peak(program: Program, rank: int, kept: Mapping[int, Kept]) -> tuple[float, float, float]:
+    peak = program.peak_activations[rank]
+    heaviest = max(kept.values(), key=lambda k: k.total)
+    late = max(k.weight_only for k in kept.values())
+    heads = max(k.head for k in kept.values())
+    return (
+        peak.full * heaviest.full + peak.weight_only * late,
+        peak.full * heaviest.boundary,
+        max(heads, peak.full / max(1, len(kept)) * heads),
+    )

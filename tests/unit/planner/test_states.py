@@ -1,0 +1,163 @@
+"""Predicted bytes of states equal what the real buffers and the real optimizer allocate, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megalite.comm.mesh import Axis
+from megalite.config import Config
+from megalite.config.cli import parse
+from megalite.gradient import WeightGradQueue
+from megalite.models import build_stack, layer_specs
+from megalite.nn.context import LayerContext
+from megalite.optim import OPTIMIZERS
+from megalite.parallel.zero import ParameterBuffers
+from megalite.parallel.zero.layout import Entry, plan_buckets
+from megalite.parallel.zero.options import default_bucket_size
+from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.planner.states import stage_parameters, state_bytes
+from megalite.training.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
+
+BASE = (
+    "--num-layers 4 --hidden-size 40 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 301 --make-vocab-size-divisible-by 8"
+).split()
+
+
+def _config(text: str, world_size: int = 1) -> Config:
+    return parse([*BASE, *text.split()], world_size=world_size)
+
+
+def _modules(config: Config, items: range, device: str, versions: int = 1) -> list[nn.Module]:
+    tp = config.parallel.tensor_model_parallel_size
+    axis = Axis("tp", tp, 0, tuple(range(tp)), None)
+    modules = []
+    for _ in range(versions):
+        context = LayerContext(
+            tp=axis,
+            sequence_parallel=config.parallel.sequence_parallel,
+            dtype=parameter_dtype(config),
+            device=torch.device(device),
+            seed=1,
+            weight_grads=WeightGradQueue(),
+            autograd_only=False,
+        )
+        modules.append(build_stack(config.model, [layer_specs(config.model)[i] for i in items], context))
+    return modules
+
+
+@pytest.mark.parametrize("items", [range(0, 6), range(0, 2), range(2, 4), range(3, 6)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--fp64",
+        "--bf16 --grad-reduce-in-bf16",
+        "--model-type llama --num-query-groups 2 --bf16 --qk-layernorm",
+        "--zero-stage 1 --bf16",
+        "--zero-stage 2 --bf16",
+        "--zero-stage 3",
+        "--optimizer sgd --sgd-momentum 0",
+        "--optimizer sgd",
+        "--optimizer lion --exp-avg-dtype bf16",
+        "--optimizer muon --bf16",
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --ddp-bucket-size 10000",
+    ],
+)
+def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> None:
+    config = _config(flags)
+    [module] = _modules(config, items, "cpu")
+    single = Axis.single
+    buffers = ParameterBuffers(
+        [module.logical_parameters()],
+        dp_shard=single("dp"),
+        dp_replicate=single("dp_replicate"),
+        tp=single("tp"),
+        options=zero_options(config),
+        tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
+        whole=OPTIMIZERS[config.optimizer.optimizer].whole,
+    )
+    fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    optimizer = ShardedOptimizer(
+        [buffers],
+        make_optimizer=optimizer_factory(config, single("tp")),
+        model_axis=single("model"),
+        offload_fraction=fraction,
+    )
+    held = buffers.memory() | optimizer.memory()
+    stages = 1 if len(items) == 6 else 3
+    found = state_bytes(config, 1, items, num_stages=stages, versions=1, num_gradients=1, on_cpu=True)
+    assert found.weights == held["weights"]
+    assert found.gradients == held["gradients"]
+    assert found.master == _masters(optimizer, config)
+    assert found.moments == held["state"]
+    assert found.host == held["offloaded"]
+
+
+def _masters(optimizer: ShardedOptimizer, config: Config) -> int:
+    """Bytes of the storages that hold masters and nothing else."""
+    weights = {s.bucket.weights[0].shard.untyped_storage().data_ptr() for s in optimizer.segments}
+    storages = [s.master.untyped_storage() for s in optimizer.segments if not s.offloaded]
+    return sum({st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in weights}.values())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("items", [range(0, 6), range(0, 3), range(3, 6)])
+@pytest.mark.parametrize(
+    ("flags", "tp", "dp"), [("--bf16", 2, 4), ("--model-type llama --bf16 --num-query-groups 2", 2, 3)]
+)
+def test_a_meta_instantiation_of_a_large_layout_gives_the_same_bytes(
+    flags: str, tp: int, dp: int, items: range, zero: int
+) -> None:
+    config = _config(f"{flags} --tensor-model-parallel-size {tp} --zero-stage {zero}", world_size=tp * dp)
+    [module] = _modules(config, items, "meta")
+    named: list[tuple[str, Any]] = module.logical_parameters()
+    assert {n: p.numel() for n, p in named} == {p.name: p.numel for p in stage_parameters(config, items, 2)}
+    tied = (
+        frozenset({WORD_EMBEDDINGS})
+        if len(items) < 6 and not config.model.untie_embeddings_and_output_weights
+        else frozenset()
+    )
+    options = zero_options(config)
+    plans = plan_buckets(
+        [Entry(i, n, tuple(p.shape), p.placement) for i, (n, p) in enumerate(named)],
+        shards=dp if zero else 1,
+        bucket_size=options.bucket_size or default_bucket_size(dp, torch.device("cpu"), overlap=True),
+        tied=tied,
+        by_layer=zero >= 2,
+    )
+    total = sum(plan.stop - plan.start for plan in plans)
+    streamed = sum(plan.stop - plan.start for plan in plans if not plan.tied)
+    stages = 1 if len(items) == 6 else 2
+    found = state_bytes(config, tp * dp, items, num_stages=stages, versions=1, num_gradients=1, on_cpu=True)
+    owned = total // dp if zero else total
+    assert found.weights == 2 * (total // dp if zero == 3 else total)
+    assert found.gradients == 4 * (total if zero < 2 else streamed // dp + total - streamed)
+    assert (found.master, found.moments) == (4 * owned, 8 * owned)
+
+
+def test_two_versions_and_two_gradients() -> None:
+    """2BW: one more compute copy, and a master of its own even where the weights are fp32."""
+    one = state_bytes(_config(""), 1, range(6), num_stages=1, versions=1, num_gradients=1, on_cpu=True)
+    two = state_bytes(_config(""), 1, range(6), num_stages=1, versions=2, num_gradients=2, on_cpu=True)
+    assert two.weights == 2 * one.weights
+    assert two.gradients == 2 * one.gradients
+    assert (one.master, two.master) == (0, one.weights)
+
+
+@pytest.mark.parametrize(
+    ("zero", "half", "full"),
+    [(0, 18, 16), (1, 6 + 12 / 4, 8 + 8 / 4), (2, 2 + 16 / 4, 4 + 12 / 4), (3, 18 / 4, 16 / 4)],
+)
+def test_bytes_per_parameter_over_four_shards_are_those_of_the_zero_paper(zero: int, half: float, full: float) -> None:
+    for flags, expected in (("--bf16", half), ("", full)):
+        config = _config(f"{flags} --hidden-size 512 --zero-stage {zero}", world_size=4)
+        parameters = sum(p.numel for p in stage_parameters(config, range(6), 1))
+        found = state_bytes(config, 4, range(6), num_stages=1, versions=1, num_gradients=1, on_cpu=True)
+        assert found.held == pytest.approx(expected * parameters, rel=1e-3)
