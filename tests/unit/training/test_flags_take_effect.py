@@ -198,8 +198,8 @@ def reference(shared: str, make_folder: Any) -> dict[str, Any]:
         for number, row in enumerate(ROWS)
     ],
 )
-def test_flag_changes_the_run(shared: str, flags: str, folder_of: Any) -> None:
-    logging.getLogger("megalite").setLevel(logging.ERROR)
+def test_flag_changes_the_run(shared: str, flags: str, folder_of: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, logger="megalite")  # put back afterwards
     assert observe(f"{shared} {flags}", folder_of()) != reference(shared, folder_of)
 
 
