@@ -60,10 +60,17 @@ class Attention(nn.Module):
         if self.rotary is not None:
             rotation = self.rotary(batch.positions, q.dtype)
             q, k = rotate(q, rotation), rotate(k, rotation)
+        untouched = self.rotary is None and self.q_norm is None
         k, v = k.squeeze(3), v.squeeze(3)
         if cache is not None:
             k, v = cache.append(k, v)
         context = self.core(
-            q, k, v, document_ids=batch.document_ids, sample_ids=batch.sample_ids, training=self.training
+            q,
+            k,
+            v,
+            packed=qkv if untouched and cache is None else None,
+            document_ids=batch.document_ids,
+            sample_ids=batch.sample_ids,
+            training=self.training,
         )
         return self.proj(context)

@@ -30,6 +30,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
+        if x.dtype == weight.dtype:
+            if bias is None:
+                return F.rms_norm(x, (self.size,), weight, self.epsilon)
+            return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
         if bias is None:
             return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.epsilon).to(weight.dtype)
         return F.layer_norm(x, (self.size,), weight.to(x.dtype), bias.to(x.dtype), self.epsilon).to(weight.dtype)

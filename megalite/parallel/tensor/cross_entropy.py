@@ -42,10 +42,10 @@ class VocabShard:
 
 @dataclass
 class _Chunk:
-    """Of one chunk of n tokens: softmax over the rank's own rows, what turns it into the global one, and the losses."""
+    """Of one chunk of n tokens: log-softmax over the rank's own rows, what turns it into the global one, the losses."""
 
-    probabilities: Tensor  # [n, valid], of the rank's own rows
-    scale: Tensor  # [n, 1]: local softmax -> global softmax
+    log_probabilities: Tensor  # [n, valid], of the rank's own rows
+    scale: Tensor | None  # [n], local softmax -> global softmax; None: the same
     losses: Tensor  # [n]
 
 
@@ -115,7 +115,9 @@ class _FusedCrossEntropy(Function):
         x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
         weights = loss_mask.to(wide(x.dtype))
         dx = torch.empty_like(x) if needs_x else None
-        dweight = torch.zeros_like(weight, dtype=wide(x.dtype)) if needs_weight else None
+        dweight = torch.empty_like(weight, dtype=wide(x.dtype)) if needs_weight else None
+        if dweight is not None:
+            dweight[shard.valid :].zero_()
         total = weights.new_zeros(())
         step = chunk_length(x, shard.valid)
         for begin in range(0, len(x), step):
@@ -128,7 +130,7 @@ class _FusedCrossEntropy(Function):
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
-                _accumulate(dweight[: shard.valid], dlogits.t(), x[part])
+                _accumulate(dweight[: shard.valid], dlogits.t(), x[part], first=begin == 0)
         ctx.save_for_backward(None if dx is None else dx.to(narrow), dweight)
         return total
 
@@ -157,40 +159,47 @@ class _FusedCrossEntropy(Function):
 def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> _Chunk:
     """`[n, h]` tokens against this rank's true rows `[valid, h]`."""
     logits = torch.mm(x, rows.t()).to(wide(x.dtype))
-    local = labels - shard.start
-    own = (local >= 0) & (local < shard.valid)
-    if shard.valid:
-        top = logits.amax(-1)
-        probabilities = torch.softmax(logits, -1)
-        # the largest probability is 1 / S_r, so the sum of exponentials needs no pass of its own
-        logsum = top - probabilities.amax(-1).log()
-        picked = logits.gather(1, local.clamp(0, shard.valid - 1)[:, None])[:, 0]
-    else:
-        probabilities = logits
-        logsum = logits.new_full((len(x),), float("-inf"))
-        picked = torch.zeros_like(logsum)
-    picked = picked.masked_fill(~own, 0.0)
     if shard.axis.size == 1:
-        return _Chunk(probabilities, torch.ones_like(logsum)[:, None], logsum - picked)
+        local = torch.log_softmax(logits, -1)
+        return _Chunk(local, None, -local.gather(1, labels[:, None])[:, 0])
+    if shard.valid:
+        column, own = _own_labels(labels, shard)
+        local = torch.log_softmax(logits, -1)
+        picked = logits.gather(1, column[:, None])[:, 0]
+        logsum = picked - local.gather(1, column[:, None])[:, 0]  # any column tells the sum over the rank's rows
+        picked = picked * own
+    else:
+        local, picked = logits, logits.new_zeros(len(x))
+        logsum = torch.full_like(picked, float("-inf"))
     everyone = collectives.all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
     total = torch.logsumexp(everyone[:, 0], 0)
-    return _Chunk(probabilities, (logsum - total).exp()[:, None], total - everyone[:, 1].sum(0))
+    return _Chunk(local, (logsum - total).exp(), total - everyone[:, 1].sum(0))
+
+
+def _own_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """(a column of this rank's rows, whether it is the label's): labels of other ranks are mapped anywhere."""
+    column = labels - shard.start
+    return column.clamp(0, shard.valid - 1), (column >= 0) & (column < shard.valid)
 
 
 def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: VocabShard) -> Tensor:
-    """weights * (softmax - onehot) over this rank's rows, `[n, valid]`; overwrites the chunk's probabilities."""
-    gradient = chunk.probabilities.mul_(chunk.scale * weights[:, None])
-    if not shard.valid:
-        return gradient
-    local = labels - shard.start
-    own = (local >= 0) & (local < shard.valid)
-    gradient.scatter_add_(1, local.clamp(0, shard.valid - 1)[:, None], -(weights * own)[:, None])
+    """weights * (softmax - onehot) over this rank's rows, `[n, valid]`; overwrites the chunk's log-probabilities."""
+    scale = weights if chunk.scale is None else chunk.scale * weights
+    gradient = chunk.log_probabilities.exp_().mul_(scale[:, None])
+    if shard.axis.size == 1:
+        return gradient.scatter_add_(1, labels[:, None], -weights[:, None])
+    if shard.valid:
+        column, own = _own_labels(labels, shard)
+        gradient.scatter_add_(1, column[:, None], -(weights * own)[:, None])
     return gradient
 
 
-def _accumulate(target: Tensor, a: Tensor, b: Tensor) -> None:
-    """target += a @ b, in the target's dtype where the backend can."""
-    if a.dtype == target.dtype:
-        target.addmm_(a, b)
+def _accumulate(target: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """target += a @ b (= for the first), in the target's dtype where the backend can."""
+    if a.dtype != target.dtype:
+        product = torch.mm(a, b)
+        target.copy_(product) if first else target.add_(product)
+    elif first:
+        torch.mm(a, b, out=target)
     else:
-        target.add_(torch.mm(a, b))
+        target.addmm_(a, b)

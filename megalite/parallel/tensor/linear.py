@@ -184,13 +184,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     """x weight^T + bias, `[..., in]` -> `[..., out]` (a stacked weight's parts one after the other), multiplied in
     `dtype`.
     """
-    bias = None if bias is None else bias.flatten().to(dtype)
-    return F.linear(x.to(dtype), weight.flatten(0, -2).to(dtype), bias).to(x.dtype)
+    if weight.dim() > 2:
+        weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if x.dtype == dtype:
+        return F.linear(x, weight, bias)
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
 
 
 def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """dy weight, `[..., out]` -> `[..., in]`, multiplied in `dtype`."""
-    return torch.matmul(dy.to(dtype), weight.flatten(0, -2).to(dtype)).to(dy.dtype)
+    if weight.dim() > 2:
+        weight = weight.flatten(0, -2)
+    if dy.dtype == dtype:
+        return torch.matmul(dy, weight)
+    return torch.matmul(dy.to(dtype), weight.to(dtype)).to(dy.dtype)
 
 
 def weight_gradients(
@@ -216,5 +223,7 @@ def bias_gradient(sink: GradSink | None, queue: WeightGradQueue, dy: Tensor, bia
     """The sum of dy over all tokens, into the sink or returned."""
     if sink is None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
-    queue.put(lambda: sink.add(dy.flatten(0, -2).sum(0, dtype=sink.grad.dtype).view(bias.shape)))
+    queue.put(
+        lambda: sink.add(dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).view(bias.shape))
+    )
     return None

@@ -15,6 +15,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.attention_blocked import blocked_attention
 from megalite.nn.attention_core import AttentionCore, fused_attention
 from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
@@ -75,11 +76,29 @@ def test_both_ways_of_attention_are_the_textbook(s: int, length: int, r: int, do
     expected = textbook_attention(*inputs, ids)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, inputs, dy)
-    core = AttentionCore()
-    for actual in (fused_attention(*inputs, ids), core._plain(*inputs, ids, None, 0.0)):
+    ways = [fused_attention(*inputs, ids), AttentionCore()._plain(*inputs, ids, None, 0.0)]
+    if ids is None and s == length:
+        q, k, v = inputs
+        ways.append(blocked_attention(torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3)))
+    for actual in ways:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
         for a, e in zip(torch.autograd.grad(actual, inputs, dy), gradients, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("r", [1, 2])
+@pytest.mark.parametrize("s", [64, 100, 640])
+def test_blocks_of_queries(s: int, r: int) -> None:
+    """One block, a shorter last one, and long blocks."""
+    inputs = qkv(s, s, r)
+    q, k, v = inputs
+    packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3)
+    expected, actual = fused_attention(q, k, v, None), blocked_attention(packed)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+    dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pairs = zip(torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True)
+    for a, e in pairs:
+        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
 
 
 def test_softmax_in_fp32_is_closer_to_the_truth() -> None:

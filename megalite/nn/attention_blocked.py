@@ -1,0 +1,103 @@
+"""Causal attention for CPUs and sequences of up to about a thousand tokens: matrix products over blocks of queries.
+
+A block of queries is multiplied with the keys up to its own end only, so half of the square is never touched, and
+each block's scores stay in the cache between the products and the softmax. Queries, keys and values are read where
+the projection left them and their gradients are written where its backward wants them: nothing is split, copied or
+put together.
+
+    queries 0 .. B      x keys 0 .. B         [#.......]
+    queries B .. 2B     x keys 0 .. 2B        [###.....]      B tokens a block; only the last B columns need the mask
+    ...                                       [#####...]
+
+The softmax's weights are kept for backward, half of s x s for each head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+SHORT_BLOCK, LONG_BLOCK, LONG_FROM = 64, 128, 512
+
+
+def blocked_attention(qkv: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, causal: `[s, b, g, r + 2, d]` (r query heads, a key, a value) -> `[s, b, g * r *
+    d]`.
+    """
+    return _BlockedAttention.apply(qkv)
+
+
+class _BlockedAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        s, b, g, parts, d = qkv.shape
+        q, k, v = _heads(qkv)
+        r = parts - 2
+        context = torch.empty_like(q)
+        weights = []
+        for begin, end in _blocks(s):
+            rows = slice(begin * r, end * r)
+            scores = torch.bmm(q[:, rows] * d**-0.5, k[:, :end].transpose(1, 2))
+            scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
+            weights.append(torch.softmax(scores, -1))
+            torch.bmm(weights[-1], v[:, :end], out=context[:, rows])
+        ctx.save_for_backward(qkv, context, *weights)
+        return _to_tokens(context, s, r).reshape(s, b, g * r * d)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        qkv, context, *weights = ctx.saved_tensors
+        s, b, g, parts, d = qkv.shape
+        r, scale = parts - 2, d**-0.5
+        q, k, v = _heads(qkv)
+        dcontext = _by_head(dy.reshape(s, b * g, r, d))
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        inner = (dcontext * context).sum(-1, keepdim=True)
+        # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
+        for (begin, end), part in zip(reversed(_blocks(s)), reversed(weights), strict=True):
+            rows, sums = slice(begin * r, end * r), 0 if end == s else 1
+            torch.baddbmm(dv[:, :end], part.transpose(1, 2), dcontext[:, rows], beta=sums, out=dv[:, :end])
+            dscores = torch.bmm(dcontext[:, rows], v[:, :end].transpose(1, 2))
+            dscores.sub_(inner[:, rows]).mul_(part)
+            torch.baddbmm(dq[:, rows], dscores, k[:, :end], beta=0, alpha=scale, out=dq[:, rows])
+            torch.baddbmm(dk[:, :end], dscores.transpose(1, 2), q[:, rows], beta=sums, alpha=scale, out=dk[:, :end])
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+        whole = dqkv.view(s, b * g, parts, d)
+        whole[:, :, :r] = _to_tokens(dq, s, r)
+        whole[:, :, r] = dk.transpose(0, 1)
+        whole[:, :, r + 1] = dv.transpose(0, 1)
+        return dqkv
+
+
+def _blocks(s: int) -> list[tuple[int, int]]:
+    size = SHORT_BLOCK if s < LONG_FROM else LONG_BLOCK
+    return [(begin, min(begin + size, s)) for begin in range(0, s, size)]
+
+
+def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q `[b * g, s * r, d]`; k, v `[b * g, s, d]`: views (q a copy where r > 1)."""
+    s, b, g, parts, d = qkv.shape
+    packed = qkv.reshape(s, b * g, parts, d)
+    return _by_head(packed[:, :, : parts - 2]), packed[:, :, -2].transpose(0, 1), packed[:, :, -1].transpose(0, 1)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """`[s, n, r, d]` -> `[n, s * r, d]`, the r heads of a token beside each other."""
+    s, n, r, d = x.shape
+    return x[:, :, 0].transpose(0, 1) if r == 1 else x.permute(1, 0, 2, 3).reshape(n, s * r, d)
+
+
+def _to_tokens(x: Tensor, s: int, r: int) -> Tensor:
+    """`[n, s * r, d]` -> `[s, n, r, d]` (a view)."""
+    return x.view(x.shape[0], s, r, x.shape[2]).permute(1, 0, 2, 3)
+
+
+def _hidden(rows: int, r: int, like: Tensor) -> Tensor:
+    """-inf where a query of the block may not look, `[rows * r, rows]`."""
+    mask = torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+    return mask if r == 1 else mask.repeat_interleave(r, 0)
