@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megalite.optim.rule import UpdateRule
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(UpdateRule):
     """Lion (Chen et al., arXiv 2302.06675): `p -= lr * (sign(beta1 m + (1 - beta1) g) + weight_decay p)`.
 
     Every element moves by `lr`, so the paper takes a learning rate 3 to 10 times below AdamW's and a weight decay as
@@ -16,12 +17,11 @@ class Lion(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], exp_avg_dtype: torch.dtype) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas})
+        super().__init__(groups, {"betas": betas})
         self.exp_avg_dtype = exp_avg_dtype
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:

@@ -12,7 +12,6 @@ AdamW's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,12 +20,13 @@ from torch import Tensor
 from megalite.comm.collectives import all_gather
 from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
-from megalite.optim.adamw import adamw_piece
+from megalite.optim.adamw import adamw_update
+from megalite.optim.rule import UpdateRule
 
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(UpdateRule):
     """Muon for groups with `whole`, AdamW for the others.
 
     Args:
@@ -51,31 +51,34 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": betas, "eps": eps})
+        super().__init__(groups, {"betas": betas, "eps": eps})
         self.tp = tp
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.scale_mode, self.extra_scale = scale_mode, extra_scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
+    def step(self) -> None:
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device))
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
                 if group["whole"]:
                     self._update_matrix(p, state, group, group["placements"][i])
+                    state["step"] += 1
                 else:
                     for name in ("exp_avg", "exp_avg_sq"):
-                        state.setdefault(name, torch.zeros_like(p))
-                    adamw_piece(p.view(-1), p.grad.view(-1), state, slice(0, p.numel()), group)
-                state["step"] += 1
+                        if name not in state:
+                            state[name] = torch.zeros_like(p)
+                    adamw_update(p, state, group)
 
     def _update_matrix(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any], placement: Placement) -> None:
         assert p.grad is not None
-        buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        buffer = state["momentum_buffer"]
         buffer.mul_(self.momentum).add_(p.grad)
         update = p.grad + self.momentum * buffer if self.nesterov else buffer
         whole, dim = gather_matrix(update, placement, self.tp)

@@ -15,11 +15,14 @@ import torch
 
 from megalite.comm.mesh import Axis
 from megalite.errors import ConfigError
-from megalite.optim.adamw import MixedAdamW
+from megalite.optim.adamw import AdamW
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon, ScaleMode, needs_whole_tensor
+from megalite.optim.rule import UpdateRule
+from megalite.optim.sgd import SGD
 
 ParamGroup = dict[str, Any]
+Rule = UpdateRule | torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
@@ -47,31 +50,33 @@ class Hyperparameters:
 class Optimizer:
     """A row of the table. whole: parameters that must lie in one shard (None: any slice will do)."""
 
-    build: Callable[[list[ParamGroup], Hyperparameters], torch.optim.Optimizer]
+    build: Callable[[list[ParamGroup], Hyperparameters], Rule]
     whole: Callable[[str, torch.Tensor], bool] | None = None
 
-    def __call__(self, groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+    def __call__(self, groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
         return self.build(groups, settings)
 
 
-def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), one fused kernel."""
-    betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
-    dtypes = settings.exp_avg_dtype, settings.exp_avg_sq_dtype
+def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+    """AdamW, torch's fused kernel, or apex's."""
     if settings.optimizer_impl == "apex":
         return apex_adamw(groups, settings)
-    if dtypes != (torch.float32, torch.float32):
-        return MixedAdamW(groups, betas=betas, eps=eps, exp_avg_dtype=dtypes[0], exp_avg_sq_dtype=dtypes[1])
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, weight_decay=0.0, fused=True)
+    return AdamW(
+        groups,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        exp_avg_dtype=settings.exp_avg_dtype,
+        exp_avg_sq_dtype=settings.exp_avg_sq_dtype,
+    )
 
 
-def apex_adamw(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+def apex_adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     """NVIDIA apex's FusedAdam. Raises ConfigError where the real apex (with its CUDA extension) is not installed."""
     try:
         from apex.optimizers import FusedAdam
 
         betas = (settings.adam_beta1, settings.adam_beta2)
-        built: torch.optim.Optimizer = FusedAdam(groups, lr=0.0, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+        built: Rule = FusedAdam(groups, lr=0.0, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"--optimizer-impl=apex: NVIDIA apex with its CUDA extension is not usable here ({error}); "
@@ -80,17 +85,17 @@ def apex_adamw(groups: list[ParamGroup], settings: Hyperparameters) -> torch.opt
     return built
 
 
-def sgd(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+def sgd(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     """SGD with momentum; weight decay is added to the gradient, as is usual for it."""
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.sgd_momentum, weight_decay=0.0)
+    return SGD(groups, momentum=settings.sgd_momentum)
 
 
-def lion(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+def lion(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     """Lion: one moment, sign updates."""
     return Lion(groups, betas=(settings.lion_beta1, settings.lion_beta2), exp_avg_dtype=settings.exp_avg_dtype)
 
 
-def muon(groups: list[ParamGroup], settings: Hyperparameters) -> torch.optim.Optimizer:
+def muon(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     """Muon for the blocks' matrices, AdamW for the rest."""
     return Muon(
         groups,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,11 +22,10 @@ from megalite.nn.context import LayerContext
 from megalite.nn.stack import LayerStack
 from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
 from megalite.optim import Hyperparameters as OptimizerSettings
-from megalite.optim.optimizers import ParamGroup
 from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
-from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero import MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.schedule import Program, insert_unshard, load_program, lower, partition, validate
 from megalite.schedule import build as build_schedule
 from megalite.schedule.placement import Placement
@@ -214,7 +212,7 @@ def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> T
     return TensorSpec(shape, dtype, device)
 
 
-def optimizer_factory(config: Config, tp: Axis) -> Callable[[list[ParamGroup]], torch.optim.Optimizer]:
+def optimizer_factory(config: Config, tp: Axis) -> MakeOptimizer:
     """Parameter groups -> the update rule of `--optimizer` with its settings. tp: where matrices are cut (Muon)."""
     settings = config.optimizer
     names = {f.name for f in dataclasses.fields(OptimizerSettings)} & {f.name for f in dataclasses.fields(settings)}

@@ -24,7 +24,7 @@ equals plain torch training in fp64, stage 1 equals stage 0 bit for bit at dp=2)
 
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.options import ZeroOptions
-from megalite.parallel.zero.parts import ParamGroup
+from megalite.parallel.zero.parts import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["ParamGroup", "ParameterBuffers", "ShardedOptimizer", "ZeroOptions"]
+__all__ = ["MakeOptimizer", "ParamGroup", "ParameterBuffers", "ShardedOptimizer", "ZeroOptions"]

@@ -10,8 +10,8 @@ Copies to the host run on a stream of their own: behind the device's update, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,20 @@ ParamGroup = dict[str, Any]
 tensors have their parameter's shape and must be updated as matrices) and, for whole groups, `placements` (their places
 in the logical tensors)."""
 
-MakeOptimizer = Callable[[list[ParamGroup]], torch.optim.Optimizer]
+
+class UpdateRule(Protocol):
+    """What a step needs of an optimizer; `torch.optim.Optimizer` has it."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]: ...
+
+    def step(self) -> Any: ...
+
+
+MakeOptimizer = Callable[[list[ParamGroup]], Any]
+"""Builds an `UpdateRule` (or a `torch.optim.Optimizer`) over parameter groups."""
 
 
 class DevicePart:
@@ -31,7 +44,7 @@ class DevicePart:
 
     def __init__(self, segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> None:
         self.segments = segments
-        self.optimizer = make_optimizer(make_groups(segments))
+        self.optimizer: UpdateRule = make_optimizer(make_groups(segments))
 
     def fetch(self) -> None:
         """Nothing to fetch."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class RemainderMaster:
-    """The masters of one bucket's owned slice. values: fp32; has memory between `join` (or the start) and `split` only."""
+    """The masters of one bucket's owned slice. values: fp32; has memory between `join` (or the start) and `split`
+    only."""
 
     def __init__(self, weights: Tensor) -> None:
         assert weights.dtype == torch.bfloat16, "only a bf16 weight is the upper half of an fp32 number"

@@ -9,7 +9,7 @@ elementwise works at any stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megalite.comm.collectives import all_reduce_
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.parts import ParamGroup, make_parts
+from megalite.parallel.zero.parts import MakeOptimizer, make_parts
 from megalite.parallel.zero.segments import Segment, cut_segments
 
 
@@ -39,7 +39,7 @@ class ShardedOptimizer:
         self,
         buffers: Sequence[ParameterBuffers],
         *,
-        make_optimizer: Callable[[list[ParamGroup]], torch.optim.Optimizer],
+        make_optimizer: MakeOptimizer,
         model_axis: Axis,
         offload_fraction: float = 0.0,
         store_param_remainders: bool = False,
