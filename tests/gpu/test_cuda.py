@@ -10,6 +10,7 @@ import pytest
 import torch
 from equivalence.layouts import TINY, assert_close, saved_tensors
 from equivalence.oracle import reference
+
 from megalite.training.observers import read_metrics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
