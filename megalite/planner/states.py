@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.config.arithmetic import parameter_shapes
+from megalite.config.arithmetic import layer_shapes, parameter_shapes
+from megalite.config.model import ModelConfig
 
 __all__ = ["Precision", "StateBytes", "StageParameter", "default_bucket_size", "stage_parameters", "state_bytes"]
 
@@ -76,7 +77,7 @@ def stage_parameters(config: Config, items: range, num_stages: int) -> list[Stag
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     layers = model.num_layers
     tied_head = not model.untie_embeddings_and_output_weights and layers + 1 in items
-    shapes = parameter_shapes(model)
+    shapes = _shapes(model, items)
     names = [name for name in shapes if _item_of(name, layers) in items]
     if tied_head and 0 not in items:
         names.append(WORD_EMBEDDINGS)
@@ -145,6 +146,16 @@ class _Bucket(NamedTuple):
     tied: bool
     whole: bool
     states: int  # elements that carry optimizer state, on the owner with the most of them
+
+
+def _shapes(model: ModelConfig, items: range) -> dict[str, tuple[int, ...]]:
+    """Of the layers `items`, and of both ends, in the order of the model."""
+    ends = parameter_shapes(replace(model, num_layers=0))
+    shapes = {name: shape for name, shape in ends.items() if name.startswith("embedding")}
+    for item in items:
+        if 0 < item <= model.num_layers:
+            shapes |= layer_shapes(model, item - 1)
+    return shapes | {name: shape for name, shape in ends.items() if name.startswith("head")}
 
 
 def _item_of(name: str, layers: int) -> int:

@@ -1,0 +1,69 @@
+"""Time of collectives: alpha-beta over the topology.
+
+A group of n ranks with stride k (tensor 1, data t, pipeline t*d: the order of ranks) has g = min(n, node/k) members in
+a node. Inside a node a ring runs at the link of a device; over nodes it may use the network of its g members there, and
+the other groups of the node use theirs: nobody shares. A ring pays its latency n times, a tree log2(nodes) times; the
+faster one counts, as the libraries choose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megalite.planner.hardware import Hardware
+
+__all__ = ["Group"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks, neighbours `stride` apart in the order of ranks."""
+
+    hardware: Hardware
+    size: int
+    stride: int = 1
+
+    @property
+    def per_node(self) -> int:
+        """Members in one node."""
+        return max(1, min(self.size, self.hardware.devices_per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.per_node)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a ring."""
+        inside, between = self.hardware.intra_node.bandwidth, self.hardware.inter_node.bandwidth
+        return inside if self.nodes == 1 else min(inside, self.per_node * between)
+
+    def _ring_latency(self) -> float:
+        inside, between = self.hardware.intra_node.latency, self.hardware.inter_node.latency
+        return (self.size - self.nodes) * inside + (self.nodes if self.nodes > 1 else 0) * between
+
+    def _tree_latency(self) -> float:
+        inside, between = self.hardware.intra_node.latency, self.hardware.inter_node.latency
+        return (self.per_node - 1) * inside + math.ceil(math.log2(max(1, self.nodes))) * between
+
+    def gather(self, nbytes: float) -> float:
+        """Seconds of an all-gather or a reduce-scatter whose whole tensor has `nbytes`."""
+        if self.size == 1 or nbytes == 0:
+            return 0.0
+        return self._ring_latency() + nbytes * (self.size - 1) / self.size / self.bandwidth
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Seconds of an all-reduce of `nbytes`."""
+        if self.size == 1 or nbytes == 0:
+            return 0.0
+        ring = 2 * self._ring_latency() + 2 * nbytes * (self.size - 1) / self.size / self.bandwidth
+        tree = 2 * self._tree_latency() + 2 * nbytes / self.bandwidth
+        return min(ring, tree)
+
+    def send(self, nbytes: float) -> float:
+        """Seconds of a message to the next member; the slowest of the hops counts."""
+        if self.size == 1:
+            return 0.0
+        link = self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node
+        return link.latency + nbytes / link.bandwidth

@@ -1,0 +1,151 @@
+"""Hardware as data: `hardware/NAME.yaml` beside this file, or a file of the user's own.
+
+Rates are what data sheets say; the efficiencies beside them are what well-written programs reach of them (measured runs
+published by others, or `tools/profile_layers.py`). Bandwidths are bytes per second of one device in one direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite.errors import ConfigError
+
+__all__ = ["Hardware", "Link", "available", "load_hardware", "parse_hardware"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """bandwidth: bytes per second of one device in one direction. latency: seconds of one message."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of node.
+
+    matrix_flops: precision -> dense FLOP/s. matrix_efficiency: part of it that large products reach;
+    matrix_half_size: the smallest extent of a product at which half of that is left. attention_efficiency: the same
+    for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead: seconds of
+    starting one kernel that nothing hides; action_overhead: of one forward or backward of a stage, beside its kernels.
+    reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
+    hide behind computation. power: watts of one device with its share of the node.
+    """
+
+    name: str
+    kind: str
+    devices_per_node: int
+    memory_bytes: float
+    reserved_bytes: float
+    matrix_flops: Mapping[str, float]
+    matrix_efficiency: float
+    matrix_half_size: float
+    attention_efficiency: float
+    memory_bandwidth: float
+    memory_efficiency: float
+    kernel_overhead: float
+    action_overhead: float
+    intra_node: Link
+    inter_node: Link
+    overlap: float
+    power: float
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def usable_bytes(self) -> float:
+        """Device memory for tensors."""
+        return self.memory_bytes - self.reserved_bytes
+
+
+def _folder() -> Path:
+    return Path(__file__).parent / "hardware"
+
+
+def available() -> list[str]:
+    """Names that `load_hardware` knows."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
+
+
+def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> Hardware:
+    """A description by name (`h100`) or from a file.
+
+    Raises:
+        ConfigError: no such name or file, or a broken one.
+    """
+    path = Path(name_or_file)
+    if not path.suffix:
+        path = _folder() / f"{name_or_file.lower()}.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"--hardware={name_or_file}: no such hardware; one of {', '.join(available())}, or a YAML file like theirs"
+        )
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hardware={name_or_file}: not a YAML file ({str(error).splitlines()[0]})") from error
+    hardware = parse_hardware(data, name_or_file)
+    if devices_per_node is None:
+        return hardware
+    values = {field.name: getattr(hardware, field.name) for field in fields(Hardware)}
+    return Hardware(**values | {"devices_per_node": devices_per_node})
+
+
+def parse_hardware(data: Any, where: str) -> Hardware:
+    """Build a description from a file's content. Raises ConfigError with every problem."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"--hardware={where}: expected a mapping of names to numbers")
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for field in fields(Hardware):
+        raw = data.get(field.name)
+        if field.name in ("name", "kind"):
+            values[field.name] = str(raw)
+        elif field.name in ("intra_node", "inter_node"):
+            values[field.name] = _link(raw, field.name, problems)
+        elif field.name == "matrix_flops":
+            values[field.name] = _rates(raw, problems)
+        else:
+            values[field.name] = _number(raw, field.name, problems)
+    known = {field.name for field in fields(Hardware)} | {"source"}
+    problems += [f"{name}: unknown" for name in data if name not in known]
+    if values["kind"] not in ("cuda", "cpu"):
+        problems.append(f"kind: {values['kind']}; cuda (any GPU) or cpu")
+    if problems:
+        raise ConfigError([f"--hardware={where}: {problem}" for problem in problems])
+    values["devices_per_node"] = int(values["devices_per_node"])
+    return Hardware(**values)
+
+
+def _number(raw: Any, name: str, problems: list[str]) -> float:
+    try:
+        number = float(raw)
+    except (TypeError, ValueError):
+        problems.append(f"{name}: expected a number, got {raw!r}")
+        return 1.0
+    if number < 0 or (number == 0 and name in ("devices_per_node", "memory_bandwidth", "memory_bytes", "bandwidth")):
+        problems.append(f"{name}: {raw} is too small")
+    return number
+
+
+def _link(raw: Any, name: str, problems: list[str]) -> Link:
+    if not isinstance(raw, dict) or set(raw) != {"bandwidth", "latency"}:
+        problems.append(f"{name}: expected bandwidth (bytes/s) and latency (s)")
+        return Link(1.0, 0.0)
+    return Link(_number(raw["bandwidth"], "bandwidth", problems), _number(raw["latency"], "latency", problems))
+
+
+def _rates(raw: Any, problems: list[str]) -> dict[str, float]:
+    names = ("bf16", "fp16", "fp32", "fp64")
+    if not isinstance(raw, dict) or set(raw) != set(names):
+        problems.append(f"matrix_flops: expected FLOP/s of {', '.join(names)}")
+        return dict.fromkeys(names, 1.0)
+    return {name: _number(raw[name], f"matrix_flops.{name}", problems) for name in names}

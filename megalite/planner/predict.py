@@ -1,0 +1,307 @@
+"""A step of a layout, before it runs: the simulator for the pipeline, messages and the optimizer step around it.
+
+warm-up, steady state, drain          simulate(program, seconds per stage and action)
++ what data parallelism cannot hide   reduction behind the last backward, gathers behind the next forward
++ tied embeddings, norm, optimizer step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.config import Config
+from megalite.config.arithmetic import flops_per_iteration
+from megalite.planner.activations import recompute_cost_layers
+from megalite.planner.communication import Group
+from megalite.planner.cost import LayerTimes, Times, TimeSource, forward_flops_per_block, precision_name
+from megalite.planner.hardware import Hardware
+from megalite.planner.memory import RankMemory, rank_memory
+from megalite.planner.states import Precision, default_bucket_size, stage_parameters
+from megalite.schedule import Costs, Program, build, estimate_costs, load_program, partition, simulate
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+__all__ = ["Prediction", "Steady", "predict", "program_of", "stage_cuts", "steady_state"]
+
+#: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
+SIMULATED_ACTIONS = 8_000
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one layout does. memory: one entry per pipeline rank. parts: seconds of the step, by cause."""
+
+    config: Config
+    world_size: int
+    step_time: float
+    bubble_over_ideal: float
+    memory: tuple[RankMemory, ...]
+    parts: dict[str, float]
+    model_flops: float
+    hardware_flops: float
+    peak_flops: float
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline rank that needs most memory."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest rank."""
+        return self.memory[self.fullest].total
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.config.global_batch_size(self.world_size) * self.config.model.seq_length / self.step_time
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model FLOPs, Megatron's convention."""
+        return self.model_flops / self.step_time / self.world_size / 1e12
+
+    @property
+    def hardware_tflops_per_device(self) -> float:
+        """With what is recomputed."""
+        return self.hardware_flops / self.step_time / self.world_size / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return self.tflops_per_device * 1e12 / self.peak_flops
+
+
+@dataclass(frozen=True)
+class Steady:
+    """makespan: seconds from the first forward to the last backward (asynchronous: of one batch in the steady state).
+    ends: of each rank. busy: seconds of work of all ranks."""
+
+    makespan: float
+    ends: tuple[float, ...]
+    busy: float
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        return len(self.ends) * self.makespan / self.busy - 1 if self.busy else 0.0
+
+
+def program_of(config: Config, world_size: int, num_microbatches: int | None = None) -> Program:
+    """The computations of a full batch."""
+    parallel = config.parallel
+    if parallel.pipeline_schedule_file is not None:
+        return load_program(parallel.pipeline_schedule_file)
+    m = config.num_microbatches(world_size) if num_microbatches is None else num_microbatches
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    return build(parallel.schedule, parallel.pipeline_model_parallel_size, m, chunks)
+
+
+def stage_cuts(config: Config, program: Program) -> list[range]:
+    """Stage -> indices into [embedding, block 0, ..., head], cut as a run cuts them."""
+    parallel, model = config.parallel, config.model
+    costs = estimate_costs(
+        model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_size,
+        vocab_size=model.vocab_size,
+        seq_length=model.seq_length,
+        attention_width=model.query_size,
+        key_value_width=model.kv_size,
+        gated=model.gated,
+    )
+    cut = partition(
+        model.num_layers,
+        program.placement,
+        costs=costs,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        layout=parallel.pipeline_model_parallel_layout,
+    )
+    return [cut.items(stage) for stage in range(cut.num_stages)]
+
+
+def predict(
+    config: Config, world_size: int, hardware: Hardware, source: TimeSource, cuts: Sequence[range] | None = None
+) -> Prediction:
+    """Time and memory of a legal configuration with its vocabulary resolved."""
+    program = program_of(config, world_size)
+    cuts = stage_cuts(config, program) if cuts is None else cuts
+    costs = _Stages(config, world_size, hardware, source.layers(config), cuts)
+    steady = steady_state(config, program, costs.simulator_costs())
+    m = config.num_microbatches(world_size)
+    steady = Steady(steady.makespan, steady.ends, m * sum(costs.work(s) for s in range(len(cuts))))
+    reduce, gather = costs.reduction(program, steady)
+    elements = max(costs.owned_elements(program, rank) for rank in range(program.num_ranks))
+    step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
+    parts = {
+        "pipeline": steady.makespan,
+        "data_parallel": reduce + gather,
+        "tied_embeddings": costs.tied(),
+        "optimizer": step,
+    }
+    batch = config.global_batch_size(world_size)
+    tp = config.parallel.tensor_model_parallel_size
+    flops = float(flops_per_iteration(config.model, batch, tp))
+    again = sum(recompute_cost_layers(config, costs.blocks(stage)) for stage in range(len(cuts)))
+    recomputed = again * forward_flops_per_block(config) * batch / config.training.micro_batch_size
+    memory = tuple(
+        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=hardware.on_cpu)
+        for rank in range(program.num_ranks)
+    )
+    peak = hardware.matrix_flops[precision_name(config)]
+    total = sum(parts.values())
+    return Prediction(
+        config, world_size, total, steady.bubble_over_ideal, memory, parts, flops, flops + recomputed, peak
+    )
+
+
+def steady_state(config: Config, program: Program, costs: Costs) -> Steady:
+    """What the simulator finds, continued from fewer micro-batches where a batch is long."""
+    p, m = program.num_ranks, program.num_microbatches
+    actions = 3 * m * program.num_stages
+    unit = p if m % p == 0 else 1
+    unit = unit * 2 if unit % 2 and m % 2 == 0 else unit
+    fewer = max(4 * p, SIMULATED_ACTIONS // (3 * program.num_stages))
+    skipped = (m - fewer) // unit * unit
+    fixed = config.parallel.pipeline_schedule_file is not None
+    if actions <= SIMULATED_ACTIONS or skipped < unit or fixed or m - skipped - unit < 2 * p:
+        return _simulated(program, costs)
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    name = config.parallel.schedule
+    long = _simulated(build(name, p, m - skipped, chunks), costs)
+    short = _simulated(build(name, p, m - skipped - unit, chunks), costs)
+    rate = (long.makespan - short.makespan) / unit
+    ends = tuple(end + rate * skipped for end in long.ends)
+    return Steady(long.makespan + rate * skipped, ends, long.busy / (m - skipped) * m)
+
+
+def _simulated(program: Program, costs: Costs) -> Steady:
+    if not program.asynchronous:
+        timeline = simulate(program, costs)
+        ends = [0.0] * program.num_ranks
+        for span in timeline.spans:
+            ends[span.rank] = max(ends[span.rank], float(span.end))
+        return Steady(float(timeline.makespan), tuple(ends), float(sum(timeline.busy_per_rank)))
+    runs = [simulate(program, costs, batches=count, global_norm=True) for count in (2, 4)]
+    period = float(runs[1].makespan - runs[0].makespan) / 2
+    busy = float(sum(runs[1].busy_per_rank) - sum(runs[0].busy_per_rank)) / 2
+    return Steady(period, (period,) * program.num_ranks, busy)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Seconds of the stages of one layout."""
+
+    config: Config
+    world_size: int
+    hardware: Hardware
+    layers: LayerTimes
+    cuts: Sequence[range]
+
+    def blocks(self, stage: int) -> int:
+        return sum(0 < item <= self.config.model.num_layers for item in self.cuts[stage])
+
+    @property
+    def dp(self) -> int:
+        return self.config.data_parallel_size(self.world_size)
+
+    @property
+    def shards(self) -> int:
+        return max(1, self.dp // self.config.parallel.num_distributed_optimizer_instances)
+
+    @property
+    def data_group(self) -> Group:
+        return Group(self.hardware, self.shards, self.config.parallel.tensor_model_parallel_size)
+
+    def times(self, stage: int) -> Times:
+        """F, I, W of one micro-batch, recomputation and ZeRO's traffic of every micro-batch included."""
+        items, blocks, layers = self.cuts[stage], self.blocks(stage), self.layers
+        total = Times(*(blocks * value for value in layers.block))
+        total += layers.embedding if 0 in items else Times()
+        total += layers.head if self.config.model.num_layers + 1 in items else Times()
+        again = recompute_cost_layers(self.config, blocks) * layers.block.forward
+        over = self.hardware.action_overhead
+        total += Times(over, over + again, over)
+        return self._with_zero(total, stage)
+
+    def _with_zero(self, times: Times, stage: int) -> Times:
+        zero, overlap = self.config.parallel.zero_stage, self.hardware.overlap
+        if zero < 2 or self.shards == 1:
+            return times
+        size, group = Precision.of(self.config), self.data_group
+        scatter = group.gather(self.elements(stage) * size.gradient)
+        weights = group.gather(self.elements(stage) * size.compute) if zero == 3 else 0.0
+        if zero == 3 and self.config.parallel.schedule == "breadth-first":
+            weights /= max(1, self.config.num_microbatches(self.world_size))
+        hide = overlap if self.config.parallel.overlap_param_gather else 0.0
+        forward = max(0.0, weights - hide * times.forward)
+        hide = overlap if self.config.parallel.overlap_grad_reduce else 0.0
+        backward = max(0.0, weights + scatter - hide * times.backward)
+        return times + Times(forward, backward)
+
+    def work(self, stage: int) -> float:
+        times = self.times(stage)
+        return times.forward + times.backward
+
+    def simulator_costs(self) -> Costs:
+        exact: dict[tuple[int, str], float] = {}
+        for stage in range(len(self.cuts)):
+            times = self.times(stage)
+            exact[stage, FORWARD] = times.forward
+            exact[stage, BACKWARD] = times.backward
+            exact[stage, BACKWARD_INPUT] = times.backward_input
+            exact[stage, BACKWARD_WEIGHT] = times.backward_weight
+        return Costs(communication=self.hop(), exact=exact)
+
+    def hop(self) -> float:
+        parallel, model = self.config.parallel, self.config.model
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        size = Precision.of(self.config)
+        width = size.wide if model.fp32_residual_connection else size.compute
+        split = tp if parallel.sequence_parallel else 1
+        nbytes = model.seq_length * self.config.training.micro_batch_size * model.hidden_size * width / split
+        return Group(self.hardware, pp, tp * self.dp).send(nbytes)
+
+    def elements(self, stage: int) -> int:
+        return sum(p.numel for p in stage_parameters(self.config, self.cuts[stage], len(self.cuts)))
+
+    def rank_elements(self, program: Program, rank: int) -> int:
+        return sum(self.elements(stage) for stage, _ in program.placement.stages_of(rank))
+
+    def owned_elements(self, program: Program, rank: int) -> float:
+        return self.rank_elements(program, rank) / (self.shards if self.config.parallel.zero_stage else 1)
+
+    def reduction(self, program: Program, steady: Steady) -> tuple[float, float]:
+        """Seconds of the step that gradients and updated weights of data parallelism add."""
+        parallel, size, group = self.config.parallel, Precision.of(self.config), self.data_group
+        if self.dp == 1:
+            return 0.0, 0.0
+        zero = parallel.zero_stage
+        bucket = default_bucket_size(self.config, self.shards, on_cpu=self.hardware.on_cpu)
+        late, slowest = 0.0, 0.0
+        for rank in range(program.num_ranks):
+            elements = self.rank_elements(program, rank)
+            nbytes = elements * size.gradient
+            take = group.all_reduce(nbytes) if zero == 0 else group.gather(nbytes) if zero == 1 else 0.0
+            copies = Group(self.hardware, self.dp // self.shards, parallel.tensor_model_parallel_size * self.shards)
+            take += copies.all_reduce(nbytes / (self.shards if zero else 1))
+            stages = [stage for stage, _ in program.placement.stages_of(rank)]
+            number = max(1, math.ceil(elements / bucket)) if bucket else 1
+            share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
+            window = share * min(self.times(stage).backward for stage in stages)
+            if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
+                window = self.hardware.overlap * max(0.0, steady.makespan - steady.makespan / program.num_microbatches)
+            late = max(late, steady.ends[rank] + max(0.0, take - window))
+            back = group.gather(elements * size.compute) if zero in (1, 2) else 0.0
+            hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
+            slowest = max(slowest, back - hide * sum(self.times(stage).forward for stage in stages))
+        return max(0.0, late - steady.makespan), slowest
+
+    def tied(self) -> float:
+        """The sum of the embedding's two gradients, where it lies on two stages."""
+        model, parallel = self.config.model, self.config.parallel
+        if model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
+            return 0.0
+        rows = self.config.padded_vocab_size() / parallel.tensor_model_parallel_size
+        stride = parallel.tensor_model_parallel_size * self.dp * (parallel.pipeline_model_parallel_size - 1)
+        nbytes = rows * model.hidden_size * Precision.of(self.config).gradient
+        return Group(self.hardware, 2, stride).all_reduce(nbytes)
