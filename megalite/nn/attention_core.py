@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from megalite.nn.attention_blocked import blocked_attention
 from megalite.nn.dropout import combine, keyed_dropout
 
-# Up to this many tokens products over blocks of queries beat the library's CPU kernel (measured on one core in fp32:
-# 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024 tokens; in bf16, where the processor has it, by far).
-BLOCKED_UP_TO = 1024
+# Lengths at which products over blocks of queries beat the library's CPU kernel (measured on one core in fp32: even at
+# 128 tokens, 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024).
+BLOCKED_FROM, BLOCKED_UP_TO = 128, 1024
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class AttentionCore:
     def _prefers_blocked(self, q: Tensor, k: Tensor, document_ids: Tensor | None, drop: float) -> bool:
         s, length = q.shape[0], k.shape[0]
         plain = q.device.type == "cpu" and document_ids is None and drop == 0.0 and not self._wants_fp32(q)
-        return plain and s == length <= BLOCKED_UP_TO and not self.recompute and not torch.compiler.is_compiling()
+        suits = s == length and BLOCKED_FROM <= s <= BLOCKED_UP_TO
+        return plain and suits and not self.recompute and not torch.compiler.is_compiling()
 
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores have to be asked for: the fused kernels keep them on CUDA, and so does a widened
