@@ -240,6 +240,7 @@ class ParameterBuffers:
             bucket.finish_batch()
             for axis in (self.dp_replicate, *(() if bucket.plan.tied else self.extra_reduce)):
                 all_reduce_(bucket.gradient, axis)
+        self.scratch.release()
         self._sum_partial_gradients()
 
     def _launch_ready(self) -> None:

@@ -23,32 +23,39 @@ from megalite.parallel.zero.unshard import BucketWeights
 
 
 class ScratchPool:
-    """Memory for gradients that live only until they are reduced: taken, given back, taken again, never handed to the
-    allocator between.
+    """Memory for gradients that live only until they are reduced: taken and given back many times in a batch, and
+    returned to the allocator at its end, so that the next forward can have it.
 
-    `capacity` elements each. How many exist at once is bounded by the buckets in flight (two), which is asserted by a
-    test.
+    `capacity` elements each. How many exist at once is bounded by the buckets in flight (two), which a test asserts.
     """
 
     def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = capacity
         self.dtype = dtype
         self.device = device
-        self.made = 0
+        self.most = 0
+        self._exist = 0
         self._free: list[Tensor] = []
 
     def take(self) -> Tensor:
         if self._free:
             return self._free.pop()
-        self.made += 1
+        self._exist += 1
+        self.most = max(self.most, self._exist)
         return torch.empty(self.capacity, dtype=self.dtype, device=self.device)
 
     def give(self, scratch: Tensor) -> None:
         self._free.append(scratch)
 
+    def release(self) -> None:
+        """Forgets what is not in use."""
+        self._exist -= len(self._free)
+        self._free.clear()
+
     @property
     def nbytes(self) -> int:
-        return self.made * self.capacity * self.dtype.itemsize
+        """Bytes of all pieces that ever existed at once."""
+        return self.most * self.capacity * self.dtype.itemsize
 
 
 class StreamingSink(GradSink):
@@ -235,6 +242,7 @@ class Bucket:
         self._accumulated = True
         self._pool.give(self._flying)
         self._flying = None
+        self._arriving = self.gradient  # a view of the scratch would keep it alive
 
     def finish_batch(self) -> None:
         """Waits; a streaming bucket that never received anything has gradient zero."""
