@@ -56,7 +56,7 @@ LAUNCH = "megalite.comm.launch"
 PRINTERS = {"megalite.config.cli", "megalite.comm.launch", "megalite.training.tool", "megalite.training.console"}
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.
 AT_IMPORT = re.compile(
-    r"(\w+\.)*(getLogger|compile|field|option|required|frozenset|tuple|dtype|partial|float|getattr|namedtuple|NewType)"
+    r"(\w+\.)*(getLogger|compile|fields?|option|required|frozenset|tuple|dtype|partial|float|getattr|namedtuple|NewType)"
     r"|(\w+\.)*[A-Z]\w*|[A-Z_]+\.(items|keys|values)"
 )
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
