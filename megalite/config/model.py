@@ -89,6 +89,9 @@ class ModelConfig:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = option(None, "layers of one chunk (uniform) or of a stage (block)", ge=1)
+    cpu_offloading_num_layers: int = option(
+        0, "first layers of each stage whose activations wait in host memory for their backward", ge=0
+    )
 
     @property
     def gated(self) -> bool:

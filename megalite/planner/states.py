@@ -133,7 +133,7 @@ def state_bytes(
     return StateBytes(
         weights=versions * (owned if come_and_go else numel) * size.compute,
         gradients=held * size.gradient,
-        master=(owned - on_host) * size.wide if separate else 0,
+        master=(owned - on_host) * (2 if config.optimizer.store_param_remainders else size.wide) if separate else 0,
         moments=moments,
         scratch=min(2, len(streamed)) * max((bucket.numel for bucket in streamed), default=0) * size.gradient,
         gathered=sum(largest[:2]) * size.compute if come_and_go else 0,

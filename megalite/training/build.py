@@ -25,7 +25,7 @@ from megalite.optim import Hyperparameters as OptimizerSettings
 from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
-from megalite.parallel.zero import MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero import ActivationOffload, MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.schedule import Program, insert_unshard, load_program, lower, partition, validate
 from megalite.schedule import build as build_schedule
 from megalite.schedule.placement import Placement
@@ -139,6 +139,8 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         )
         for module in modules:
             buffers[key].attach(module.ordered())
+            blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
+            ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     shared_axis = mesh.pipeline_subaxis("embedding", [holders(placement)] if tied_apart and mesh.pp.size > 1 else [])
     optimizer = ShardedOptimizer(
         list(buffers.values()),
@@ -146,6 +148,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
         model_axis=mesh.tp if program.update_per_microbatch else mesh.model,
         offload_fraction=offload_fraction(config),
+        store_param_remainders=config.optimizer.store_param_remainders,
     )
     return Model(
         stages, buffers, optimizer, placement, SharedGradient(shared_axis), num_slots, program.update_per_microbatch

@@ -112,6 +112,16 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield f"{flag}={value}: not with --optimizer={name}; it belongs to {' and '.join(users)}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
+    if optimizer.store_param_remainders:
+        if not config.training.bf16:
+            yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
+        if optimizer.optimizer_cpu_offload:
+            yield "--store-param-remainders: excludes --optimizer-cpu-offload; give one of them"
+        if config.parallel.schedule in ("2bw", "pipedream"):
+            yield (
+                f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "
+                "weights of an update elsewhere than it reads them"
+            )
     if optimizer.optimizer_offload_fraction != 1 and not optimizer.optimizer_cpu_offload:
         fraction = show(optimizer.optimizer_offload_fraction)
         yield f"--optimizer-offload-fraction={fraction}: needs --optimizer-cpu-offload"

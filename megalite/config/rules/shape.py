@@ -48,3 +48,13 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{flag}={show(value)}: needs --recompute-granularity=full"
+    offloaded = model.cpu_offloading_num_layers
+    if offloaded > model.num_layers:
+        yield f"--cpu-offloading-num-layers={offloaded}: more than --num-layers={model.num_layers}"
+    elif offloaded and model.recompute_granularity == "full":
+        yield (
+            f"--cpu-offloading-num-layers={offloaded}: not with --recompute-granularity=full, which keeps nothing of a "
+            "layer to offload; give one of them"
+        )
+    if offloaded and config.training.compile:
+        yield f"--cpu-offloading-num-layers={offloaded}: not with --compile, which decides itself what is kept"

@@ -22,9 +22,10 @@ equals plain torch training in fp64, stage 1 equals stage 0 bit for bit at dp=2)
 `tests/distributed/test_zero_memory.py` (bytes held equal the table).
 """
 
+from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.parts import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["MakeOptimizer", "ParamGroup", "ParameterBuffers", "ShardedOptimizer", "ZeroOptions"]
+__all__ = ["ActivationOffload", "MakeOptimizer", "ParamGroup", "ParameterBuffers", "ShardedOptimizer", "ZeroOptions"]

@@ -183,6 +183,27 @@ ONE_LINE = [
         1,
         "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype",
     ),
+    (
+        "--store-param-remainders",
+        1,
+        "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)",
+    ),
+    (
+        "--bf16 --store-param-remainders --optimizer-cpu-offload",
+        1,
+        "--store-param-remainders: excludes --optimizer-cpu-offload; give one of them",
+    ),
+    (
+        "--cpu-offloading-num-layers 1 --recompute-granularity full",
+        1,
+        "--cpu-offloading-num-layers=1: not with --recompute-granularity=full, which keeps nothing of a layer to "
+        "offload; give one of them",
+    ),
+    (
+        "--cpu-offloading-num-layers 1 --compile",
+        1,
+        "--cpu-offloading-num-layers=1: not with --compile, which decides itself what is kept",
+    ),
     ("--optimizer-offload-fraction 0.5", 1, "--optimizer-offload-fraction=0.5: needs --optimizer-cpu-offload"),
     ("--bf16 --fp16", 1, "--fp16: excludes --bf16; choose one"),
     ("--loss-scale 128", 1, "--loss-scale=128: needs --fp16"),
