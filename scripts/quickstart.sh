@@ -12,7 +12,12 @@ source scripts/environment.sh
 use_environment "torch numpy yaml safetensors xxhash" -e .
 
 SAVE=${SAVE:-checkpoints/quickstart}
-python pretrain_gpt.py --config configs/quickstart.yaml --save "$SAVE" --auto-resume "$@"
+TOKENIZER=${TOKENIZER:-${SAVE%/}-tokenizer}
+if [[ ! -f $TOKENIZER/tokenizer.json ]]; then
+    python tools/train_tokenizer.py --vocab-size 4096 --output "$TOKENIZER"
+fi
+python pretrain_gpt.py --config configs/quickstart.yaml --save "$SAVE" --auto-resume \
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER/tokenizer.json" "$@"
 echo
 echo "== the model continues 'def '"
 python tools/generate_text.py --load "$SAVE" --prompt "def " --max-new-tokens 200 --temperature 0.7 --top-k 40 --seed 1
