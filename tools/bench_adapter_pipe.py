@@ -53,7 +53,9 @@ class PipelineBench:
         )
         channel = TorchChannel(mesh.pp_down, mesh.pp_up)
         self.executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater)
-        self.microbatches = [microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size))]
+        self.microbatches = [
+            microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size), strict=True)
+        ]
         tokens = ctx["x"].numel()
         self.factor = torch.tensor(1.0 / tokens)
         self.batches = ctx.get("batches", 1) if self.program.asynchronous else 1

@@ -108,9 +108,8 @@ def timed(step: Step) -> float:
 
 def build(name: str, arguments: argparse.Namespace) -> Step:
     """The training step of a variant."""
+    import bench_adapter
     import torch
-
-    from tools import bench_adapter
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -209,8 +208,9 @@ def transformers_gpt(cfg: dict[str, int], device: Any) -> tuple[Any, Callable[..
 
 
 def model_flops(cfg: dict[str, int], batch: int) -> int:
+    from bench_adapter import model_config
+
     from megalite.config.arithmetic import flops_per_iteration
-    from tools.bench_adapter import model_config
 
     return flops_per_iteration(model_config(cfg, tied=True, activation="gelu-tanh"), batch)
 

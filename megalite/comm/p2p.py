@@ -1,15 +1,18 @@
 """Channels between pipeline ranks.
 
-A channel carries tensors whose shapes both ends know; no shape ever travels. Messages from one rank to another arrive in
-the order in which they were sent (the schedule validator proves that both ends agree on that order), so neither tags nor
+A channel carries tensors whose shapes both ends know; no shape ever travels. Messages from one rank to another
+arrive in the order in which they were sent (the schedule validator proves that both ends agree on that order), so
+neither tags nor
 matching are needed: NCCL has none, gloo gets a running number.
 
-    TorchChannel     between processes; one communicator for messages to higher ranks, one for messages to lower ranks, so
+    TorchChannel     between processes; one communicator for messages to higher ranks, one for messages to lower
+    ranks, so
                      that activations and gradients that cross cannot block each other
     LoopbackChannel  all ranks in one process, for tests and for teaching
 
-With `headers=True` a small message that says what follows (kind, stage, micro-batch, shape) goes ahead of each tensor, and
-whoever receives something else than the schedule says raises RuntimeFailure naming rank, stage and micro-batch.
+With `headers=True` a small message that says what follows (kind, stage, micro-batch, shape) goes ahead of each
+tensor, and whoever receives something else than the schedule says raises RuntimeFailure naming rank, stage and
+micro-batch.
 """
 
 from __future__ import annotations
@@ -211,7 +214,9 @@ class LoopbackChannel:
         while wire and expected:
             label, x = wire.popleft()
             posted = expected.popleft()
-            _check(_encode(label, tuple(x.shape), x.device), posted.label, posted.spec.shape, rank=self._rank, peer=peer)
+            _check(
+                _encode(label, tuple(x.shape), x.device), posted.label, posted.spec.shape, rank=self._rank, peer=peer
+            )
             posted.value = x
 
     def flush(self) -> None:
