@@ -1,7 +1,7 @@
 """One device beside its peers: tokens per second, MFU and peak memory of one GPT, eager and compiled, in one run.
 
-    python tools/benchmark_single.py                                            # CPU: megalite, plain PyTorch,
-    transformers python tools/benchmark_single.py --preset 1b --micro-batch-size 8 --precision bf16     # a GPU
+    python tools/benchmark_single.py                                            # CPU: all three variants
+    python tools/benchmark_single.py --preset 1b --micro-batch-size 8 --precision bf16     # a GPU
     python tools/benchmark_single.py --variants megalite torch --compile --json out.jsonl
 
 All variants train the same GPT (learned positions, biases, tanh-GELU, tied embeddings) on the same tokens: forward,
@@ -196,10 +196,10 @@ def transformers_gpt(cfg: dict[str, int], device: Any) -> tuple[Any, Callable[..
     import torch.nn.functional as F
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=cfg["V"], n_positions=cfg["s"], n_embd=cfg["h"], n_layer=cfg["L"], n_head=cfg["heads"],
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
+    shape = {"vocab_size": "V", "n_positions": "s", "n_embd": "h", "n_layer": "L", "n_head": "heads"}
+    settings: dict[str, Any] = {name: cfg[letter] for name, letter in shape.items()}
+    settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    config = GPT2Config(**settings, attn_implementation="sdpa")  # type: ignore[call-arg, unused-ignore]
 
     def loss(run: Any, ids: Any, labels: Any) -> Any:
         return F.cross_entropy(run(input_ids=ids).logits.flatten(0, 1), labels.flatten())
