@@ -27,7 +27,7 @@ from megalite.config.values import show
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError
 
-__all__ = ["Parsed", "parse", "parse_with_origins"]
+__all__ = ["Parsed", "parse", "parse_with_origins", "read_unjudged"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,34 @@ def parse_with_origins(argv: Sequence[str], *, world_size: int | None = None, ch
     for name in options:
         origins.setdefault(name, "default")
     return Parsed(config, {name: origins[name] for name in options}, tuple(warnings(config, world)))
+
+
+def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
+    """Read flags and files for a planner: whether the layout is legal is not asked, since it is still to be chosen.
+
+    Args:
+        optional: required fields that may be missing; they get a stand-in.
+
+    Returns:
+        The configuration, and the origin of every value that was given.
+
+    Raises:
+        ConfigError: unknown names, wrong types, missing fields.
+    """
+    options = all_options()
+    reader = Reader(options)
+    files, flags = reader.read_argv(argv)
+    merged = _merge([_file_level(reader, path) for path in files] + [flags], reader)
+    values = {name: given.value for name, given in merged.items()}
+    origins = {name: given.where for name, given in merged.items()}
+    _apply_family(values, origins)
+    config, missing = _build(options, values, set(reader.broken))
+    lacking = [name for name in missing if name not in set(optional)]
+    found = list(reader.problems)
+    found += [f"{options[name].flag}: required (as a flag, or as '{name}' in a --config file)" for name in lacking]
+    if found:
+        raise ConfigError(_unique(found))
+    return config, {name: where for name, where in origins.items() if not where.endswith("family")}
 
 
 def _file_level(reader: Reader, path: str) -> list[Given]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megalite.config import Config
 from megalite.config.arithmetic import flops_per_iteration
@@ -22,10 +23,10 @@ from megalite.planner.states import Precision, default_bucket_size, stage_parame
 from megalite.schedule import Costs, Program, build, estimate_costs, load_program, partition, simulate
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
-__all__ = ["Prediction", "Steady", "predict", "program_of", "stage_cuts", "steady_state"]
+__all__ = ["Prediction", "Steady", "memory_of", "predict", "program_of", "stage_cuts", "steady_state"]
 
 #: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
-SIMULATED_ACTIONS = 8_000
+SIMULATED_ACTIONS = 6_000
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def predict(
     """Time and memory of a legal configuration with its vocabulary resolved."""
     program = program_of(config, world_size)
     cuts = stage_cuts(config, program) if cuts is None else cuts
+    memory = memory_of(config, world_size, hardware, program, cuts)
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts)
     steady = steady_state(config, program, costs.simulator_costs())
     m = config.num_microbatches(world_size)
@@ -143,14 +145,20 @@ def predict(
     flops = float(flops_per_iteration(config.model, batch, tp))
     again = sum(recompute_cost_layers(config, costs.blocks(stage)) for stage in range(len(cuts)))
     recomputed = again * forward_flops_per_block(config) * batch / config.training.micro_batch_size
-    memory = tuple(
-        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=hardware.on_cpu)
-        for rank in range(program.num_ranks)
-    )
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(parts.values())
     return Prediction(
         config, world_size, total, steady.bubble_over_ideal, memory, parts, flops, flops + recomputed, peak
+    )
+
+
+def memory_of(
+    config: Config, world_size: int, hardware: Hardware, program: Program, cuts: Sequence[range]
+) -> tuple[RankMemory, ...]:
+    """Bytes of every pipeline rank."""
+    return tuple(
+        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=hardware.on_cpu)
+        for rank in range(program.num_ranks)
     )
 
 
@@ -160,7 +168,7 @@ def steady_state(config: Config, program: Program, costs: Costs) -> Steady:
     actions = 3 * m * program.num_stages
     unit = p if m % p == 0 else 1
     unit = unit * 2 if unit % 2 and m % 2 == 0 else unit
-    fewer = max(4 * p, SIMULATED_ACTIONS // (3 * program.num_stages))
+    fewer = max(3 * p, SIMULATED_ACTIONS // (3 * program.num_stages))
     skipped = (m - fewer) // unit * unit
     fixed = config.parallel.pipeline_schedule_file is not None
     if actions <= SIMULATED_ACTIONS or skipped < unit or fixed or m - skipped - unit < 2 * p:
@@ -214,6 +222,13 @@ class _Stages:
 
     def times(self, stage: int) -> Times:
         """F, I, W of one micro-batch, recomputation and ZeRO's traffic of every micro-batch included."""
+        return self._times[stage]
+
+    @cached_property
+    def _times(self) -> tuple[Times, ...]:
+        return tuple(self._stage_times(stage) for stage in range(len(self.cuts)))
+
+    def _stage_times(self, stage: int) -> Times:
         items, blocks, layers = self.cuts[stage], self.blocks(stage), self.layers
         total = Times(*(blocks * value for value in layers.block))
         total += layers.embedding if 0 in items else Times()
@@ -262,7 +277,11 @@ class _Stages:
         return Group(self.hardware, pp, tp * self.dp).send(nbytes)
 
     def elements(self, stage: int) -> int:
-        return sum(p.numel for p in stage_parameters(self.config, self.cuts[stage], len(self.cuts)))
+        return self._elements[stage]
+
+    @cached_property
+    def _elements(self) -> tuple[int, ...]:
+        return tuple(sum(p.numel for p in stage_parameters(self.config, cut, len(self.cuts))) for cut in self.cuts)
 
     def rank_elements(self, program: Program, rank: int) -> int:
         return sum(self.elements(stage) for stage, _ in program.placement.stages_of(rank))

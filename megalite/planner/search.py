@@ -1,0 +1,294 @@
+"""The best layouts: closed forms rank all, the simulator prices the best.
+
+all that may be legal ──> seconds and a lower bound of bytes by closed forms ──> what cannot fit is dropped
+    ──> best first: is it legal, does it fit exactly ──> simulate the first ones ──> table, Pareto front
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from megalite.config import Config
+from megalite.planner.activations import recompute_cost_layers, stage_activations
+from megalite.planner.communication import Group
+from megalite.planner.cost import LayerTimes, TimeSource
+from megalite.planner.hardware import Hardware
+from megalite.planner.memory import RankMemory
+from megalite.planner.predict import Prediction, memory_of, predict, program_of, stage_cuts
+from megalite.planner.space import Layout, Sizes, apply, of_shape, reasons_against, shapes
+from megalite.planner.states import Precision, stage_parameters
+
+__all__ = ["Found", "Misfit", "Quick", "pareto", "search"]
+
+#: Simulated layouts: at least so many, whatever `top` is.
+LEAST_SIMULATED = 16
+
+#: Layouts that are counted exactly and do not fit before the search gives up.
+MOST_REJECTED = 300
+
+#: Sizes whose bound is so many times slower than the best estimate are left out.
+TOO_SLOW = 1.5
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A legal layout that does not fit. memory: one entry per pipeline rank."""
+
+    config: Config
+    memory: tuple[RankMemory, ...]
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.memory, key=lambda memory: memory.total)
+
+
+@dataclass(frozen=True)
+class Found:
+    """considered: layouts that closed forms ranked. predictions: those simulated that fit, fastest first. rejected:
+    the simulated or exactly counted ones that do not fit, least memory first. problems: why nothing was legal."""
+
+    considered: int
+    predictions: tuple[Prediction, ...]
+    rejected: tuple[Misfit, ...]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass
+class Quick:
+    """Closed forms of seconds and bytes, with what layouts share computed once."""
+
+    config: Config
+    world_size: int
+    hardware: Hardware
+    source: TimeSource
+    _layers: dict[tuple[int, int, bool, str | None], tuple[LayerTimes, float, float, Config]] = field(
+        default_factory=dict
+    )
+    _elements: dict[int, int] = field(default_factory=dict)
+    _cuts: dict[int, list[range]] = field(default_factory=dict)
+
+    def _shared(self, layout: Layout) -> tuple[LayerTimes, float, float, Config]:
+        """(Times, bytes a block keeps, its share of recomputed forwards, configuration)."""
+        key = (
+            layout.tensor_model_parallel_size,
+            layout.micro_batch_size,
+            layout.sequence_parallel,
+            layout.recompute_granularity,
+        )
+        if key not in self._layers:
+            config = apply(self.config, layout)
+            blocks = config.model.num_layers
+            kept = stage_activations(config, range(1, blocks + 1), on_cpu=self.hardware.on_cpu)
+            again = recompute_cost_layers(config, blocks) / blocks
+            self._layers[key] = (self.source.layers(config), (kept.full + kept.boundary) / blocks, again, config)
+        return self._layers[key]
+
+    def elements(self, layout: Layout) -> int:
+        """Parameters of the whole model on one tensor-parallel rank."""
+        tp = layout.tensor_model_parallel_size
+        if tp not in self._elements:
+            config = apply(self.config, layout)
+            whole = stage_parameters(config, range(config.model.num_layers + 2), 1)
+            self._elements[tp] = sum(p.numel for p in whole)
+        return self._elements[tp]
+
+    def exact_memory(self, config: Config) -> tuple[list[range], tuple[RankMemory, ...]]:
+        """The stages of a legal layout, and the bytes of its pipeline ranks."""
+        program = program_of(config, self.world_size)
+        number = program.num_stages
+        if number not in self._cuts:
+            self._cuts[number] = stage_cuts(config, program)
+        return self._cuts[number], memory_of(config, self.world_size, self.hardware, program, self._cuts[number])
+
+    def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
+        """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything
+        that may be sharded or recomputed is."""
+        split = sizes.tensor > 1 and ("sequence_parallel" not in given or self.config.parallel.sequence_parallel)
+        zero = self.config.parallel.zero_stage if "zero_stage" in given else 3
+        kind = self.config.model.recompute_granularity if "recompute_granularity" in given else None
+        layout = Layout(sizes.tensor, sizes.pipeline, None, split, "1f1b", zero, sizes.micro, kind)
+        layers, block_bytes, _, _ = self._shared(layout)
+        if "recompute_granularity" not in given:
+            lean = self._shared(replace(layout, recompute_granularity="full"))
+            block_bytes = lean[1]
+        m = (self.config.training.global_batch_size or 1) // sizes.data // sizes.micro
+        whole = self.config.model.num_layers * (layers.block.forward + layers.block.backward)
+        elements = self.elements(layout) / sizes.pipeline
+        return m * whole / sizes.pipeline, self._bytes(layout, elements, sizes.data, block_bytes, 1)
+
+    def estimate(self, layout: Layout) -> tuple[float, float]:
+        """(Seconds of a step, a lower bound of the bytes of the fullest rank)."""
+        p, v = layout.pipeline_model_parallel_size, layout.chunks
+        dp = self.world_size // (p * layout.tensor_model_parallel_size)
+        layers, block_bytes, again, config = self._shared(layout)
+        number = self.config.model.num_layers
+        m = (self.config.training.global_batch_size or 1) // dp // layout.micro_batch_size
+        forward, backward = layers.block.forward, layers.block.backward + again * layers.block.forward
+        whole = number * (forward + backward)
+        for end in (layers.embedding, layers.head):
+            whole += end.forward + end.backward
+        rank = max(-(-number // (p * v)) * v * (forward + backward), whole / p)
+        rank += 2 * v * self.hardware.action_overhead
+        hop = self._hop(layout, dp)
+        step = m * rank + self._bubble(layout, rank, layers, p, v, m) + 2 * (p - 1) * hop
+        elements = self.elements(layout) / p
+        step += self._data_parallel(layout, dp, elements, rank, m)
+        step += self.source.optimizer_step(config, elements / (dp if layout.zero_stage else 1))
+        return step, self._bytes(layout, elements, dp, block_bytes, m)
+
+    def _hop(self, layout: Layout, dp: int) -> float:
+        p, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
+        split = tp if layout.sequence_parallel else 1
+        model = self.config.model
+        nbytes = model.seq_length * layout.micro_batch_size * model.hidden_size * Precision.of(self.config).compute
+        return Group(self.hardware, p, tp * dp).send(nbytes / split)
+
+    def _bubble(self, layout: Layout, rank: float, layers: LayerTimes, p: int, v: int, m: int) -> float:
+        """Idle time per rank, by the closed forms of the schedules' papers."""
+        block = layers.block
+        total = block.forward + block.backward_input + block.backward_weight
+        third = rank / total if total else 0.0
+        f, i, w = block.forward * third, block.backward_input * third, block.backward_weight * third
+        name = layout.pipeline_schedule
+        per_step = {
+            "2bw": 0.0,
+            "pipedream": 0.0,
+            "interleaved": rank / v,
+            "breadth-first": rank / v,
+            "zb-h1": max(0.0, f + i - w),
+            "zb-h2": max(0.0, f + i - 2 * w),
+            "zb-v": f / 2,
+            "dualpipe-v": max(0.0, (f + i - w) / 2),
+            "chimera": rank / 2,
+        }.get(name, rank)
+        return (p - 1) * per_step
+
+    def _data_parallel(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
+        if dp == 1:
+            return 0.0
+        size, group = Precision.of(self.config), Group(self.hardware, dp, layout.tensor_model_parallel_size)
+        scatter, gather = group.gather(elements * size.gradient), group.gather(elements * size.compute)
+        overlap = self.hardware.overlap
+        if layout.zero_stage == 0:
+            return max(0.0, group.all_reduce(elements * size.gradient) - overlap * rank / 2)
+        if layout.zero_stage == 1:
+            return max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
+        if layout.zero_stage == 2:
+            return m * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
+        times = 1 if layout.pipeline_schedule == "breadth-first" else m
+        return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
+
+    def _bytes(self, layout: Layout, elements: float, dp: int, block_bytes: float, m: int) -> float:
+        size, zero = Precision.of(self.config), layout.zero_stage
+        moments = {"adam": 2, "sgd": 0, "lion": 1, "muon": 1}[self.config.optimizer.optimizer] * 2
+        master = size.wide if size.wide != size.compute else 0
+        offloaded = self.config.optimizer.optimizer_cpu_offload
+        state = 0 if offloaded else (master + moments) / (dp if zero else 1)
+        per = size.compute / (dp if zero == 3 else 1) + size.gradient / (dp if zero >= 2 else 1) + state
+        p, v = layout.pipeline_model_parallel_size, layout.chunks
+        early = {
+            "gpipe": float(m),
+            "breadth-first": float(m),
+            "eager-1f1b": min(m, 2 * p - 1),
+            "zb-h2": min(m, 2 * p - 1),
+            "interleaved": min(m, p + (p - 1) / v),
+            "chimera": min(m, p / 2 + 1),
+        }.get(layout.pipeline_schedule, min(m, p))
+        blocks = self.config.model.num_layers // (p * v) * v
+        return 0.9 * (elements * per + early * blocks * block_bytes)
+
+
+def search(
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    source: TimeSource,
+    *,
+    given: frozenset[str] = frozenset(),
+    stale: bool = False,
+    top: int = 10,
+) -> Found:
+    """The fastest layouts that fit.
+
+    Args:
+        config: with vocabulary and global batch size resolved.
+        given: fields (of `space.SEARCHED`) that keep the value they have in `config`.
+        stale: also schedules whose gradients are older than the weights (2BW, PipeDream).
+        top: how many predictions are wanted.
+    """
+    quick = Quick(config, world_size, hardware, source)
+    ranked = _ranked(quick, given, stale)
+    ranked.sort(key=lambda item: (item[0], item[1], str(item[2])))
+    fitting = [item for item in ranked if item[1] <= hardware.usable_bytes]
+    wanted = max(LEAST_SIMULATED, top)
+    predictions, rejected, why = _simulate(quick, _spread(fitting), wanted)
+    if not predictions and not rejected:  # nothing may fit: the leanest, for the explanation
+        lean = sorted(ranked, key=lambda item: item[1])[:200]
+        predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3)
+    predictions.sort(key=lambda prediction: (prediction.step_time, prediction.memory_bytes))
+    rejected.sort(key=lambda misfit: misfit.fullest.total)
+    return Found(len(ranked), tuple(predictions), tuple(rejected), tuple(why))
+
+
+def _ranked(quick: Quick, given: frozenset[str], stale: bool) -> list[tuple[float, float, Layout]]:
+    """(Seconds, lower bound of bytes, layout) of all that is worth a look."""
+    ranked: list[tuple[float, float, Layout]] = []
+    best = float("inf")
+    usable = quick.hardware.usable_bytes
+    sizes = sorted(shapes(quick.config, quick.world_size, given), key=lambda s: (s.micro, s.tensor * s.pipeline))
+    for shape in sizes:
+        seconds, nbytes = quick.least(shape, given)
+        if ranked and (nbytes > 2 * usable or seconds > TOO_SLOW * best):
+            continue
+        for layout in of_shape(quick.config, given, shape, stale=stale):
+            seconds, nbytes = quick.estimate(layout)
+            if nbytes <= usable:
+                best = min(best, seconds)
+            ranked.append((seconds, nbytes, layout))
+    return ranked
+
+
+def _spread(ranked: list[tuple[float, float, Layout]]) -> list[Layout]:
+    """Fastest first, but after every three the next one that needs less memory than all before: so that the Pareto
+    front has more than its fast end."""
+    least, lean = float("inf"), []
+    for _, nbytes, layout in ranked:
+        if nbytes < 0.9 * least:
+            least = nbytes
+            lean.append(layout)
+    order: dict[Layout, None] = {}
+    for turn, (_, _, layout) in enumerate(ranked):
+        order[layout] = None
+        if turn % 3 == 2 and lean:
+            order[lean.pop(0)] = None
+    return list(order)
+
+
+def _simulate(quick: Quick, ordered: Iterable[Layout], wanted: int) -> tuple[list[Prediction], list[Misfit], list[str]]:
+    predictions: list[Prediction] = []
+    rejected: list[Misfit] = []
+    why: list[str] = []
+    for layout in ordered:
+        config = apply(quick.config, layout)
+        reasons = reasons_against(quick.config, quick.world_size, layout)
+        if reasons:
+            why = why if why and len(why) <= len(reasons) else reasons
+            continue
+        cuts, memory = quick.exact_memory(config)
+        if max(rank.total for rank in memory) > quick.hardware.usable_bytes:
+            rejected.append(Misfit(config, memory))
+        else:
+            predictions.append(predict(config, quick.world_size, quick.hardware, quick.source, cuts))
+        if len(predictions) >= wanted or len(rejected) >= MOST_REJECTED:
+            break
+    return predictions, rejected, why
+
+
+def pareto(predictions: Iterable[Prediction]) -> list[Prediction]:
+    """Those that no other beats in both time and memory, fastest first."""
+    front: list[Prediction] = []
+    for prediction in sorted(predictions, key=lambda p: (p.step_time, p.memory_bytes)):
+        if not front or prediction.memory_bytes < front[-1].memory_bytes:
+            front.append(prediction)
+    return front
