@@ -1,0 +1,142 @@
+"""Time and memory of a layout before it is launched, and the best layout of a cluster.
+
+    python tools/plan.py --config configs/gpt3_175b.yaml --num-devices 1024 --hardware a100-80gb --free all
+    python tools/plan.py <flags of pretrain_gpt.py> --num-devices 64 --hardware h100 --write-config plan.yaml
+
+All flags and files of pretrain_gpt.py are understood. What they give of the layout is kept, the rest is searched; a full
+layout is simply predicted. No torch is imported, and no device is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megalite.config import Config
+from megalite.config.cli import parse, read_unjudged
+from megalite.config.legal import problems
+from megalite.config.saved import dump_yaml
+from megalite.errors import ConfigError, MegaliteError
+from megalite.planner.cost import Roofline, TimeSource
+from megalite.planner.fit import explain, remedy
+from megalite.planner.hardware import Hardware, available, load_hardware
+from megalite.planner.profile import load_profile
+from megalite.planner.report import as_json, summary
+from megalite.planner.search import Found, pareto, search
+from megalite.planner.space import SEARCHED
+from megalite.planner.what_if import QUESTIONS, answer
+
+
+def parser() -> argparse.ArgumentParser:
+    """The tool's own flags; everything else is the training's."""
+    p = argparse.ArgumentParser(
+        prog="plan.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--num-devices", type=int, required=True, metavar="N", help="ranks of the run")
+    p.add_argument(
+        "--hardware", default="h100", metavar="NAME|FILE", help=f"{', '.join(available())}, or a YAML file like theirs"
+    )
+    p.add_argument("--devices-per-node", type=int, metavar="N", help="default: what the hardware file says")
+    p.add_argument("--profile", metavar="FILE", help="measured times (tools/profile_layers.py) instead of the roofline")
+    p.add_argument("--top", type=int, default=10, metavar="K", help="candidates to show (default 10)")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.add_argument("--write-config", metavar="FILE", help="the first candidate as a configuration that runs as it is")
+    p.add_argument("--allow-2bw", action="store_true", help="also schedules with one-step-old gradients")
+    p.add_argument(
+        "--free", default="", metavar="NAME,...", help="fields to search although a file gives them; `all` of them"
+    )
+    p.add_argument("--what-if", choices=sorted(QUESTIONS), help="a question about the cluster instead of a plan")
+    return p
+
+
+def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
+    """(Configuration with vocabulary and batch known, fields of the layout that were given)."""
+    config, origins = read_unjudged(rest, optional=["micro_batch_size"])
+    freed = set(SEARCHED) if free == "all" else {name.replace("-", "_") for name in free.split(",") if name}
+    unknown = sorted(freed - set(SEARCHED))
+    if unknown:
+        raise ConfigError(f"--free={unknown[0]}: not searched; names are {', '.join(SEARCHED)}, or all")
+    given = frozenset(name for name in SEARCHED if name in origins) - freed
+    if "virtual_pipeline_model_parallel_size" in freed and "pipeline_schedule" not in given:
+        config = replace(config, parallel=replace(config.parallel, virtual_pipeline_model_parallel_size=None))
+    if config.model.vocab_size == 0:
+        known = {"GPT2BPETokenizer": 50257}
+        size = known.get(config.data.tokenizer_type or "")
+        if size is None:
+            raise ConfigError("--vocab-size=0: the planner reads no tokenizer; give the vocabulary's size")
+        config = replace(config, model=replace(config.model, vocab_size=size))
+    if config.training.global_batch_size is None:
+        raise ConfigError("--global-batch-size: needed for a plan, since the micro-batch is still to be chosen")
+    return replace(config, parallel=replace(config.parallel, nprocs=None)), given
+
+
+def main(argv: list[str]) -> int:
+    """Runs the tool; the exit status."""
+    args, rest = parser().parse_known_args(argv)
+    try:
+        if args.num_devices < 1 or args.top < 1:
+            raise ConfigError(f"--num-devices={args.num_devices} --top={args.top}: both must be 1 or more")
+        hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
+        source: TimeSource = load_profile(args.profile, hardware) if args.profile else Roofline(hardware)
+        config, given = resolve(rest, args.free)
+        if args.what_if:
+            print(answer(args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw))
+            return 0
+        found = search(config, args.num_devices, hardware, source, given=given, stale=args.allow_2bw, top=args.top)
+        if not found.predictions:
+            raise ConfigError(_why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw))
+        print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
+        if args.write_config:
+            _write(found.predictions[0].config, args.num_devices, args.write_config)
+    except MegaliteError as error:
+        for line in str(error).split("\n"):
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _json(found: Found, args: argparse.Namespace, hardware: Hardware) -> str:
+    shown = found.predictions[: args.top]
+    front = pareto(shown)
+    return json.dumps(
+        {
+            "num_devices": args.num_devices,
+            "hardware": hardware.name,
+            "layouts_considered": found.considered,
+            "candidates": [as_json(prediction, hardware) for prediction in shown],
+            "pareto": [number for number, prediction in enumerate(shown) if prediction in front],
+        },
+        indent=1,
+    )
+
+
+def _why_nothing(
+    found: Found, config: Config, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool
+) -> list[str]:
+    """Lines about a search that found nothing."""
+    if not found.rejected:
+        return list(found.problems) or problems(config, world_size) or ["no layout of this cluster is legal"]
+    misfit = found.rejected[0]
+    change = remedy(misfit, world_size, hardware, source, stale=stale)
+    advice = f"smallest change that fits: {change}" if change else "no cluster of this hardware up to 64 times as large"
+    return [f"{explain(misfit, hardware)}; {advice}"]
+
+
+def _write(config: Config, world_size: int, path: str) -> None:
+    """A configuration that `pretrain_gpt.py --config` takes as it is."""
+    config = replace(config, parallel=replace(config.parallel, nprocs=world_size))
+    Path(path).write_text(dump_yaml(config))
+    try:
+        parse(["--config", path], check_files=False, world_size=world_size)
+    except ConfigError as error:
+        print(f"{path}: written; before it runs: {'; '.join(error.problems)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
