@@ -41,7 +41,9 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     if model.position_embedding_type != "rope":
-        values |= {name: None for name in values if name.startswith("rotary_")}
+        values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
+    if not values["use_rope_scaling"]:
+        values["rope_scaling_factor"] = None
     return values
 
 

@@ -55,6 +55,17 @@ class ModelConfig:
     )
     rotary_base: float = option(10000.0, "base of the rotary frequencies", gt=0)
     rotary_percent: float = option(1.0, "part of a head's channels that is rotated", gt=0, le=1)
+    rotary_seq_len_interpolation_factor: float = option(
+        1.0, "positions are divided by it before rotation (linear scaling of RoPE)", ge=1
+    )
+    use_rope_scaling: bool = option(False, "scale the rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling for the low frequencies", ge=1)
+    window_size: int | None = option(
+        None, "sliding window: a token attends to itself and the N - 1 before it; unset: to all before it", ge=1
+    )
+    use_parallel_residual: bool = option(
+        False, "attention and MLP of a block both read its input and are added together (GPT-NeoX)"
+    )
     normalization: str = option("LayerNorm", "normalisation layer", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "epsilon of the normalisation layers", gt=0)
     activation: str = option(

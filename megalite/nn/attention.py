@@ -42,6 +42,7 @@ class Attention(nn.Module):
         self.q_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
         self.k_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
         self.core = AttentionCore(
+            window=config.window_size,
             softmax_in_fp32=config.attention_softmax_in_fp32,
             recompute=config.recompute_granularity == "selective",
             dropout=config.attention_dropout,

@@ -33,7 +33,7 @@ class AttentionCore:
 
     softmax_in_fp32: scores and softmax in fp32 or wider. recompute: keep nothing of size s x s, compute it again in
     backward. dropout, seed, layer: keyed dropout of attention weights; first_head: logical number of this rank's
-    first query head.
+    first query head. window: a query sees itself and the `window - 1` keys before it (Mistral, arXiv 2310.06825).
     """
 
     softmax_in_fp32: bool = False
@@ -42,6 +42,7 @@ class AttentionCore:
     key: Tensor | None = None
     first_head: int = 0
     product_dtype: torch.dtype | None = None
+    window: int | None = None
 
     def __call__(
         self,
@@ -62,13 +63,14 @@ class AttentionCore:
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
         drop = self.dropout if training else 0.0
-        if self._prefers_blocked(q, k, document_ids, drop):
+        window = self.window if self.window is not None and self.window < k.shape[0] else None
+        if window is None and self._prefers_blocked(q, k, document_ids, drop):
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
             return blocked_attention(packed.to(wide)).to(narrow)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         if drop == 0.0 and not self._wants_fp32(q):
-            return fused_attention(q, k, v, document_ids).to(narrow)
-        inputs = (q, k, v, document_ids, sample_ids, drop)
+            return fused_attention(q, k, v, document_ids, window).to(narrow)
+        inputs = (q, k, v, document_ids, sample_ids, drop, window)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._plain, *inputs, use_reentrant=False, preserve_rng_state=False).to(narrow)
         return self._plain(*inputs).to(narrow)
@@ -87,7 +89,14 @@ class AttentionCore:
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
     def _plain(
-        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, sample_ids: Tensor | None, drop: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        document_ids: Tensor | None,
+        sample_ids: Tensor | None,
+        drop: float,
+        window: int | None = None,
     ) -> Tensor:
         s, b, g, r, d = q.shape
         length = k.shape[0]
@@ -97,7 +106,7 @@ class AttentionCore:
             exact = torch.promote_types(q.dtype, torch.float32)
             q, k = q.to(exact), k.to(exact)
         scores = torch.bmm(q, k.transpose(1, 2)).view(b, g, r, s, length)
-        allowed = attention_mask(s, length, document_ids, q.device)
+        allowed = attention_mask(s, length, document_ids, q.device, window)
         scores = scores + torch.zeros((), dtype=scores.dtype, device=q.device).where(allowed, float("-inf"))
         weights = torch.softmax(scores, -1).to(v.dtype)
         if drop > 0.0:
@@ -118,18 +127,22 @@ class AttentionCore:
         return keyed_dropout(weights, p, keys.view(b, g, r, s), torch.arange(length, device=device))
 
 
-def attention_mask(s: int, length: int, document_ids: Tensor | None, device: torch.device) -> Tensor:
+def attention_mask(
+    s: int, length: int, document_ids: Tensor | None, device: torch.device, window: int | None = None
+) -> Tensor:
     """True where query i of the last s tokens may look at key j: `[s, k]`, or `[b, 1, 1, s, k]` with documents `[b,
     k]`.
     """
     allowed = torch.ones(s, length, dtype=torch.bool, device=device).tril(length - s)
+    if window is not None:
+        allowed = allowed.triu(length - s - window + 1)
     if document_ids is None:
         return allowed
     same = document_ids[:, -s:, None] == document_ids[:, None, :]
     return (same & allowed)[:, None, None]
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, window: int | None = None) -> Tensor:
     """The library's kernel; shapes as `AttentionCore.__call__`."""
     s, b, g, r, d = q.shape
     length = k.shape[0]
@@ -139,12 +152,12 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None
     if grouped and q.device.type == "cpu":  # the CPU kernel wants as many key heads as query heads
         k, v = (t[:, :, None].expand(b, g, r, length, d).reshape(b, g * r, length, d) for t in (k, v))
         grouped = False
-    if document_ids is None and s == length:
+    if document_ids is None and window is None and s == length:
         context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    elif document_ids is None and s == 1:
+    elif document_ids is None and window is None and s == 1:
         context = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     else:
-        mask = attention_mask(s, length, document_ids, q.device)
+        mask = attention_mask(s, length, document_ids, q.device, window)
         mask = mask if document_ids is None else mask[:, 0]
         context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
     return context.permute(2, 0, 1, 3).reshape(s, b, g * r * d)

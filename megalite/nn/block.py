@@ -1,4 +1,7 @@
-"""One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+"""One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
+
+With a parallel residual (GPT-J, GPT-NeoX; arXiv 2204.06745): x + attention(norm(x)) + mlp(other_norm(x)).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None = None) -> None:
         super().__init__()
         split = ctx.sequence_split
+        self.parallel_residual = config.use_parallel_residual
         self.input_norm = Norm(config.hidden_size, config, ctx, split_input=split)
         self.attention = Attention(config, index, ctx, rotary)
         self.mlp_norm = Norm(config.hidden_size, config, ctx, split_input=split)
@@ -39,6 +43,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         y = self.attention(self.input_norm(x), batch, cache)
-        x = x + self.attention_dropout(y, batch.sample_ids, training=self.training)
-        y = self.mlp(self.mlp_norm(x))
-        return x + self.mlp_dropout(y, batch.sample_ids, training=self.training)
+        attended = x + self.attention_dropout(y, batch.sample_ids, training=self.training)
+        y = self.mlp(self.mlp_norm(x if self.parallel_residual else attended))
+        return attended + self.mlp_dropout(y, batch.sample_ids, training=self.training)

@@ -2,9 +2,14 @@
 
 Channel i of the first half of the rotated channels is paired with channel i of the second half and turned by
 `position * base ** (-2i / rotary_dim)`; channels behind `rotary_dim` stay as they are.
+
+To read further than it was trained, a model may divide all positions (linear interpolation, arXiv 2306.15595) or slow
+down its low frequencies only (Llama 3.1, arXiv 2407.21783).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -13,12 +18,18 @@ from megalite.config.model import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
 
+# Llama 3.1 was trained on this length first; waves that turn fewer than 1 time in it are slowed down fully, those that
+# turn more than 4 times not at all.
+LLAMA3_LENGTH, LLAMA3_SLOW_TURNS, LLAMA3_FAST_TURNS = 8192, 1.0, 4.0
+
 
 class Rotary:
     """Angles of a micro-batch, computed once and shared by the blocks of a stage."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.dim, self.base = config.rotary_dim, config.rotary_base
+        self.interpolation = config.rotary_seq_len_interpolation_factor
+        self.scaling = config.rope_scaling_factor if config.use_rope_scaling else None
         self._positions: Tensor | None = None
         self._rotation: Rotation | None = None
 
@@ -36,8 +47,18 @@ class Rotary:
         """
         exact = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact) / self.dim
-        angles = positions.t()[:, :, None, None, None].to(exact) * self.base**-exponents
+        frequencies = self.base**-exponents
+        if self.scaling is not None:
+            frequencies = slow_down(frequencies, self.scaling)
+        angles = positions.t()[:, :, None, None, None].to(exact) / self.interpolation * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def slow_down(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1: the low frequencies are divided by `factor`, the high ones kept, those between blended."""
+    turns = LLAMA3_LENGTH / (2 * math.pi) * frequencies
+    kept = ((turns - LLAMA3_SLOW_TURNS) / (LLAMA3_FAST_TURNS - LLAMA3_SLOW_TURNS)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
