@@ -1,0 +1,38 @@
+"""Conversion: a checkpoint becomes a Hugging Face model and the other way round, streamed, on a CPU, in one process.
+
+    config.json  <->  ModelConfig            one declarative name map a family
+    tensors      <->  logical tensors        q, k, v <-> grouped rows; gate, up <-> [2, f, h]
+
+    layout.py           names and shapes of a model's logical tensors
+    family.py           what a family is: rules (names and form of tensors) and its config.json
+    llama.py            Llama 2/3, Mistral, Qwen2, Qwen3
+    gpt2.py, gpt_neox.py
+    registry.py         all families; which one a model is
+    rotary.py           RoPE and its scalings in config.json
+    source.py           what is converted: a model that gives its tensors one by one
+    fields.py           typed reading of an untrusted config.json
+    hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
+    megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
+    tokenizer_files.py  the tokenizer's files of either side
+
+Public: `FAMILIES`, `family_of`, `HuggingFaceSource`, `CheckpointSource`, `write_huggingface`, `write_checkpoint`.
+
+Invariants: no tensor is computed with, only renamed, cut and put together, so every round trip is bit-equal; what the
+other side can not represent is refused, never left out; nothing that is read is executed. Memory: one layer (megalite)
+or one shard (Hugging Face). Proved by tests/unit/convert/ against transformers.
+"""
+
+from megalite.convert.family import Family
+from megalite.convert.hf_files import HuggingFaceSource, write_huggingface
+from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
+from megalite.convert.registry import FAMILIES, family_of
+
+__all__ = [
+    "FAMILIES",
+    "CheckpointSource",
+    "Family",
+    "HuggingFaceSource",
+    "family_of",
+    "write_checkpoint",
+    "write_huggingface",
+]

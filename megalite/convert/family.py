@@ -1,0 +1,115 @@
+"""What a family of Hugging Face models is to us: its config.json, and a rule for every layer's tensors.
+
+A rule names a logical layer, the layers that it is on the other side, and the form in which the values stand there; it
+holds for `.weight` and `.bias` alike. `{i}` is the number of a block. A rule counts where the model has its logical
+tensor (a bias, an untied output), so a family lists all that it may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.convert.fields import Fields
+from megalite.convert.layout import logical_shapes
+
+
+@dataclass(frozen=True)
+class Form:
+    """How values are rearranged; `to_theirs` and `to_ours` are inverse to each other."""
+
+    to_theirs: Callable[[ModelConfig, Tensor], list[Tensor]]
+    to_ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
+
+
+def split_groups(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
+    """`[g * (r + 2) * d, ...]`, for each group r queries, key, value -> all queries, all keys, all values."""
+    g, d = model.query_groups, model.head_dim
+    rows = qkv.reshape(g, -1, d, *qkv.shape[1:])
+    parts = rows[:, :-2], rows[:, -2], rows[:, -1]
+    return [part.reshape(-1, *qkv.shape[1:]) for part in parts]
+
+
+def join_groups(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `split_groups`."""
+    g, d = model.query_groups, model.head_dim
+    rows = [part.reshape(g, -1, d, *part.shape[1:]) for part in parts]
+    return torch.cat(rows, 1).reshape(-1, *parts[0].shape[1:])
+
+
+def _split_groups_transposed(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
+    return [torch.cat(split_groups(model, qkv)).movedim(0, -1)]
+
+
+def _join_groups_transposed(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
+    sizes = [model.query_size, model.kv_size, model.kv_size]
+    return join_groups(model, parts[0].movedim(-1, 0).split(sizes))
+
+
+# The same tensor under another name.
+SAME = Form(lambda model, t: [t], lambda model, parts: parts[0])
+# Matrices `[in, out]` there (GPT-2's Conv1D), `[out, in]` here.
+TRANSPOSED = Form(lambda model, t: [t.t()], lambda model, parts: parts[0].t())
+# Gate and value: two tensors there, one `[2, ...]` here.
+STACKED = Form(lambda model, t: list(t.unbind()), lambda model, parts: torch.stack(list(parts)))
+# Queries, keys, values: three tensors there, rows grouped by key/value head here.
+GROUPED = Form(split_groups, join_groups)
+# The same, but one tensor there, which they share side by side in the last dimension (GPT-2's c_attn).
+GROUPED_TRANSPOSED = Form(_split_groups_transposed, _join_groups_transposed)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The layer `ours` is `theirs` in `form`; both without `.weight` or `.bias`."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    form: Form = SAME
+
+    def of(self, index: str, kind: str) -> Pair:
+        """The rule's tensors in block `index`."""
+        names = [f"{name}.{kind}".replace("{i}", index) for name in (self.ours, *self.theirs)]
+        return Pair(names[0], tuple(names[1:]), self.form)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The logical tensor `ours` is the tensors `theirs` in `form`."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    form: Form
+
+
+@dataclass(frozen=True)
+class Family:
+    """A `model_type` of config.json.
+
+    architecture: transformers' class. prefix: what some files leave out in front of the names of all but the output.
+    read: config.json -> ModelConfig, raises ConfigError. write: ModelConfig -> config.json's entries of the shape.
+    ignored: endings of stored buffers that transformers computes anew.
+    """
+
+    name: str
+    architecture: str
+    prefix: str
+    rules: tuple[Rule, ...]
+    read: Callable[[Fields], ModelConfig]
+    write: Callable[[ModelConfig], Mapping[str, Any]]
+    ignored: tuple[str, ...] = ()
+
+    def pairs(self, model: ModelConfig) -> Iterator[Pair]:
+        """Every tensor of this model, in its order."""
+        rules = {rule.ours: rule for rule in self.rules}
+        for name in logical_shapes(model):
+            layer, kind = name.rsplit(".", 1)
+            index = ""
+            if layer.startswith("layers."):
+                _, index, rest = layer.split(".", 2)
+                layer = "layers.{i}." + rest
+            yield rules[layer].of(index, kind)

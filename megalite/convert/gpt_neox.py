@@ -1,0 +1,88 @@
+"""GPT-NeoX and Pythia: partial RoPE, LayerNorm, biases, attention and MLP side by side.
+
+Its fused projection keeps query, key and value of a head together: with one query head a group, that is our order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.config.model import ModelConfig
+from megalite.convert.family import Family, Rule
+from megalite.convert.fields import Fields
+from megalite.convert.rotary import read_rotary, write_rotary
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
+
+RULES = (
+    Rule("embedding.word_embeddings", ("gpt_neox.embed_in",)),
+    Rule("layers.{i}.input_norm", ("gpt_neox.layers.{i}.input_layernorm",)),
+    Rule("layers.{i}.attention.qkv", ("gpt_neox.layers.{i}.attention.query_key_value",)),
+    Rule("layers.{i}.attention.proj", ("gpt_neox.layers.{i}.attention.dense",)),
+    Rule("layers.{i}.mlp_norm", ("gpt_neox.layers.{i}.post_attention_layernorm",)),
+    Rule("layers.{i}.mlp.fc1", ("gpt_neox.layers.{i}.mlp.dense_h_to_4h",)),
+    Rule("layers.{i}.mlp.fc2", ("gpt_neox.layers.{i}.mlp.dense_4h_to_h",)),
+    Rule("head.final_norm", ("gpt_neox.final_layer_norm",)),
+    Rule("head.output", ("embed_out",)),
+)
+
+
+def _read(fields: Fields) -> ModelConfig:
+    fields.only("attention_bias", True)
+    positions = fields.integer("max_position_embeddings", 2048)
+    share = fields.section("rope_parameters").get("partial_rotary_factor") or fields.get("rotary_pct", 0.25)
+    return ModelConfig(
+        model_type="gpt",
+        num_layers=fields.integer("num_hidden_layers"),
+        hidden_size=fields.integer("hidden_size"),
+        ffn_hidden_size=fields.integer("intermediate_size"),
+        num_attention_heads=fields.integer("num_attention_heads"),
+        seq_length=positions,
+        max_position_embeddings=positions,
+        rotary_percent=Fields({"rotary_pct": share}, fields.where).number("rotary_pct"),
+        use_parallel_residual=fields.flag("use_parallel_residual", True),
+        normalization="LayerNorm",
+        norm_epsilon=fields.number("layer_norm_eps", 1e-5),
+        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings", False),
+        init_method_std=fields.number("initializer_range", 0.02),
+        vocab_size=fields.integer("vocab_size"),
+        **read_rotary(fields),
+    )
+
+
+def _write(model: ModelConfig) -> Mapping[str, Any]:
+    rotary = write_rotary(model)
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_act": next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "gelu"),
+        "max_position_embeddings": model.max_positions,
+        "layer_norm_eps": model.norm_epsilon,
+        "initializer_range": model.init_method_std,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_parallel_residual": model.use_parallel_residual,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": True,
+        "rotary_pct": model.rotary_percent,
+        "rotary_emb_base": model.rotary_base,
+        **rotary,
+        "rope_parameters": {**rotary["rope_parameters"], "partial_rotary_factor": model.rotary_percent},
+    }
+
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    "gpt_neox.",
+    RULES,
+    _read,
+    _write,
+    ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+)

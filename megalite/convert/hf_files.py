@@ -1,0 +1,232 @@
+"""The other side on disk: config.json, safetensors (several with an index), tokenizer, generation_config.json.
+
+model.safetensors                       one file, or
+model-00001-of-00003.safetensors ...    several and model.safetensors.index.json: {"weight_map": {name: file}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.checkpoint.format import check_file_name, parse_json
+from megalite.checkpoint.saving import check_space
+from megalite.checkpoint.storage import fsync_directory
+from megalite.convert.family import Family, Pair
+from megalite.convert.layout import logical_shapes
+from megalite.convert.registry import family_of, read_model
+from megalite.convert.source import Origin, Source, staged
+from megalite.convert.tokenizer_files import huggingface_files, read_tokenizer
+from megalite.data.tokenizer import Tokenizer
+from megalite.errors import CheckpointError
+
+CONFIG, GENERATION, INDEX, SINGLE = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "model.safetensors",
+)
+MAX_JSON_BYTES = 64 * 2**20
+MAX_SHARD_ELEMENTS = 1 << 29  # 2 GiB in fp32: the memory that writing takes
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class HuggingFaceSource:
+    """A Hugging Face directory, read tensor by tensor.
+
+    Raises ConfigError for a model that we do not have, CheckpointError for files that are missing, damaged or hostile.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        raw = read_json(self.directory / CONFIG)
+        self.family, self.model = read_model(raw, CONFIG)
+        self.origin = Origin.from_meta(raw)
+        self._files = self._where_tensors_are()
+        self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
+        self._shapes = logical_shapes(self.model)
+        self._check_names()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return read_tokenizer(self.directory, self.model.vocab_size)
+
+    def read(self, name: str) -> Tensor:
+        pair = self._pairs[name]
+        # On the meta device the form costs nothing and tells what shapes belong there.
+        expected = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
+        parts = []
+        for theirs, like in zip(pair.theirs, expected, strict=True):
+            parts.append(self._tensor(theirs, tuple(like.shape)))
+        return pair.form.to_ours(self.model, parts)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file, stored_name = self._files[name]
+        path = self.directory / file
+        try:
+            with safe_open(path, framework="pt") as opened:
+                there = opened.get_slice(stored_name)
+                if there.get_dtype() not in DTYPES:
+                    raise CheckpointError(f"{path}: {stored_name}: dtype {there.get_dtype()} ({', '.join(DTYPES)})")
+                if tuple(there.get_shape()) != shape:
+                    raise CheckpointError(
+                        f"{path}: {stored_name}: shape {list(there.get_shape())}, {CONFIG} says {list(shape)}"
+                    )
+                tensor: Tensor = opened.get_tensor(stored_name)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: can not be read ({str(error)[:120]})") from None
+
+    def _where_tensors_are(self) -> dict[str, tuple[str, str]]:
+        """Full name -> (file, name in the file), from the files' own headers."""
+        table: dict[str, tuple[str, str]] = {}
+        for file in self._weight_files():
+            path = self.directory / file
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    table |= {name: (file, name) for name in opened.keys()}  # noqa: SIM118  not a mapping
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: not a safetensors file ({str(error)[:120]})") from None
+        prefix = self.family.prefix
+        if any(name.startswith(prefix) for name in table):
+            return table
+        output = next(rule.theirs[0] for rule in self.family.rules if rule.ours == "head.output") + ".weight"
+        return {name if name == output else prefix + name: place for name, place in table.items()}
+
+    def _weight_files(self) -> list[str]:
+        if (self.directory / INDEX).is_file():
+            index = self.directory / INDEX
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise CheckpointError(f"{index}: weight_map is not a table of file names")
+            return [check_file_name(file, str(index)) for file in sorted(set(weight_map.values()))]
+        if (self.directory / SINGLE).is_file():
+            return [SINGLE]
+        pickled = sorted(path.name for path in self.directory.glob("*.bin"))
+        hint = f" ({pickled[0]} is a pickle, which is not read; save the model as safetensors)" if pickled else ""
+        raise CheckpointError(f"{self.directory}: neither {SINGLE} nor {INDEX} found{hint}")
+
+    def _check_names(self) -> None:
+        wanted = {name for pair in self._pairs.values() for name in pair.theirs}
+        missing = sorted(wanted - self._files.keys())
+        if missing:
+            raise CheckpointError(f"{self.directory}: tensors are missing: {_some(missing)}")
+        known = self.family.ignored
+        if not self.model.untie_embeddings_and_output_weights:
+            known = (*known, "lm_head.weight", "embed_out.weight")  # a stored copy of the tied embedding
+        unexpected = sorted(name for name in self._files.keys() - wanted if not name.endswith(known))
+        if unexpected:
+            raise CheckpointError(f"{self.directory}: a {self.family.name} of this {CONFIG} has no {_some(unexpected)}")
+
+
+def write_huggingface(source: Source, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
+    """A directory that transformers loads, with the tokenizer beside the weights; returns it.
+
+    dtype: of the stored weights; None keeps each as it is. Raises ConfigError where no family is this model,
+    CheckpointError where it can not be written.
+    """
+    model = source.model
+    family = family_of(model, source.origin.model_type)
+    check_space(
+        directory, sum(torch.Size(s).numel() for s in logical_shapes(model).values()) * (dtype or torch.int8).itemsize
+    )
+    special = dict(source.origin.special_tokens)
+    eod = source.tokenizer.eod_id
+    special = special or {"bos_token_id": eod, "eos_token_id": eod}
+    with staged(directory) as staging:
+        stored = _write_weights(source, family, staging, dtype)
+        config = {
+            "architectures": [family.architecture],
+            "model_type": family.name,
+            **family.write(model),
+            **special,
+            "dtype": stored,
+            "torch_dtype": stored,
+        }
+        _write_json(staging / CONFIG, config)
+        _write_json(staging / GENERATION, {"_from_model_config": True, **special})
+        for name, data in huggingface_files(source.tokenizer).items():
+            (staging / name).write_bytes(data)
+        fsync_directory(staging)
+        if directory.exists():
+            directory.rmdir()
+        os.rename(staging, directory)
+        fsync_directory(directory.parent)
+    return directory
+
+
+def _write_weights(source: Source, family: Family, staging: Path, dtype: torch.dtype | None) -> str:
+    """All tensors shard by shard; returns the dtype of the embedding in transformers' word."""
+    shards = list(_shards(source, family))
+    weight_map: dict[str, str] = {}
+    total, first = 0, None
+    for number, pairs in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for pair in pairs:
+            values = source.read(pair.ours)
+            values = values if dtype is None else values.to(dtype)
+            parts = pair.form.to_theirs(source.model, values)
+            tensors |= {name: _alone(part) for name, part in zip(pair.theirs, parts, strict=True)}
+        save_file(tensors, staging / file, metadata={"format": "pt"})
+        first = first or next(iter(tensors.values())).dtype
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(shards) > 1:
+        _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return str(first).removeprefix("torch.")
+
+
+def _alone(part: Tensor) -> Tensor:
+    """Contiguous, with memory of its own: safetensors refuses tensors that share it."""
+    return (
+        part.clone(memory_format=torch.contiguous_format)
+        if part.untyped_storage().nbytes() > part.nbytes
+        else (part.contiguous())
+    )
+
+
+def _shards(source: Source, family: Family) -> Iterator[list[Pair]]:
+    """Tensors in the order of the model, cut where a file would become too large."""
+    shapes = logical_shapes(source.model)
+    pairs: list[Pair] = []
+    held = 0
+    for pair in family.pairs(source.model):
+        size = torch.Size(shapes[pair.ours]).numel()
+        if pairs and held + size > MAX_SHARD_ELEMENTS:
+            yield pairs
+            pairs, held = [], 0
+        pairs.append(pair)
+        held += size
+    yield pairs
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a small file. Raises CheckpointError."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: more than {MAX_JSON_BYTES} bytes; not what it is named")
+        found = parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: can not be read ({error.strerror}); is it a Hugging Face model?") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return found
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _some(names: list[str]) -> str:
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,142 @@
+"""Llama 2/3, Mistral, Qwen2 and Qwen3: one block, differing in biases, query/key norms and the window.
+
+RoPE is half-rotated on both sides, so no row of q or k moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.config.model import ModelConfig
+from megalite.convert.family import GROUPED, STACKED, Family, Rule
+from megalite.convert.fields import Fields
+from megalite.convert.rotary import read_rotary, write_rotary
+
+ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu"}
+
+RULES = (
+    Rule("embedding.word_embeddings", ("model.embed_tokens",)),
+    Rule("layers.{i}.input_norm", ("model.layers.{i}.input_layernorm",)),
+    Rule(
+        "layers.{i}.attention.qkv",
+        (
+            "model.layers.{i}.self_attn.q_proj",
+            "model.layers.{i}.self_attn.k_proj",
+            "model.layers.{i}.self_attn.v_proj",
+        ),
+        GROUPED,
+    ),
+    Rule("layers.{i}.attention.q_norm", ("model.layers.{i}.self_attn.q_norm",)),
+    Rule("layers.{i}.attention.k_norm", ("model.layers.{i}.self_attn.k_norm",)),
+    Rule("layers.{i}.attention.proj", ("model.layers.{i}.self_attn.o_proj",)),
+    Rule("layers.{i}.mlp_norm", ("model.layers.{i}.post_attention_layernorm",)),
+    Rule("layers.{i}.mlp.fc1", ("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"), STACKED),
+    Rule("layers.{i}.mlp.fc2", ("model.layers.{i}.mlp.down_proj",)),
+    Rule("head.final_norm", ("model.norm",)),
+    Rule("head.output", ("lm_head",)),
+)
+IGNORED = (".rotary_emb.inv_freq",)
+
+
+def _read(fields: Fields, **more: Any) -> ModelConfig:
+    fields.only("pretraining_tp", 1)
+    fields.only("partial_rotary_factor", 1, 1.0)
+    heads, positions = fields.integer("num_attention_heads"), fields.integer("max_position_embeddings")
+    hidden = fields.integer("hidden_size")
+    values: dict[str, Any] = dict(
+        num_layers=fields.integer("num_hidden_layers"),
+        hidden_size=hidden,
+        ffn_hidden_size=fields.integer("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=fields.integer("num_key_value_heads", heads),
+        kv_channels=fields.integer("head_dim", max(1, hidden // heads)),
+        seq_length=positions,
+        max_position_embeddings=positions,
+        normalization="RMSNorm",
+        norm_epsilon=fields.number("rms_norm_eps", 1e-6),
+        activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings", False),
+        init_method_std=fields.number("initializer_range", 0.02),
+        vocab_size=fields.integer("vocab_size"),
+        **read_rotary(fields),
+    )
+    return ModelConfig(model_type="llama", **(values | more))
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.query_groups,
+        "head_dim": model.head_dim,
+        "hidden_act": next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "silu"),
+        "max_position_embeddings": model.max_positions,
+        "initializer_range": model.init_method_std,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        **write_rotary(model),
+    }
+
+
+def _read_llama(fields: Fields) -> ModelConfig:
+    bias = fields.flag("attention_bias", False)
+    if fields.flag("mlp_bias", False) != bias:
+        raise fields.wrong("attention_bias", bias, "not supported with another mlp_bias")
+    return _read(fields, add_bias_linear=bias)
+
+
+def _write_llama(model: ModelConfig) -> Mapping[str, Any]:
+    return _write(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+
+
+def _read_mistral(fields: Fields) -> ModelConfig:
+    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
+    return _read(fields, window_size=window)
+
+
+def _write_mistral(model: ModelConfig) -> Mapping[str, Any]:
+    return _write(model) | {"sliding_window": model.window_size}
+
+
+def _read_qwen_window(fields: Fields) -> int | None:
+    """All layers have the window or none; a mixture is refused."""
+    if not fields.flag("use_sliding_window", False):
+        return None
+    if fields.get("max_window_layers") != 0:
+        raise fields.wrong("max_window_layers", fields.get("max_window_layers"), "not supported (only 0)")
+    return fields.integer("sliding_window")
+
+
+def _write_qwen(model: ModelConfig) -> dict[str, Any]:
+    return _write(model) | {
+        "use_sliding_window": model.window_size is not None,
+        "sliding_window": model.window_size,
+        "max_window_layers": 0 if model.window_size is not None else model.num_layers,
+    }
+
+
+def _read_qwen2(fields: Fields) -> ModelConfig:
+    return _read(fields, add_qkv_bias=True, window_size=_read_qwen_window(fields))
+
+
+def _read_qwen3(fields: Fields) -> ModelConfig:
+    fields.only("attention_bias", False)
+    return _read(
+        fields,
+        qk_layernorm=True,
+        kv_channels=fields.integer("head_dim", 128),
+        window_size=_read_qwen_window(fields),
+    )
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", "model.", RULES, _read_llama, _write_llama, IGNORED)
+MISTRAL = Family("mistral", "MistralForCausalLM", "model.", RULES, _read_mistral, _write_mistral, IGNORED)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "model.", RULES, _read_qwen2, _write_qwen, IGNORED)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "model.", RULES, _read_qwen3, _write_qwen, IGNORED)

@@ -1,0 +1,100 @@
+"""Our side on disk: a committed checkpoint, read tensor by tensor and written layer by layer."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import CheckpointReader, resolve
+from megalite.checkpoint.discovery import directory_name, write_tracker
+from megalite.checkpoint.format import BLOCK_BYTES, DTYPE_NAMES, ExtraFile, Manifest, StoredFile, StoredTensor
+from megalite.checkpoint.reshard import Box
+from megalite.checkpoint.saving import check_space
+from megalite.checkpoint.storage import Part, publish, read_extra, write_file, write_proof, write_shard_file
+from megalite.config.model import ModelConfig
+from megalite.config.saved import from_dict, to_dict
+from megalite.convert.layout import layer_of, logical_shapes
+from megalite.convert.registry import config_around
+from megalite.convert.source import Origin, Source, staged
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_io import load_tokenizer, tokenizer_files
+from megalite.errors import CheckpointError
+
+
+class CheckpointSource:
+    """The weights of a checkpoint: of a run directory the newest, or `ckpt_step`; optimizer state is left out.
+
+    Raises CheckpointError where nothing is committed, or it is damaged.
+    """
+
+    def __init__(self, directory: Path | str, ckpt_step: int | None = None) -> None:
+        self._reader = CheckpointReader(resolve(directory, ckpt_step))
+        meta = self._reader.manifest.meta
+        if not isinstance(meta.get("config"), dict):
+            raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
+        self.model: ModelConfig = from_dict(meta["config"], str(self._reader.path)).model
+        self.origin = Origin.from_meta(meta.get("converted_from"))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Rebuilt from verified copies of the checkpoint's files."""
+        path, manifest = self._reader.path, self._reader.manifest
+        with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
+            for name in manifest.extra_files:
+                (Path(folder) / name).write_bytes(read_extra(path, manifest, name))
+            return load_tokenizer(folder)
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+
+def write_checkpoint(source: Source, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
+    """A committed checkpoint of the weights at iteration 0, one file a layer; returns its directory.
+
+    dtype: of the stored weights; None keeps each as it is. Raises CheckpointError.
+    """
+    shapes = logical_shapes(source.model)
+    save_id, name = uuid.uuid4().hex[:12], directory_name(0)
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, StoredFile] = {}
+    check_space(directory, sum(torch.Size(shape).numel() for shape in shapes.values()) * (dtype or torch.int8).itemsize)
+    with staged(directory, name) as staging:
+        for number, (_, names) in enumerate(groupby(shapes, layer_of)):
+            parts = [_part(each, source.read(each), shapes[each], dtype) for each in names]
+            tensors |= {p.name: StoredTensor(DTYPE_NAMES[p.values.dtype], p.global_shape) for p in parts}
+            file_name = f"rank_{number:05d}.safetensors"
+            files[file_name] = write_shard_file(staging / file_name, parts, save_id=save_id, block_bytes=BLOCK_BYTES)
+        extra = {
+            each: ExtraFile(len(data), write_file(staging / each, data))
+            for each, data in tokenizer_files(source.tokenizer).items()
+        }
+        meta = _meta(source, tensors["embedding.word_embeddings.weight"].torch_dtype)
+        manifest = Manifest(0, save_id, 1, tensors, files, extra, meta)
+        write_proof(staging, manifest)
+        publish(staging, directory / name)
+    write_tracker(directory, 0)
+    return directory / name
+
+
+def _part(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Part:
+    if tuple(values.shape) != shape:
+        raise CheckpointError(f"{name}: shape {list(values.shape)}, the model has {list(shape)}")
+    return Part(name, shape, Box((0,) * len(shape), shape), values if dtype is None else values.to(dtype))
+
+
+def _meta(source: Source, dtype: torch.dtype) -> dict[str, Any]:
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(dtype)
+    config = config_around(source.model, **({precision: True} if precision else {}))
+    return {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "config": to_dict(config),
+        "converted_from": source.origin.to_meta(),
+    }

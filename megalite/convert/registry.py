@@ -1,0 +1,81 @@
+"""All families, and which of them a model is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megalite.checkpoint.compatibility import effective
+from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.config.model import ModelConfig
+from megalite.config.rules.shape import model_shape
+from megalite.convert.family import Family
+from megalite.convert.fields import Fields
+from megalite.convert.gpt2 import GPT2
+from megalite.convert.gpt_neox import GPT_NEOX
+from megalite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megalite.errors import ConfigError
+
+FAMILIES: Mapping[str, Family] = {f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX)}
+
+# Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.
+USUAL_SEQ_LENGTH = 4096
+MOST_LAYERS = 10_000
+
+
+def read_model(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
+    """config.json -> its family and the model. Raises ConfigError for what we do not have."""
+    fields = Fields(raw, where)
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"{where}: model_type {str(kind)[:40]!r} not supported ({', '.join(FAMILIES)})")
+    if fields.get("quantization_config") is not None:
+        raise ConfigError(f"{where}: quantization_config: quantised weights are not supported; take the full model")
+    model = FAMILIES[kind].read(fields)
+    model = dataclasses.replace(model, seq_length=min(model.max_positions, USUAL_SEQ_LENGTH))
+    problems = list(model_shape(config_around(model), 1))
+    if model.num_layers > MOST_LAYERS:
+        problems.append(f"num_hidden_layers {model.num_layers}: more than {MOST_LAYERS}")
+    if problems:
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
+    return FAMILIES[kind], model
+
+
+def config_around(model: ModelConfig, **training: Any) -> Config:
+    """A configuration that describes weights which no run of ours has trained."""
+    return Config(
+        model=model,
+        training=TrainingConfig(micro_batch_size=1, train_iters=1, **training),
+        optimizer=OptimizerConfig(lr=1e-5),
+        data=DataConfig(),
+    )
+
+
+def family_of(model: ModelConfig, preferred: str | None = None) -> Family:
+    """The first family whose config.json means exactly this model; `preferred` is tried before the others.
+
+    Raises ConfigError naming what keeps the nearest family from it.
+    """
+    order = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
+    nearest: tuple[int, Family, list[str]] | None = None
+    for family in order:
+        lost = list(differences(family, model))
+        if not lost:
+            return family
+        if nearest is None or len(lost) < nearest[0]:
+            nearest = (len(lost), family, lost)
+    assert nearest is not None
+    raise ConfigError(f"no Hugging Face family has this model; nearest is {nearest[1].name}: {', '.join(nearest[2])}")
+
+
+def differences(family: Family, model: ModelConfig) -> Iterator[str]:
+    """Settings that a model would lose as one of `family`."""
+    try:
+        back = effective(family.read(Fields(family.write(model), "config.json")))
+    except ConfigError as error:
+        yield str(error)
+        return
+    for name, value in effective(model).items():
+        if back[name] != value:
+            yield f"--{name.replace('_', '-')}={value} (there {back[name]})"

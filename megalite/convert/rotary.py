@@ -1,0 +1,45 @@
+"""RoPE in config.json: transformers 5 reads `rope_parameters`, 4.57 `rope_theta` and `rope_scaling`; all written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.config.model import ModelConfig
+from megalite.convert.fields import Fields
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+KINDS = {"default": "default", "linear": "linear", "llama3": "llama3"}
+
+
+def read_rotary(fields: Fields) -> dict[str, Any]:
+    """The rotary fields of ModelConfig. Raises ConfigError for a scaling that we do not have."""
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    scaling = new if new.raw else old
+    kind = scaling.choice("rope_type" if "rope_type" in scaling.raw else "type", KINDS, "default")
+    theta = new.get("rope_theta") or fields.get("rope_theta") or fields.get("rotary_emb_base", 10000.0)
+    found: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": Fields({"rope_theta": theta}, fields.where).number("rope_theta"),
+    }
+    if kind == "linear":
+        found["rotary_seq_len_interpolation_factor"] = scaling.number("factor")
+    if kind == "llama3":
+        for key, value in LLAMA3.items():
+            scaling.only(key, value)
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor")}
+    return found
+
+
+def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
+    """The entries for both generations of transformers."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if model.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
+    elif model.rotary_seq_len_interpolation_factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": {"rope_theta": model.rotary_base, **scaling},
+        "rope_scaling": scaling if len(scaling) > 1 else None,
+    }

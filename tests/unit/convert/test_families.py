@@ -1,0 +1,122 @@
+"""Every family against transformers: random weights there -> a checkpoint -> a Hugging Face directory, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megalite.checkpoint import verify
+from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
+from megalite.microbatch import Microbatch
+from megalite.training.loading import load_for_inference
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+V, S = 50, 24
+WIDTH = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=S)
+GATED = WIDTH | dict(intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=False)
+GPT2 = dict(vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-exact-gelu-wide": ("GPT2", GPT2 | dict(activation_function="gelu", n_inner=80, layer_norm_epsilon=1e-3)),
+    "gpt2-untied": ("GPT2", GPT2 | dict(tie_word_embeddings=False)),
+    "llama": ("Llama", GATED),
+    "llama-tied": ("Llama", GATED | dict(tie_word_embeddings=True)),
+    "llama-biases": ("Llama", GATED | dict(attention_bias=True, mlp_bias=True)),
+    "llama3-rope": ("Llama", GATED | dict(rope_parameters=LLAMA3_ROPE)),
+    "llama-linear-rope": ("Llama", GATED | dict(rope_parameters=LINEAR_ROPE)),
+    "mistral-window": ("Mistral", GATED | dict(sliding_window=5, head_dim=16)),
+    "mistral": ("Mistral", GATED | dict(sliding_window=None)),
+    "qwen2": ("Qwen2", GATED | dict(rms_norm_eps=1e-5)),
+    "qwen2-window": ("Qwen2", GATED | dict(use_sliding_window=True, sliding_window=6, max_window_layers=0)),
+    "qwen3": ("Qwen3", GATED | dict(head_dim=16, tie_word_embeddings=True)),
+    "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
+    "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
+}
+
+
+def peer(case: str) -> Any:
+    """A model of transformers whose every parameter matters."""
+    kind, values = CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**values, attn_implementation="eager")
+    name = next(n for n in (f"{kind}ForCausalLM", f"{kind}LMHeadModel") if hasattr(transformers, n))
+    torch.manual_seed(3)
+    model = getattr(transformers, name)(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(0))
+
+
+def our_logits(directory: Path) -> tuple[Tensor, str]:
+    loaded = load_for_inference(directory, device="cpu")
+    batch = Microbatch(
+        tokens=tokens(),
+        labels=tokens(),
+        positions=torch.arange(S).expand(2, S),
+        loss_mask=torch.ones(2, S),
+        sample_ids=torch.arange(2),
+    )
+    head: Any = loaded.model.get_submodule("head")
+    with torch.no_grad():
+        return head.logits(loaded.model.body(None, batch)).transpose(0, 1), loaded.config.model.normalization
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_is_bit_equal_and_logits_agree(case: str, tmp_path: Path) -> None:
+    model = peer(case)
+    model.save_pretrained(tmp_path / "there")
+    committed = write_checkpoint(HuggingFaceSource(tmp_path / "there"), tmp_path / "ours")
+    assert verify(committed) == []
+
+    logits, normalization = our_logits(tmp_path / "ours")
+    with torch.no_grad():
+        expected = model(input_ids=tokens()).logits
+    # transformers computes rotary angles in fp32, the RMSNorms too
+    tolerance = 1e-10 if case.startswith("gpt2") else 5e-6
+    largest = expected.abs().max()
+    assert ((logits - expected).abs().max() / largest).item() < tolerance
+
+    write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
+    before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("there", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == model.config.model_type
+
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert again.dtype == torch.float64
+    with torch.no_grad():
+        assert torch.equal(again.eval()(input_ids=tokens()).logits, expected)
+
+
+def test_many_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = peer("llama")
+    model.save_pretrained(tmp_path / "there", max_shard_size="20KB")
+    assert (tmp_path / "there" / "model.safetensors.index.json").is_file()
+    monkeypatch.setattr(hf_files, "MAX_SHARD_ELEMENTS", 3000)
+    write_checkpoint(HuggingFaceSource(tmp_path / "there"), tmp_path / "ours")
+    write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 3
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
