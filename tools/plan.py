@@ -3,8 +3,8 @@
     python tools/plan.py --config configs/gpt3_175b.yaml --num-devices 1024 --hardware a100-80gb --free all
     python tools/plan.py <flags of pretrain_gpt.py> --num-devices 64 --hardware h100 --write-config plan.yaml
 
-All flags and files of pretrain_gpt.py are understood. What they give of the layout is kept, the rest is searched; a full
-layout is simply predicted. No torch is imported, and no device is needed.
+All flags and files of pretrain_gpt.py are understood. What they give of the layout is kept, the rest is searched; a
+full layout is simply predicted. No torch is imported, and no device is needed.
 """
 
 from __future__ import annotations

@@ -74,11 +74,24 @@ def remedy(
         if max(rank.total for rank in memory) <= hardware.usable_bytes:
             return Remedy({name: getattr(layout, name) for name in changed}, world_size)
     for factor in (2, 4, 8, 16, 32, 64):
-        if search(
-            _roomy(config, world_size * factor), world_size * factor, hardware, source, stale=stale, top=1
-        ).predictions:
+        if _fits_lean(_roomy(config, world_size * factor), world_size * factor, hardware, source):
             return Remedy({}, world_size * factor)
     return None
+
+
+def _fits_lean(config: Config, world_size: int, hardware: Hardware, source: TimeSource) -> bool:
+    """Whether a layout fits that shards and recomputes everything, one sample at a time."""
+    leanest = replace(
+        layout_of(config),
+        sequence_parallel=True,
+        pipeline_schedule="1f1b",
+        virtual_pipeline_model_parallel_size=None,
+        zero_stage=3,
+        micro_batch_size=1,
+        recompute_granularity="full",
+    )
+    given = frozenset(SEARCHED) - {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+    return bool(search(apply(config, leanest), world_size, hardware, source, given=given, top=1).predictions)
 
 
 def _roomy(config: Config, world_size: int) -> Config:
@@ -93,6 +106,8 @@ def _changes(quick: Quick, here: Layout, stale: bool) -> Iterator[tuple[int, int
     stale = stale or here.pipeline_schedule in ("2bw", "pipedream")
     for layout in layouts(quick.config, quick.world_size, frozenset(), stale=stale):
         changed = tuple(name for name in SEARCHED if getattr(layout, name) != getattr(here, name))
+        if layout.pipeline_model_parallel_size * layout.tensor_model_parallel_size == quick.world_size:
+            changed = tuple(name for name in changed if name != "zero_stage")  # there is nothing to shard over
         if layout.pipeline_model_parallel_size == 1:
             changed = tuple(name for name in changed if name != "pipeline_schedule")
         if not changed or len(changed) > 3:

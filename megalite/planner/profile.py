@@ -1,8 +1,8 @@
 """Measured times of layers (tools/profile_layers.py) instead of a roofline.
 
-A profile is JSON: `points` with the tensor-parallel size, the micro-batch, and seconds of F, I and W of an embedding, a
-block and a head of the model that was measured; `optimizer_seconds_per_element`; `overhead` of an action. A layout whose
-point is missing takes the nearest one, scaled by what the roofline says of the difference.
+A profile is JSON: `points` with the tensor-parallel size, the micro-batch, and seconds of F, I, W (and what B hides) of
+an embedding, a block and a head of the model that was measured; `optimizer_seconds_per_element`. A layout whose point
+is missing takes the nearest one, scaled by what the roofline says of the difference.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ __all__ = ["Found", "Misfit", "Quick", "pareto", "search"]
 LEAST_SIMULATED = 16
 
 #: Layouts that are counted exactly and do not fit before the search gives up.
-MOST_REJECTED = 300
+MOST_REJECTED = 100
 
 #: Sizes whose bound is so many times slower than the best estimate are left out.
 TOO_SLOW = 1.5
@@ -224,7 +224,7 @@ def search(
     wanted = max(LEAST_SIMULATED, top)
     predictions, rejected, why = _simulate(quick, _spread(fitting), wanted)
     if not predictions and not rejected:  # nothing may fit: the leanest, for the explanation
-        lean = sorted(ranked, key=lambda item: item[1])[:200]
+        lean = sorted(ranked, key=lambda item: item[1])[:60]
         predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3)
     predictions.sort(key=lambda prediction: (prediction.step_time, prediction.memory_bytes))
     rejected.sort(key=lambda misfit: misfit.fullest.total)

@@ -1,0 +1,83 @@
+"""tools/plan.py as people run it: a table, JSON, a configuration that runs, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --train-iters 4 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --mock-data --global-batch-size 8"
+).split()
+
+
+def _plan(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "plan.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def test_json_has_the_promised_keys() -> None:
+    done = _plan(*SMALL, "--num-devices", "4", "--hardware", "cpu-2core", "--devices-per-node", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["candidates"]) == 10
+    times = [candidate["step_time_s"] for candidate in found["candidates"]]
+    assert times == sorted(times)
+    for candidate in found["candidates"]:
+        keys = {
+            "layout",
+            "step_time_s",
+            "tokens_per_s",
+            "tflops_per_device",
+            "hardware_tflops_per_device",
+            "mfu",
+            "memory_bytes_per_rank",
+            "bubble_over_ideal",
+        }
+        assert keys <= candidate.keys()
+        memory = candidate["memory_bytes_per_rank"]
+        assert abs(sum(memory.values()) - 2 * memory["total"]) <= len(memory)
+        assert candidate["tokens_per_s"] * candidate["step_time_s"] == 8 * 32
+        assert candidate["hardware_tflops_per_device"] >= candidate["tflops_per_device"]
+
+
+def test_the_written_configuration_passes_a_dry_run(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    flags = ["--pipeline-model-parallel-size", "2", "--hardware", "cpu-2core", "--write-config", str(path)]
+    done = _plan(*SMALL, "--num-devices", "2", *flags)
+    assert done.returncode == 0 and not done.stderr
+    assert "Pareto front" in done.stdout and "limited by" in done.stdout
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--config", str(path), "--dry-run"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "pipeline_model_parallel_size: 2" in run.stdout
+
+
+def test_errors_are_one_line_with_status_two() -> None:
+    cases = {
+        "--hardware=tpu: no such hardware": ["--hardware", "tpu"],
+        "unknown flag --num-layerz": ["--num-layerz", "3"],
+        "--free=lr: not searched": ["--free", "lr"],
+        "--profile=nowhere.json: not a profile": ["--profile", "nowhere.json"],
+        "--tensor-model-parallel-size=3": ["--tensor-model-parallel-size", "3"],
+    }
+    for message, flags in cases.items():
+        done = _plan(*SMALL, "--num-devices", "2", *flags)
+        assert done.returncode == 2 and message.split(":")[0] in done.stderr, (message, done.stderr)
+        assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_fit_is_explained() -> None:
+    done = _plan("--config", "configs/gpt3_175b.yaml", "--num-devices", "128", "--hardware", "v100")
+    assert done.returncode == 2
+    assert "GiB more than" in done.stderr and "largest term is" in done.stderr
+    assert "smallest change that fits: --" in done.stderr
+
+
+def test_what_if_sweeps_give_a_table() -> None:
+    done = _plan(*SMALL, "--num-devices", "4", "--hardware", "cpu-2core", "--what-if", "upgrades")
+    assert done.returncode == 0, done.stderr
+    assert "links between nodes x 2" in done.stdout and "#" in done.stdout

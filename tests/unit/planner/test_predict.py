@@ -1,0 +1,127 @@
+"""Times: closed forms where there are some, published runs where there are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megalite.config import Config
+from megalite.config.arithmetic import count_parameters, flops_per_iteration
+from megalite.config.cli import parse
+from megalite.errors import ConfigError
+from megalite.planner.communication import Group
+from megalite.planner.cost import Roofline
+from megalite.planner.hardware import available, load_hardware, parse_hardware
+from megalite.planner.predict import Prediction, predict, program_of, stage_cuts, steady_state
+from megalite.schedule import Costs, simulate
+
+GPT = (
+    "--lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 51200 --mock-data --seq-length 2048 --bf16"
+)
+
+
+def _gpt(layers: int, hidden: int, heads: int, tp: int, pp: int, batch: int, extra: str, world_size: int) -> Config:
+    text = (
+        f"{GPT} --num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --global-batch-size {batch} "
+        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} {extra}"
+    )
+    return parse(text.split(), world_size=world_size, check_files=False)
+
+
+def _predict(config: Config, world_size: int, name: str) -> Prediction:
+    hardware = load_hardware(name)
+    return predict(config, world_size, hardware, Roofline(hardware))
+
+
+# Megatron-LM, arXiv 2104.04473, table 1: billions of parameters, layers, width, heads.
+TABLE = [
+    (1.7, 24, 2304, 24),
+    (3.6, 30, 3072, 32),
+    (7.5, 36, 4096, 32),
+    (18.4, 40, 6144, 48),
+    (39.1, 48, 8192, 64),
+    (76.1, 60, 10240, 80),
+    (145.6, 80, 12288, 96),
+    (310.1, 96, 16384, 128),
+    (529.6, 105, 20480, 128),
+    (1008.0, 128, 25600, 160),
+]
+
+
+@pytest.mark.parametrize(("billions", "layers", "hidden", "heads"), TABLE)
+def test_parameters_and_flops_of_the_published_table(billions: float, layers: int, hidden: int, heads: int) -> None:
+    config = _gpt(layers, hidden, heads, 1, 1, 512, "--micro-batch-size 1", 1)
+    h, s, vocabulary = hidden, 2048, 51200
+    paper = 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocabulary + s) / (12 * layers * h))
+    assert count_parameters(config.model) == round(paper) + 2 * h  # the paper leaves the final norm out
+    assert round(count_parameters(config.model) / 1e9, 1) == billions
+    # 72 B s l h^2 (1 + s/(12 h) + V/(12 l h)): the paper's form without recomputation, causal attention halved
+    flops = 72 * 512 * s * layers * h**2 * (1 + s / (12 * h) + vocabulary / (12 * layers * h))
+    assert flops_per_iteration(config.model, 512) == pytest.approx(flops, rel=1e-12)
+
+
+# arXiv 2205.05198, table 5: seconds of an iteration on A100-80GB with sequence parallelism and selective recomputation
+# (which fused attention gives for nothing).
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "pp", "chunks", "world", "batch", "micro", "seconds"),
+    [(96, 12288, 96, 8, 3, 64, 64, 1, 13.75), (105, 20480, 128, 35, 3, 280, 280, 1, 37.83)],
+)
+def test_published_iteration_times_are_within_a_quarter(
+    layers: int, hidden: int, heads: int, pp: int, chunks: int, world: int, batch: int, micro: int, seconds: float
+) -> None:
+    extra = f"--micro-batch-size {micro} --sequence-parallel --virtual-pipeline-model-parallel-size {chunks}"
+    config = _gpt(layers, hidden, heads, 8, pp, batch, extra, world)
+    assert _predict(config, world, "a100-80gb").step_time == pytest.approx(seconds, rel=0.25)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v"])
+def test_a_long_batch_is_continued_exactly(schedule: str) -> None:
+    chunks = "--virtual-pipeline-model-parallel-size 2" if schedule == "interleaved" else ""
+    extra = f"--micro-batch-size 1 --pipeline-schedule {schedule} {chunks}"
+    config = _gpt(8, 1024, 16, 1, 4, 1200, extra, 4)
+    program = program_of(config, 4)
+    whole = simulate(program, Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, communication=0.25))
+    found = steady_state(
+        config, program, Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, communication=0.25)
+    )
+    assert found.makespan == pytest.approx(float(whole.makespan))
+    assert found.bubble_over_ideal == pytest.approx(float(whole.bubble_over_ideal))
+
+
+def test_stages_are_cut_as_a_run_cuts_them() -> None:
+    from megalite.training.build import Schedules
+    from megalite.training.build import stage_cuts as cut_by_the_run
+
+    for extra in ("", "--pipeline-schedule zb-v", "--decoder-first-pipeline-num-layers 1"):
+        config = _gpt(9, 64, 4, 1, 4, 16, f"--micro-batch-size 1 {extra}", 4)
+        program = program_of(config, 4)
+        assert stage_cuts(config, program) == cut_by_the_run(config, Schedules(config, 4).full(4))
+
+
+def test_collectives_follow_alpha_and_beta() -> None:
+    hardware = load_hardware("h100")
+    link, network = hardware.intra_node, hardware.inter_node
+    assert Group(hardware, 1).all_reduce(1e9) == 0
+    assert Group(hardware, 8).gather(8e9) == pytest.approx(7 * link.latency + 7e9 / link.bandwidth)
+    # eight ranks in eight nodes share nothing with the other groups of their nodes
+    assert Group(hardware, 8, 8).gather(8e9) == pytest.approx(8 * network.latency + 7e9 / network.bandwidth)
+    # sixteen in two nodes use eight links between them
+    assert Group(hardware, 16).bandwidth == min(link.bandwidth, 8 * network.bandwidth)
+    assert Group(hardware, 2, 8).send(1e9) == pytest.approx(network.latency + 1e9 / network.bandwidth)
+
+
+def test_hardware_files_are_complete_and_errors_name_the_field() -> None:
+    names = ("a100-80gb", "b200", "cpu-2core", "h100", "h200", "mi250x", "v100")
+    assert tuple(available()) == names
+    assert all(load_hardware(name).usable_bytes > 0 for name in names)
+    with pytest.raises(ConfigError, match="one of a100-80gb"):
+        load_hardware("tpu")
+    with pytest.raises(ConfigError, match=r"matrix_efficiency: expected a number, got None"):
+        parse_hardware({"name": "mine", "kind": "cuda"}, "mine.yaml")
+
+
+def test_the_planner_never_imports_torch() -> None:
+    code = "import sys, megalite.planner.search, megalite.planner.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
