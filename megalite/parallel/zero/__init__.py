@@ -13,13 +13,23 @@ A batch, whatever the stage:
     buffers.finish_reduce()
     optimizer.grad_norm()        optimizer.step(lr=..., weight_decay=..., grad_scale=..., version=...)
 
-Public names: `ZeroOptions`, `ParameterBuffers` (flat memory and reduction of one stage), `ShardedOptimizer` (any
-`torch.optim.Optimizer` over the owned slices), `ParamGroup`.
+Where things are:
+
+    options.py         what is sharded, what overlaps, how large a bucket is
+    layout.py          where every parameter lies in the flat buffer (pure arithmetic)
+    buckets.py         `ParameterBuffers`: memory, batch, reductions of one stage
+    gradient_sync.py   one bucket's gradient, from the first contribution to the owned slice
+    unshard.py         weights that come before their use and go after it (stage 3), or are waited for (1, 2)
+    segments.py, parts.py, sharded_optimizer.py
+                       `ShardedOptimizer`: any update rule over the owned slices, on the device or on the host
+    remainder.py       masters of bf16 weights in 16 bits
+    activation_offload.py   `ActivationOffload`: activations of some layers in host memory
 
 Invariants: one master per element; every element is counted once in the norm and written by one rank; reductions start
-in the order of the plan, never in the order of arrival. Proof: `tests/distributed/test_zero_equality.py` (every stage
-equals plain torch training in fp64, stage 1 equals stage 0 bit for bit at dp=2),
-`tests/distributed/test_zero_memory.py` (bytes held equal the table).
+in the order of the plan, never in the order of arrival; an update between a forward and its backward is an error.
+Proof: `tests/distributed/test_zero_equality.py` (every stage equals plain torch in fp64, stage 1 is stage 0 bit for bit
+at dp=2), `test_zero_optimizers.py` (every rule at every stage), `test_zero_contract.py`, `test_zero_unshard.py`,
+`test_zero_memory.py` (bytes held equal the table; nothing grows).
 """
 
 from megalite.parallel.zero.activation_offload import ActivationOffload
