@@ -21,6 +21,7 @@ from megalite.config import Config
 from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
+from megalite.errors import CheckpointError
 from megalite.optim import LossScaler
 from megalite.training.build import Model
 from megalite.training.trainer import Progress, progress_from_meta, progress_to_meta
@@ -62,6 +63,8 @@ class RunState:
         checkpoint, model = self.config.checkpoint, self.model
         check_model(from_dict(meta["config"]).model, self.config.model, f"--load={path}")
         fresh = checkpoint.finetune
+        if not fresh and "progress" not in meta:
+            raise CheckpointError(f"--load={path}: holds weights and no run (it was converted); add --finetune")
         progress = Progress() if fresh else progress_from_meta(meta["progress"])
         with_state = checkpoint.load_optim and not fresh
         version = self._version(progress)
