@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --train-iters 4 --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --mock-data --global-batch-size 8"
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --train-iters 4 "
+    "--lr 1e-3 --tokenizer-type NullTokenizer --mock-data --global-batch-size 8"
 ).split()
 
 
@@ -40,7 +40,7 @@ def test_json_has_the_promised_keys() -> None:
         assert keys <= candidate.keys()
         memory = candidate["memory_bytes_per_rank"]
         assert abs(sum(memory.values()) - 2 * memory["total"]) <= len(memory)
-        assert candidate["tokens_per_s"] * candidate["step_time_s"] == 8 * 32
+        assert round(candidate["tokens_per_s"] * candidate["step_time_s"], 6) == 8 * 32
         assert candidate["hardware_tflops_per_device"] >= candidate["tflops_per_device"]
 
 

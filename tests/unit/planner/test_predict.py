@@ -18,7 +18,7 @@ from megalite.planner.predict import Prediction, predict, program_of, stage_cuts
 from megalite.schedule import Costs, simulate
 
 GPT = (
-    "--lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 51200 --mock-data --seq-length 2048 --bf16"
+    "--lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 51200 --mock-data --bf16 --seq-length 2048"
 )
 
 
@@ -66,12 +66,13 @@ def test_parameters_and_flops_of_the_published_table(billions: float, layers: in
 # (which fused attention gives for nothing).
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads", "pp", "chunks", "world", "batch", "micro", "seconds"),
-    [(96, 12288, 96, 8, 3, 64, 64, 1, 13.75), (105, 20480, 128, 35, 3, 280, 280, 1, 37.83)],
+    [(48, 6144, 64, 1, 1, 8, 4, 4, 1.10), (96, 12288, 96, 8, 3, 64, 64, 1, 13.75)],
 )
 def test_published_iteration_times_are_within_a_quarter(
     layers: int, hidden: int, heads: int, pp: int, chunks: int, world: int, batch: int, micro: int, seconds: float
 ) -> None:
-    extra = f"--micro-batch-size {micro} --sequence-parallel --virtual-pipeline-model-parallel-size {chunks}"
+    extra = f"--micro-batch-size {micro} --sequence-parallel"
+    extra += f" --virtual-pipeline-model-parallel-size {chunks}" if chunks > 1 else ""
     config = _gpt(layers, hidden, heads, 8, pp, batch, extra, world)
     assert _predict(config, world, "a100-80gb").step_time == pytest.approx(seconds, rel=0.25)
 
@@ -80,7 +81,7 @@ def test_published_iteration_times_are_within_a_quarter(
 def test_a_long_batch_is_continued_exactly(schedule: str) -> None:
     chunks = "--virtual-pipeline-model-parallel-size 2" if schedule == "interleaved" else ""
     extra = f"--micro-batch-size 1 --pipeline-schedule {schedule} {chunks}"
-    config = _gpt(8, 1024, 16, 1, 4, 1200, extra, 4)
+    config = _gpt(8, 1024, 16, 1, 4, 720, extra, 4)
     program = program_of(config, 4)
     whole = simulate(program, Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, communication=0.25))
     found = steady_state(

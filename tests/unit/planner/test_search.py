@@ -13,6 +13,7 @@ from megalite.config.legal import problems
 from megalite.planner.cost import Roofline
 from megalite.planner.fit import explain, remedy
 from megalite.planner.hardware import Hardware, load_hardware
+from megalite.planner.predict import predict
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import STALE_SCHEDULES, Layout, apply, layout_of, legal_layouts
 from megalite.schedule import SCHEDULES
@@ -28,10 +29,8 @@ def _config(extra: str = "") -> Config:
     return config
 
 
-def _search(
-    config: Config, devices: int, hardware: Hardware, given: frozenset[str] = frozenset(), top: int = 10
-) -> Found:
-    return search(config, devices, hardware, Roofline(hardware), given=given, top=top)
+def _search(config: Config, devices: int, hardware: Hardware, given: frozenset[str] = frozenset()) -> Found:
+    return search(config, devices, hardware, Roofline(hardware), given=given)
 
 
 @pytest.mark.parametrize("devices", [1, 4, 6])
@@ -77,8 +76,6 @@ def test_the_ranking_is_by_time_and_all_that_is_shown_is_legal_and_fits() -> Non
 def test_the_first_choice_is_the_best_of_all_legal_layouts() -> None:
     """Pruning by closed forms loses nothing here: everything simulated gives no faster layout."""
     config, hardware = _config("--hidden-size 256"), load_hardware("cpu-2core")
-    from megalite.planner.predict import predict
-
     everything = [
         predict(apply(config, layout), 4, hardware, Roofline(hardware)).step_time
         for layout in legal_layouts(config, 4, frozenset())
