@@ -1,0 +1,144 @@
+"""tools/convert_checkpoint.py as users call it, and what becomes of its output: generation, export, a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalite.checkpoint import CheckpointReader, resolve
+from megalite.convert.layout import logical_shapes
+from megalite.training.loading import load_for_inference
+from megalite.training.tool import run_tool
+from pretrain_gpt import main as pretrain
+from tests.unit.training.tiny_checkpoint import tiny_model_config, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA: dict[str, Any] = dict(
+    model_type="llama", position_embedding_type="rope", normalization="RMSNorm", activation="swiglu",
+    ffn_hidden_size=24, add_bias_linear=False, untie_embeddings_and_output_weights=True, num_query_groups=1,
+)  # fmt: skip
+MODEL_FLAGS = (
+    "--model-type llama --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 "
+    "--num-query-groups 1 --seq-length 16 --device cpu --num-workers 0"
+)
+RUN_FLAGS = "--micro-batch-size 2 --lr 1e-3 --train-iters 2 --eval-iters 0 --tokenizer-type ByteTokenizer --split 1,0,0"
+
+Convert = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def convert(capsys: pytest.CaptureFixture[str]) -> Convert:
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", ROOT / "tools" / "convert_checkpoint.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*flags: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = run_tool(module.main, [str(flag) for flag in flags])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt", "llama"])
+def test_export_is_verified_and_comes_back_bit_equal(changes: Any, convert: Convert, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    write_checkpoint(tmp_path / "run", model=tiny_model_config(**changes))
+    status, out, error = convert(
+        "--from", "megalite", "--to", "hf", "--load", tmp_path / "run", "--save", tmp_path / "hf", "--verify"
+    )
+    assert status == 0, error
+    assert "verify: largest difference of logits" in out
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "def f(x): return 'äö — 𝕏'"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == 256
+    names = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert names["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == 256
+
+    assert convert("--from", "hf", "--to", "megalite", "--load", tmp_path / "hf", "--save", tmp_path / "b")[0] == 0
+    before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("run", "b"))
+    weights = list(logical_shapes(load_for_inference(tmp_path / "run").config.model))
+    assert sorted(after.names) == sorted(weights)
+    assert all(torch.equal(before.read(name), after.read(name)) for name in weights)
+    assert load_for_inference(tmp_path / "b").tokenizer.encode(text) == list(text.encode())
+
+
+def test_verify_tells_a_wrong_weight(convert: Convert, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    write_checkpoint(tmp_path / "run")
+    convert("--from", "megalite", "--to", "hf", "--load", tmp_path / "run", "--save", tmp_path / "hf")
+    from transformers import GPT2LMHeadModel
+
+    original = GPT2LMHeadModel.forward
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.transformer.h[0].attn.c_attn.weight.data.mul_(1.5)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GPT2LMHeadModel, "forward", wrong)
+        status, _, error = convert(
+            "--from", "hf", "--to", "megalite", "--load", tmp_path / "hf", "--save", tmp_path / "c", "--verify"
+        )
+    assert status == 1 and "--verify: logits differ by" in error
+
+
+def test_dtype_and_same_side_conversion(convert: Convert, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", model=tiny_model_config(**LLAMA))
+    sides = "--from", "megalite", "--to", "megalite"
+    assert convert(*sides, "--load", tmp_path / "run", "--save", tmp_path / "half", "--dtype", "bf16")[0] == 0
+    half = CheckpointReader(resolve(tmp_path / "half"))
+    assert {half.read(name).dtype for name in half.names} == {torch.bfloat16}
+    assert convert("--from", "megalite", "--to", "hf", "--load", tmp_path / "half", "--save", tmp_path / "hf")[0] == 0
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    norm = half.read("head.final_norm.weight")
+    assert torch.equal(stored["model.norm.weight"], norm)
+
+
+def test_a_run_goes_on_from_a_converted_model(convert: Convert, tmp_path: Path, capsys: Any) -> None:
+    write_checkpoint(tmp_path / "run", model=tiny_model_config(**LLAMA))
+    convert("--from", "megalite", "--to", "hf", "--load", tmp_path / "run", "--save", tmp_path / "hf")
+    convert("--from", "hf", "--to", "megalite", "--load", tmp_path / "hf", "--save", tmp_path / "start")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    flags = [
+        *MODEL_FLAGS.split(), *RUN_FLAGS.split(), "--norm-epsilon", "1e-5", "--init-method-std", "0.4",
+        "--data-path", str(tmp_path / "text.txt"), "--data-cache-path", str(tmp_path / "cache"),
+        "--load", str(tmp_path / "start"), "--save", str(tmp_path / "next"),
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert pretrain(flags) == 2
+    assert "holds weights and no run (it was converted); add --finetune" in capsys.readouterr().err
+    assert pretrain([*flags, "--finetune", "--lr", "1e-9"]) == 0
+    before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("start", "next"))
+    name = "layers.1.attention.qkv.weight"
+    torch.testing.assert_close(after.read(name).double(), before.read(name).double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--from hf --to megalite --load nowhere --save x", "nowhere/config.json: can not be read"),
+        ("--from megalite --to hf --load nowhere --save x", "--load=nowhere: no such directory"),
+        ("--from hf --to hf --load a --save b --verify", "--verify: compares hf with megalite"),
+        ("--from hf --to megalite --load a --save b --ckpt-step 3", "--ckpt-step=3: a Hugging Face model has no steps"),
+        ("--from gguf --to hf --load a --save b", "--from: invalid choice: 'gguf'"),
+    ],
+)
+def test_errors_are_one_line(flags: str, line: str, convert: Convert) -> None:
+    status, out, error = convert(*flags.split())
+    assert status == 2 and line in error and error.count("\n") == 1 and not out
