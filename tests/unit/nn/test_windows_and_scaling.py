@@ -1,0 +1,97 @@
+"""Sliding windows in every path of attention, parallel residuals, scaled rotary frequencies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.models import build_stack, layer_specs
+from megalite.nn.attention_core import BLOCKED_FROM, AttentionCore
+from megalite.nn.context import LayerContext
+from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.rope import slow_down
+
+
+def heads(s: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(s)
+    q = torch.randn(s, 2, 2, 3, 4, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, s, 2, 2, 4, generator=generator, dtype=torch.float64)
+    return q, k, v
+
+
+def textbook(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None) -> Tensor:
+    """One query at a time, over the list of keys that it may see."""
+    s, b, g, r, d = q.shape
+    out = torch.zeros(s, b, g, r, d, dtype=q.dtype)
+    for i in range(s):
+        for sample in range(b):
+            seen = [j for j in range(s) if i - window < j <= i]
+            if documents is not None:
+                seen = [j for j in seen if documents[sample, j] == documents[sample, i]]
+            scores = torch.einsum("grd,jgd->grj", q[i, sample], k[seen, sample]) / math.sqrt(d)
+            out[i, sample] = torch.einsum("grj,jgd->grd", scores.softmax(-1), v[seen, sample])
+    return out.reshape(s, b, -1)
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("s", [9, BLOCKED_FROM])
+def test_window_in_both_kernels(window: int, documents: bool, s: int) -> None:
+    q, k, v = heads(s)
+    ids = torch.tensor([[0] * 4 + [1] * (s - 4), [0] * s]) if documents else None
+    expected = textbook(q, k, v, window, ids)
+    core = AttentionCore(window=window)
+    torch.testing.assert_close(core(q, k, v, document_ids=ids), expected, rtol=1e-12, atol=1e-12)
+    # dropout takes the path of products and a softmax; so little of it drops nothing here
+    keyed = AttentionCore(window=window, dropout=1e-15, key=torch.tensor(7))
+    plain = keyed(q, k, v, document_ids=ids, sample_ids=torch.arange(2), training=True)
+    torch.testing.assert_close(plain, expected, rtol=1e-12, atol=1e-12)
+
+
+def model(**changes: Any) -> Any:
+    config = ModelConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=12, vocab_size=30, init_method_std=0.4,
+        position_embedding_type="rope", **changes,
+    )  # fmt: skip
+    return build_stack(config, layer_specs(config), LayerContext(dtype=torch.float64), init_seed=1).eval()
+
+
+def batch(tokens: Tensor, first: int = 0) -> Microbatch:
+    positions = torch.arange(first, first + tokens.shape[1]).expand(tokens.shape)
+    mask = torch.ones(tokens.shape)
+    return Microbatch(
+        tokens=tokens, labels=tokens, positions=positions, loss_mask=mask, sample_ids=torch.arange(len(tokens))
+    )
+
+
+@torch.no_grad()
+def test_token_by_token_with_a_cache_is_the_whole_sequence() -> None:
+    stack = model(window_size=3, use_parallel_residual=True)
+    tokens = torch.randint(0, 30, (1, 12), generator=torch.Generator().manual_seed(0))
+    whole = stack.body(None, batch(tokens))
+    cache = KeyValueCache(2, 12)
+    pieces = [stack.body(None, batch(tokens[:, i : i + 1], i), cache) for i in range(12)]
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_window_forgets() -> None:
+    """Two layers with a window of 3 see 4 tokens back: the fifth can change nothing."""
+    stack = model(window_size=3)
+    tokens = torch.randint(0, 30, (1, 12), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % 30
+    moved = (stack.body(None, batch(tokens)) != stack.body(None, batch(changed))).flatten(1).any(1)
+    assert moved.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
+
+
+def test_llama3_scaling_keeps_fast_waves_and_divides_slow_ones() -> None:
+    turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.01], dtype=torch.float64)
+    factor = slow_down(turns * 2 * math.pi / 8192, 8.0) / (turns * 2 * math.pi / 8192)
+    torch.testing.assert_close(factor, torch.tensor([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8], dtype=torch.float64))
