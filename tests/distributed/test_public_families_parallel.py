@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from equivalence.layouts import TINY, train
 
 NEOX = "--position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual --normalization LayerNorm"
