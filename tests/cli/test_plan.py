@@ -81,3 +81,26 @@ def test_what_if_sweeps_give_a_table() -> None:
     done = _plan(*SMALL, "--num-devices", "4", "--hardware", "cpu-2core", "--what-if", "upgrades")
     assert done.returncode == 0, done.stderr
     assert "links between nodes x 2" in done.stdout and "#" in done.stdout
+
+
+def test_a_profile_of_this_machine_replaces_the_roofline(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    tool = [sys.executable, str(ROOT / "tools" / "profile_layers.py"), *SMALL]
+    flags = ["--quick", "--micro-batches", "1,2", "--output", str(path)]
+    done = subprocess.run([*tool, *flags], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    profile = json.loads(path.read_text())
+    assert [point["micro_batch_size"] for point in profile["points"]] == [1, 2]
+    fixed = ["--micro-batch-size", "2", "--recompute-granularity", "full", "--hardware", "cpu-2core", "--json"]
+    plans = {
+        name: json.loads(_plan(*SMALL, "--num-devices", "1", *fixed, *more).stdout)["candidates"][0]
+        for name, more in (("roofline", []), ("profile", ["--profile", str(path)]))
+    }
+    [_, point] = profile["points"]
+    # four micro-batches through four blocks, each computed forward twice, an embedding and a head
+    block = 2 * point["block"][0] + sum(point["block"][1:3]) - point["block"][3]
+    ends = sum(sum(point[kind][:3]) - point[kind][3] for kind in ("embedding", "head"))
+    overhead = 4 * 2 * 200e-6
+    expected = 4 * (4 * block + ends) + overhead
+    assert abs(plans["profile"]["step_time_parts_s"]["pipeline"] / expected - 1) < 0.3
+    assert plans["profile"]["step_time_s"] != plans["roofline"]["step_time_s"]
