@@ -102,6 +102,8 @@ def _what_else(root: Path) -> str:
     foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
     if foreign:
         return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
+    if (root / "config.json").is_file():
+        return " (a Hugging Face model? tools/convert_checkpoint.py --from hf --to megalite makes a checkpoint of it)"
     return "" if listing(root) else " (empty)"
 
 

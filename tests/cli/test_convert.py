@@ -129,6 +129,12 @@ def test_a_run_goes_on_from_a_converted_model(convert: Convert, tmp_path: Path, 
     torch.testing.assert_close(after.read(name).double(), before.read(name).double(), rtol=0, atol=1e-6)
 
 
+def test_a_hugging_face_model_is_not_taken_for_a_checkpoint(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    status, _, error = convert("--from", "megalite", "--to", "hf", "--load", tmp_path, "--save", tmp_path / "x")
+    assert status == 2 and "tools/convert_checkpoint.py --from hf --to megalite" in error
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
