@@ -137,7 +137,7 @@ def predict(
     parts = {
         "pipeline": steady.makespan,
         "data_parallel": reduce + gather,
-        "tied_embeddings": costs.tied(),
+        "shared_weights": costs.tied() + costs.replicas(program),
         "optimizer": step,
     }
     batch = config.global_batch_size(world_size)
@@ -314,6 +314,17 @@ class _Stages:
             hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
             slowest = max(slowest, back - hide * sum(self.times(stage).forward for stage in stages))
         return max(0.0, late - steady.makespan), slowest
+
+    def replicas(self, program: Program) -> float:
+        """The sum over the ranks that hold the same stage (Chimera), in the open after the last backward."""
+        if program.placement.num_replicas == 1:
+            return 0.0
+        parallel, size = self.config.parallel, Precision.of(self.config).gradient
+        group = Group(self.hardware, program.placement.num_replicas, parallel.tensor_model_parallel_size * self.dp)
+        owners = self.shards if parallel.zero_stage else 1
+        return max(
+            group.all_reduce(self.rank_elements(program, rank) * size / owners) for rank in range(program.num_ranks)
+        )
 
     def tied(self) -> float:
         """The sum of the embedding's two gradients, where it lies on two stages."""

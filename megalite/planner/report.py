@@ -39,7 +39,7 @@ def limit_of(prediction: Prediction, hardware: Hardware) -> str:
         "pipeline bubble": bubble * prediction.parts["pipeline"] / step,
         "data-parallel messages": prediction.parts["data_parallel"] / step,
         "optimizer step": prediction.parts["optimizer"] / step,
-        "tied embeddings": prediction.parts["tied_embeddings"] / step,
+        "sums of shared weights": prediction.parts["shared_weights"] / step,
     }
     worst = max(shares, key=lambda name: shares[name])
     text = f"{worst} {shares[worst]:.0%}" if shares[worst] >= 0.05 else "computation"

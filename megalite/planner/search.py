@@ -165,6 +165,14 @@ class Quick:
         return (p - 1) * per_step
 
     def _data_parallel(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
+        size = Precision.of(self.config)
+        if layout.pipeline_schedule == "chimera":  # every rank holds two stages, each with another rank
+            pair = Group(self.hardware, 2, layout.tensor_model_parallel_size * dp)
+            sums = pair.all_reduce(2 * elements * size.gradient / (dp if layout.zero_stage else 1))
+            return sums + self._reduction(layout, dp, 2 * elements, rank, m)
+        return self._reduction(layout, dp, elements, rank, m)
+
+    def _reduction(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
         if dp == 1:
             return 0.0
         size, group = Precision.of(self.config), Group(self.hardware, dp, layout.tensor_model_parallel_size)

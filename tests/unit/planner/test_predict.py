@@ -126,3 +126,12 @@ def test_hardware_files_are_complete_and_errors_name_the_field() -> None:
 def test_the_planner_never_imports_torch() -> None:
     code = "import sys, megalite.planner.search, megalite.planner.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_chimera_pays_for_its_second_copy_of_every_stage() -> None:
+    config = _gpt(8, 1024, 16, 1, 4, 16, "--micro-batch-size 1 --pipeline-schedule chimera", 4)
+    plain = _gpt(8, 1024, 16, 1, 4, 16, "--micro-batch-size 1", 4)
+    twice, once = _predict(config, 4, "h100"), _predict(plain, 4, "h100")
+    assert twice.parts["shared_weights"] > once.parts["shared_weights"]
+    total = [sum(memory.weights for memory in prediction.memory) for prediction in (twice, once)]
+    assert total[0] == pytest.approx(2 * total[1])
