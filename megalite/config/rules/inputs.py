@@ -97,8 +97,10 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:
-    """Weights & Biases settings need a project."""
+    """Weights & Biases settings need a project; a timeline needs a known form."""
     log = config.logging
+    if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
+        yield f"--trace-pipeline={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
     if log.wandb_project is None:
         for flag, value in (
             ("--wandb-exp-name", log.wandb_exp_name),

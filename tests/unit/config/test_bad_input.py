@@ -235,6 +235,11 @@ ONE_LINE = [
         "--save-retain-interval=25: not a multiple of --save-interval=10; try 20 or 30",
     ),
     ("--wandb-exp-name x", 1, "--wandb-exp-name=x: needs --wandb-project"),
+    (
+        "--trace-pipeline x.gif",
+        1,
+        "--trace-pipeline=x.gif: unknown form; end the name in .html, .svg, .json or .txt",
+    ),
     ("--profile --profile-step-end 5", 1, "--profile-step-end=5: not above --profile-step-start=10"),
     ("--profile --profile-ranks 3", 1, "--profile-ranks=3: there are 1 ranks (0 to 0)"),
     ("--split 1,2,x", 1, "--split=1,2,x: expected up to three weights such as 969,30,1, not all 0"),
