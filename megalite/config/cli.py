@@ -68,9 +68,12 @@ def parse_with_origins(argv: Sequence[str], *, world_size: int | None = None, ch
         raise SystemExit(0)
     reader = Reader(options)
     files, flags = reader.read_argv(argv)
-    levels = [_file_level(reader, path) for path in files] + [flags]
+    read = [_file_level(reader, path) for path in files]
+    levels = [level for level in read if level is not None] + [flags]
     merged = _merge(levels, reader)
     found = list(reader.problems)
+    if None in read:  # what seems to be missing or wrong may stand in the file that can not be read
+        raise ConfigError(_unique(found))
 
     values = {name: given.value for name, given in merged.items()}
     origins = {name: given.where for name, given in merged.items()}
@@ -108,7 +111,7 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     options = all_options()
     reader = Reader(options)
     files, flags = reader.read_argv(argv)
-    merged = _merge([_file_level(reader, path) for path in files] + [flags], reader)
+    merged = _merge([_file_level(reader, path) or [] for path in files] + [flags], reader)
     values = {name: given.value for name, given in merged.items()}
     origins = {name: given.where for name, given in merged.items()}
     _apply_family(values, origins)
@@ -121,12 +124,12 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     return config, {name: where for name, where in origins.items() if not where.endswith("family")}
 
 
-def _file_level(reader: Reader, path: str) -> list[Given]:
+def _file_level(reader: Reader, path: str) -> list[Given] | None:
     try:
         return reader.read_entries(read_yaml(path))
     except ConfigError as error:
         reader.problems += error.problems
-        return []
+        return None
 
 
 def _merge(levels: Iterable[Sequence[Given]], reader: Reader) -> dict[str, Given]:
