@@ -28,7 +28,23 @@ def blocked_attention(qkv: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal: `[s, b, g, r + 2, d]` (r query heads, a key, a value) -> `[s, b, g * r *
     d]`.
     """
-    return _BlockedAttention.apply(qkv)
+    return traceable_attention(qkv) if torch.compiler.is_compiling() else _BlockedAttention.apply(qkv)
+
+
+def traceable_attention(qkv: Tensor) -> Tensor:
+    """The same in plain operations, whose backward `torch.compile` derives and fuses (writing into parts of a tensor
+    would break its graph)."""
+    s, b, g, parts, d = qkv.shape
+    q, k, v = _heads(qkv)
+    r = parts - 2
+    pieces = []
+    for begin, end in _blocks(s):
+        scores = torch.bmm(q[:, begin * r : end * r] * d**-0.5, k[:, :end].transpose(1, 2))
+        queries = torch.arange(begin * r, end * r, device=qkv.device) // r
+        hidden = torch.arange(end, device=qkv.device) > queries[:, None]
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        pieces.append(torch.bmm(weights, v[:, :end]))
+    return _to_tokens(torch.cat(pieces, 1), s, r).reshape(s, b, g * r * d)
 
 
 class _BlockedAttention(Function):

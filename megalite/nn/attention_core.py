@@ -79,7 +79,7 @@ class AttentionCore:
         s, length = q.shape[0], k.shape[0]
         plain = q.device.type == "cpu" and document_ids is None and drop == 0.0 and not self._wants_fp32(q)
         suits = s == length and BLOCKED_FROM <= s <= BLOCKED_UP_TO
-        return plain and suits and not self.recompute and not torch.compiler.is_compiling()
+        return plain and suits and not self.recompute
 
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores have to be asked for: the fused kernels keep them on CUDA, and so does a widened

@@ -15,7 +15,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS
-from megalite.nn.attention_blocked import blocked_attention
+from megalite.nn.attention_blocked import blocked_attention, traceable_attention
 from megalite.nn.attention_core import AttentionCore, fused_attention
 from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
@@ -93,12 +93,14 @@ def test_blocks_of_queries(s: int, r: int) -> None:
     inputs = qkv(s, s, r)
     q, k, v = inputs
     packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3)
-    expected, actual = fused_attention(q, k, v, None), blocked_attention(packed)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+    expected = fused_attention(q, k, v, None)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    pairs = zip(torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True)
-    for a, e in pairs:
-        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
+    gradients = torch.autograd.grad(expected, inputs, dy)
+    for way in (blocked_attention, traceable_attention):
+        actual = way(packed)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+        for a, e in zip(torch.autograd.grad(actual, inputs, dy, retain_graph=True), gradients, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
 
 
 def test_softmax_in_fp32_is_closer_to_the_truth() -> None:
