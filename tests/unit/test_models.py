@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megalite.comm.mesh import Axis
+from megalite.config.arithmetic import parameter_shapes
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigError
 from megalite.microbatch import Microbatch
@@ -41,6 +42,14 @@ def test_counts_of_the_specs_are_those_of_the_parameters(variant: str) -> None:
     stack = build_stack(config, specs, LayerContext(device="meta"))
     assert sum(spec.parameters for spec in specs) == parameter_count(stack)
     assert all(p.device.type == "meta" for p in stack.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_configuration_knows_the_logical_shapes_without_torch(variant: str) -> None:
+    config = config_of(variant)
+    stack = build_stack(config, layer_specs(config), LayerContext(device="meta"))
+    built = {name: placement_of(p).global_shape for name, p in stack.logical_parameters()}
+    assert built == parameter_shapes(config)
 
 
 def test_gpt_has_the_known_number_of_parameters() -> None:
