@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,6 +21,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(large)
         if "gpu" in item.keywords and torch.cuda.device_count() == 0:
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def no_handler_survives() -> Iterator[None]:
+    """A handler that the entry script sets up in a test writes to captured output, which is closed after the test."""
+    yield
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -95,18 +95,21 @@ def test_a_problem_of_one_rank_is_raised_by_all(tmp_path: Path, what: str, messa
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+ROWS = 16384
+
+
 def memory_of_loading(world: World, directory: str) -> list[float]:
     saver = checkpointer(world, directory)
-    first = 4096 // world.size * world.rank
-    rows = torch.ones(4096 // world.size, 8192)  # 67 MB a rank
-    path = saver.save(1, [TensorShard("w", (4096, 8192), (first, 0), rows)], {})
+    first = ROWS // world.size * world.rank
+    rows = torch.ones(ROWS // world.size, 8192)  # 268 MB a rank
+    path = saver.save(1, [TensorShard("w", (ROWS, 8192), (first, 0), rows)], {})
     rows.zero_()
-    columns = torch.zeros(8192 // world.size, 4096).t()  # strided: no block goes straight into its place
+    columns = torch.zeros(8192 // world.size, ROWS).t()  # strided: no block goes straight into its place
     first = 8192 // world.size * world.rank
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for local, offset in ((columns, (0, first)), (rows, (4096 // world.size * world.rank, 0))):
-        saver.load(path, [TensorShard("w", (4096, 8192), offset, local)])
-    saver.save(2, [TensorShard("w", (4096, 8192), (0, first), columns)], {})
+    for local, offset in ((columns, (0, first)), (rows, (ROWS // world.size * world.rank, 0))):
+        saver.load(path, [TensorShard("w", (ROWS, 8192), offset, local)])
+    saver.save(2, [TensorShard("w", (ROWS, 8192), (0, first), columns)], {})
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return [columns.mean().item(), rows.mean().item(), (after - before) / 1024]
 
@@ -114,7 +117,7 @@ def memory_of_loading(world: World, directory: str) -> list[float]:
 def test_saving_and_loading_need_the_memory_of_a_few_blocks(tmp_path: Path) -> None:
     for columns, rows, grown in run_ranks(memory_of_loading, 2, str(tmp_path), timeout=60):
         assert columns == rows == 1.0
-        assert grown < 56, f"{grown:.0f} MiB more for 64 MiB of state; blocks have 16 MiB"
+        assert grown < 192, f"{grown:.0f} MiB more for 256 MiB of state; blocks have 16 MiB"
 
 
 def unused_weights(world: World, directory: str) -> list[str]:
