@@ -25,14 +25,13 @@ from megalite.optim import Hyperparameters as OptimizerSettings
 from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.tensor import WORD_EMBEDDINGS
 from megalite.parallel.zero import ActivationOffload, MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.schedule import Program, insert_unshard, load_program, lower, partition, validate
 from megalite.schedule import build as build_schedule
 from megalite.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
-
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
