@@ -14,7 +14,7 @@ Use::
     validate(program)                                                   # ScheduleError with a drawing if it is wrong
     for t in range(num_batches):
         batch = program.batch(t, first=t == 0, last=t == num_batches - 1)
-        for action in program.actions_for_batch(rank, batch):           # F B I W SEND_* RECV_* REDUCE STEP, ids global
+        for action in program.actions_for_batch(rank, batch):           # F B I W SEND_* RECV_* REDUCE NORM STEP
             ...
 
 Public names: Action and its constructors (`action.py`), Placement, Program and Batch, SCHEDULES, build, legal, warnings

@@ -37,6 +37,9 @@ SEND_B = "SEND_B"
 RECV_B = "RECV_B"
 REDUCE = "REDUCE"
 """Start the data-parallel reduction of one update's gradient; the STEP of that update waits for it."""
+NORM = "NORM"
+"""Send this stage's share of the global gradient norm of one update, so that nobody waits for it at STEP. Optional:
+without it the STEP does both."""
 STEP = "STEP"
 """Optimizer update u of one stage: consumes gradient u, produces weight version u + 1."""
 UNSHARD = "UNSHARD"
@@ -56,7 +59,7 @@ class Action(NamedTuple):
     kind: one of the constants of this module, or a kind of your own.
     stage: stage index, 0 .. num_stages - 1. For SEND_* the stage that produced the tensor, for RECV_* the one that uses
     it.
-    microbatch: global micro-batch id; for REDUCE and STEP the update number; for UNSHARD and RESHARD the batch number.
+    microbatch: global micro-batch id; for REDUCE, NORM and STEP the update; for UNSHARD and RESHARD the batch number.
     version: weight version of a computation; NONE (-1) means "the newest".
     peer: rank at the other end of a SEND or RECV, else NONE.
     replica: which copy of the stage, 0 except in bidirectional schedules.
@@ -112,6 +115,10 @@ def backward_input(stage: int, microbatch: int, *, version: int = NONE, replica:
 
 def backward_weight(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
     return Action(BACKWARD_WEIGHT, stage, microbatch, version, replica=replica)
+
+
+def norm(stage: int, update: int, *, replica: int = 0) -> Action:
+    return Action(NORM, stage, update, replica=replica)
 
 
 def step(stage: int, update: int, *, replica: int = 0) -> Action:

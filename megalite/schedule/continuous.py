@@ -7,13 +7,13 @@ covers slots
     start(t) + delay(t)  ..  end(t) + delay(t+1) - 1
 
 where `delay` is how many slots after the last backward of a batch its STEP stands. Slots past the batch's own end are
-work on batch t + 1 that hides the reduction and the norm of batch t. In a last window they, and all forwards of batch t
-+ 1, are left out.
+work on batch t + 1 that hides the reduction and the norm of batch t; the NORM stands before the backward of one of
+them. In a last window they, and all forwards of batch t + 1, are left out.
 """
 
 from collections.abc import Callable, Iterator
 
-from megalite.schedule.action import Action, backward, forward, step
+from megalite.schedule.action import Action, backward, forward, norm, step
 from megalite.schedule.program import Batch
 
 
@@ -25,11 +25,13 @@ def window(
     delay: Callable[[int], int],
     version: Callable[[int, Batch], int],
     step_per_microbatch: bool,
+    norm_delay: int = 0,
 ) -> Iterator[Action]:
     """Iteration `batch` of the rank that holds `stage`.
 
     delay(size): slots into a batch of `size` micro-batches before the STEP of the previous batch.
     version(microbatch, batch): weight version of a micro-batch of this or the next batch.
+    norm_delay: slots between the last backward of a batch and its NORM.
     """
 
     def compute(build: Callable[..., Action], microbatch: int) -> Action:
@@ -43,6 +45,8 @@ def window(
     for k in range(begin, end):
         if k + warmup < last_forward:
             yield compute(forward, k + warmup)
+        if k == batch.end + norm_delay and not step_per_microbatch:
+            yield norm(stage, batch.iteration)
         yield compute(backward, k)
         if step_per_microbatch:
             yield step(stage, k)

@@ -13,10 +13,10 @@ so micro-batches of batch t use version max(t-1, 0). Version t-1 dies when batch
 when version t+1 is written: two copies suffice. The bubble (p-1)(tF+tB) is paid once per run instead of once per batch.
 
 Bound: the first forward of batch t+2 needs version t+1 and runs in slot end(t+1) - w_r on rank r (w_r = p-1-r), the
-update t can run after slot end(t) - 1; so m >= w_r for all ranks: m >= p-1. The m - w_r slots between are slack. The
-STEP is placed r + 1 slots into it (rank 0 finishes its backwards r slots after rank r does), so that the data-parallel
-reduction, the global norm over all ranks and the tied embeddings travel while the pipeline computes: clipping is exact
-and free.
+update t can run after slot end(t) - 1; so m >= w_r for all ranks: m >= p-1. The m - w_r slots between are slack, in
+which the data-parallel reduction, the tied embeddings and the global norm travel while the pipeline computes: clipping
+is exact and free. Rank r finishes its backwards r tB before rank 0. Its share of the norm leaves when rank 0's does
+(NORM), and nobody waits for the sum until STEP, two slots later where there are as many.
 """
 
 from megalite.schedule.action import Action
@@ -26,9 +26,17 @@ from megalite.schedule.program import Batch, Peak, Program
 from megalite.schedule.shape import Schedule, Shape
 
 
+def norm_delay(rank: int, p: int, m: int) -> int:
+    """Slots of batch t + 1 (of m micro-batches) that `rank` runs between its last backward of batch t and NORM t.
+
+    r tB in slots of tF + tB, with tB = 2 tF; one more for the reduction where three are left after it.
+    """
+    return (2 * rank + 2) // 3 + (1 if m - (p - 1) >= 3 else 0)
+
+
 def step_delay(rank: int, p: int, m: int) -> int:
-    """Slots of batch t + 1 (of m micro-batches) that `rank` runs between its last backward of batch t and STEP t."""
-    return min(m - (p - 1 - rank), rank + 1)
+    """The same between the last backward of batch t and STEP t."""
+    return min(m - (p - 1 - rank), norm_delay(rank, p, m) + 2)
 
 
 def version(microbatch: int, batch: Batch) -> int:
@@ -49,6 +57,7 @@ def build(shape: Shape) -> Program:
                 delay=lambda size: step_delay(rank, p, size) if p > 1 else 0,
                 version=version,
                 step_per_microbatch=False,
+                norm_delay=norm_delay(rank, p, batch.next_size),
             )
         )
 

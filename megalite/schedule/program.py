@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from megalite.schedule.action import OVERLAP, REDUCE, RESHARD, STEP, UNSHARD, Action, step
+from megalite.schedule.action import NORM, OVERLAP, REDUCE, RESHARD, STEP, UNSHARD, Action, step
 from megalite.schedule.placement import Placement
 
 
@@ -183,7 +183,7 @@ def shift(action: Action, batch: Batch) -> Action:
     if action.kind == OVERLAP:
         parts = tuple(shift(part, batch) for part in action.parts)
         return action._replace(microbatch=parts[0].microbatch, parts=parts)
-    if action.kind in (STEP, REDUCE, UNSHARD, RESHARD):
+    if action.kind in (STEP, NORM, REDUCE, UNSHARD, RESHARD):
         return action._replace(microbatch=batch.iteration)
     version = batch.iteration if action.is_compute else action.version
     return action._replace(microbatch=action.microbatch + batch.start, version=version)

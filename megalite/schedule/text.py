@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.errors import ScheduleError
-from megalite.schedule.action import COMMUNICATION_KINDS, REDUCE, RESHARD, STEP, UNSHARD, Action, parse_action
+from megalite.schedule.action import COMMUNICATION_KINDS, NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, parse_action
 from megalite.schedule.memory import activation_counts
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Peak, Program, flush_program
 from megalite.schedule.validate import validate
 
-_INSERTED = COMMUNICATION_KINDS | {REDUCE, RESHARD, STEP, UNSHARD}
+_INSERTED = COMMUNICATION_KINDS | {NORM, REDUCE, RESHARD, STEP, UNSHARD}
 
 
 def load_program(path: str | Path) -> Program:

@@ -23,6 +23,7 @@ from megalite.schedule.action import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    NORM,
     REDUCE,
     RESHARD,
     STEP,
@@ -153,6 +154,9 @@ def _updates(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Ac
             key = (action.stage, action.replica)
             if action.kind == REDUCE:
                 reduced[key] = action.microbatch
+            elif action.kind == NORM:
+                if action.microbatch < next_step[key] or reduced and reduced.get(key, -1) < action.microbatch:
+                    yield Fault(f"{action} is not between REDUCE {action.microbatch} and its STEP", rank, position)
             elif action.kind == STEP:
                 if next_step.get(key) != action.microbatch:
                     yield Fault(f"{action}: update {next_step.get(key)} of this stage is next", rank, position)

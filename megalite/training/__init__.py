@@ -10,7 +10,7 @@
 
     run, build      the one place that knows all rooms; `open_run` gives a run that is ready to train
     trainer         the loop: decide, step, tell
-    feed, update    micro-batches by number and their weights; what REDUCE and STEP mean
+    feed, update    micro-batches by number and their weights; what REDUCE, NORM and STEP mean
     dataflow, validation    the run's data; evaluation through the same pipeline
     state, directory        what a checkpoint of a run holds; the run directory
     stats, hooks    StepStats, the record that a log interval makes of them, who is told

@@ -14,8 +14,9 @@ from megalite.comm.p2p import TorchChannel
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
-from megalite.optim import LearningRateSchedule, LossScaler, WeightDecaySchedule
+from megalite.optim import LossScaler
 from megalite.parallel.pipeline.executor import Executor
+from megalite.training import matmul
 from megalite.training.build import Model, Schedules, build_model, build_scaler, stage_cuts, wide_dtype
 from megalite.training.dataflow import DataFlow, open_data, resolve_tokenizer
 from megalite.training.directory import RunDirectory
@@ -23,7 +24,9 @@ from megalite.training.exits import COMPLETED, ExitPolicy
 from megalite.training.feed import Feed
 from megalite.training.matmul import set_matmul_precision
 from megalite.training.observers import make_hooks
+from megalite.training.param_schedules import ParamSchedules, settle
 from megalite.training.pipeline_trace import PipelineTracer
+from megalite.training.resume_report import resume_report
 from megalite.training.startup import format_table, start_up_table
 from megalite.training.state import RunState
 from megalite.training.stats import Record
@@ -69,7 +72,6 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     )
     if world.device.type == "cpu":
         mesh = replace(mesh, tp=share_axis(mesh.tp, timeout=60 * parallel.distributed_timeout_minutes))
-    set_matmul_precision(config, world.device, mesh.world)
     schedules = Schedules(config, mesh.pp.size)
     program = schedules.full(world.size)
     cuts = stage_cuts(config, program)
@@ -77,16 +79,44 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
         logger.info("\n%s", format_table(table))
     with RunDirectory(config, mesh.world) as directory:
-        start, meta = directory.start()
-        config = directory.config
-        began_with = () if config.checkpoint.finetune else tuple(meta.get("train_requests", ()))
+        start = directory.start()
+        settled = settle(directory.config, world.size, start)
+        config = settled.config
+        directory.config = config
+        goes_on = start.meta if start is not None and not start.weights_only else {}
+        products = set_matmul_precision(config, world.device, mesh.world, earlier=goes_on.get(matmul.META))
+        began_with = tuple(goes_on.get("train_requests", ()))
         data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
         model = build_model(config, mesh, program, cuts, world.device)
         scaler = build_scaler(config)
-        state = RunState(config, model, scaler, tokenizer, data.datasets.train_requests, directory.checkpointer)
-        progress = state.load(start, meta) if start is not None else Progress()
-        trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress)
+        requests = data.datasets.train_requests
+        state = RunState(
+            config, model, scaler, tokenizer, requests, directory.checkpointer, settled.schedules, products
+        )
+        progress, facts = Progress(), None
+        if start is not None:
+            progress, loaded = state.load(start)
+            report = resume_report(
+                start,
+                config,
+                world.size,
+                settled=settled,
+                loaded=loaded,
+                matmul=products.mode if products.kept else None,
+                appended=appended_data(began_with, requests),
+            )
+            facts = report.record
+            if world.is_first:
+                logger.info("\n%s", format_table(report.rows))
+        trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
         yield OpenRun(trainer, state, directory)
+
+
+def appended_data(began_with: tuple[int, ...], requests: tuple[int, ...]) -> str | None:
+    """What a longer training does to the order of the samples; None where nothing is appended."""
+    if not began_with or requests == began_with:
+        return None
+    return f"the order of the first {began_with[-1]:,} samples is kept, {requests[-1] - began_with[-1]:,} are appended"
 
 
 def describe_device(device: torch.device) -> str:
@@ -104,6 +134,7 @@ def assemble(
     scaler: LossScaler,
     state: RunState,
     progress: Progress,
+    start_facts: Record | None = None,
 ) -> Trainer:
     """Wires executor, updater, feed, evaluation and hooks into a trainer."""
     feed = Feed(
@@ -114,7 +145,7 @@ def assemble(
         loss_dtype=wide_dtype(config),
         loss_scale=lambda: scaler.scale,
     )
-    updater = make_updater(config, world, model, scaler, feed, progress)
+    updater = make_updater(config, state.schedules, model, scaler, feed, progress)
     channel = TorchChannel(mesh.pp_down, mesh.pp_up, headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater, synchronize=synchronize)
@@ -131,7 +162,7 @@ def assemble(
         batch_sizes=config.batch_size_schedule(world.size),
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
-        hooks=make_hooks(config, world.rank),
+        hooks=make_hooks(config, world.rank, start_facts),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         finish_save=state.checkpointer.wait,
         evaluate=evaluation(config, mesh, data, model, channel, updater, world.device),
@@ -142,16 +173,15 @@ def assemble(
 
 
 def make_updater(
-    config: Config, world: World, model: Model, scaler: LossScaler, feed: Feed, progress: Progress
+    config: Config, schedules: ParamSchedules, model: Model, scaler: LossScaler, feed: Feed, progress: Progress
 ) -> Updater:
-    """What REDUCE and STEP do, with the numbers of each update read from the schedules of learning rate and decay."""
-    rates, decays = learning_rates(config, world.size), weight_decays(config, world.size)
+    """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of learning rate and decay."""
     update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of
 
     def policy(update: int) -> Hyperparameters:
         batch = feed.batch(feed.number_of(update) if model.update_per_microbatch else update)
         samples = progress.schedule_samples
-        return Hyperparameters(rates(samples), decays(samples), batch.loss_scale)
+        return Hyperparameters(schedules.learning_rate(samples), schedules.weight_decay(samples), batch.loss_scale)
 
     return Updater(
         model.buffers,
@@ -197,36 +227,3 @@ def evaluation(
         ]
 
     return evaluate
-
-
-def learning_rates(config: Config, world_size: int) -> LearningRateSchedule:
-    """The learning rate by samples; lengths in iterations are counted in full global batches."""
-    settings, sizes = config.optimizer, config.batch_size_schedule(world_size)
-    total = sizes.samples_after(config.train_iterations(world_size))
-    decay = settings.lr_decay_samples or (settings.lr_decay_iters or 0) * sizes.final or total
-    warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * sizes.final
-    if settings.lr_warmup_fraction is not None:
-        warmup = int(settings.lr_warmup_fraction * decay)
-    return LearningRateSchedule(
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        style=settings.lr_decay_style,  # type: ignore[arg-type]
-        decay_samples=decay,
-        warmup_samples=warmup,
-        warmup_init=settings.lr_warmup_init,
-        wsd_style=settings.lr_wsd_decay_style,  # type: ignore[arg-type]
-        wsd_decay_samples=settings.lr_wsd_decay_samples or (settings.lr_wsd_decay_iters or 0) * sizes.final,
-    )
-
-
-def weight_decays(config: Config, world_size: int) -> WeightDecaySchedule:
-    """Weight decay by samples, ramped over the whole training."""
-    settings, sizes = config.optimizer, config.batch_size_schedule(world_size)
-    start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
-    end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay
-    return WeightDecaySchedule(
-        start=start,
-        end=end,
-        style=settings.weight_decay_incr_style,  # type: ignore[arg-type]
-        ramp_samples=sizes.samples_after(config.train_iterations(world_size)),
-    )

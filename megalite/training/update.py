@@ -1,14 +1,14 @@
-"""Update: what REDUCE and STEP mean for the weights.
+"""Update: what REDUCE, NORM and STEP mean for the weights.
 
-    gradients reduced over dp  ->  tied copies summed  ->  global norm  ->  finite on all ranks?  ->  clip  ->
-    sharded step
-                                                                             no: the same decision everywhere,
-                                                                             weights untouched
+    REDUCE   gradients over dp, tied copies over the pipeline: sums start
+    NORM     they have arrived; this rank's share of the global norm leaves
+    STEP     norm finite on all ranks?  ->  clip  ->  sharded step
+             no: the same decision everywhere, weights untouched
 
-The reduction runs behind the computation from REDUCE to STEP. Between the two an asynchronous schedule computes
-backwards of the next update; their gradients go to another buffer (`update % gradient buffers`). Synchronous
-schedules, 2BW and PipeDream differ only in where their program says REDUCE and STEP, and in which slot the new
-weights go to.
+What is started travels behind the computation up to where it is needed; a program without NORM takes it with the STEP.
+Between REDUCE and STEP an asynchronous schedule computes backwards of the next update; their gradients go to another
+buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream differ only in where their program says
+REDUCE, NORM and STEP, and in which slot the new weights go to.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megalite.comm.collectives import Done, Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim.precision import LossScaler
 from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Updater:
         self._version = version
         self._update_of = update_of
         self._norm_is_global = norm_is_global
-        self._arrived: set[StageKey] = set()
+        self._arrived: dict[str, set[StageKey]] = {"REDUCE": set(), "NORM": set(), "STEP": set()}
+        self._tied: Handle = Done()
+        self._norm: PendingNorm | None = None
         self.results: list[UpdateResult] = []
 
     # the executor's side
@@ -108,18 +111,24 @@ class Updater:
         fault_point("grad_reduce", update=update)
         self._buffers[stage].select_gradients(update)
         self._buffers[stage].start_reduce()
+        if self._is_last("REDUCE", stage):
+            self._select(update)
+            tied = [gradient for buffers in self._buffers.values() for gradient in buffers.tied_gradients()]
+            self._tied = self._shared.start_sum(tied)
+
+    def norm(self, stage: StageKey, update: int) -> None:
+        if self._is_last("NORM", stage):
+            self._select(update)
+            self._norm = self._start_norm()
 
     def step(self, stage: StageKey, update: int) -> None:
         """Takes the step when the last of this rank's stages has come to it."""
-        self._arrived.add(stage)
-        if len(self._arrived) < len(self._buffers):
+        if not self._is_last("STEP", stage):
             return
-        self._arrived.clear()
-        for buffers in self._buffers.values():
-            buffers.select_gradients(update)
-        numbers = self._policy(update)
-        self._reduce()
-        self._apply(update, numbers, self._optimizer.grad_norm())
+        self._select(update)
+        norm = self._norm or self._start_norm()
+        self._norm = None
+        self._apply(update, self._policy(update), norm.wait())
         for buffers in self._buffers.values():
             buffers.begin_batch()
 
@@ -131,15 +140,27 @@ class Updater:
 
     # the update
 
-    def _reduce(self) -> None:
-        everybody = list(self._buffers.values())
-        for buffers in everybody:
-            buffers.start_reduce()
-        self._shared.sum_([gradient for buffers in everybody for gradient in buffers.tied_gradients()])
+    def _is_last(self, event: str, stage: StageKey) -> bool:
+        """Whether all of this rank's stages have come to the event."""
+        arrived = self._arrived[event]
+        arrived.add(stage)
+        if len(arrived) < len(self._buffers):
+            return False
+        arrived.clear()
+        return True
+
+    def _select(self, update: int) -> None:
+        for buffers in self._buffers.values():
+            buffers.select_gradients(update)
+
+    def _start_norm(self) -> PendingNorm:
+        self._tied.wait()
+        everybody = self._buffers.values()
         for buffers in everybody:
             buffers.start_tied_reduce()
         for buffers in everybody:
             buffers.finish_reduce()
+        return self._optimizer.start_grad_norm()
 
     def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
         norm = float(scaled_norm) / numbers.loss_scale

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from equivalence.layouts import TINY, train_body
 from equivalence.oracle import reference
@@ -14,7 +13,7 @@ from megalite.comm.world import World
 from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
 from megalite.testing import run_ranks
 from megalite.training.feed import Feed
 
@@ -33,16 +32,16 @@ def gradient_not_reduced():
 
 
 def tied_embeddings_not_synchronised():
-    return patch.object(SharedGradient, "sum_", lambda self, copies: None)
+    return patch.object(SharedGradient, "start_sum", lambda self, copies: _Done())
 
 
 def clipped_by_the_local_norm():
-    def local(self: ShardedOptimizer) -> torch.Tensor:
+    def local(self: ShardedOptimizer) -> PendingNorm:
         with patch("megalite.parallel.zero.sharded_optimizer.all_reduce_", lambda x, axis, **more: _Done()):
             return right(self)
 
-    right = ShardedOptimizer.grad_norm
-    return patch.object(ShardedOptimizer, "grad_norm", local)
+    right = ShardedOptimizer.start_grad_norm
+    return patch.object(ShardedOptimizer, "start_grad_norm", local)
 
 
 def norm_gradients_not_summed_over_tp():

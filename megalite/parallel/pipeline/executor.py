@@ -58,6 +58,8 @@ class Events(Protocol):
 
     def reduce(self, stage: StageKey, update: int) -> None: ...
 
+    def norm(self, stage: StageKey, update: int) -> None: ...
+
     def step(self, stage: StageKey, update: int) -> None: ...
 
     def unshard(self, stage: StageKey) -> None: ...
@@ -122,6 +124,7 @@ class Executor:
             kinds.RECV_F: self._post,
             kinds.RECV_B: self._post,
             kinds.REDUCE: lambda action, source: events.reduce(_key(action), action.microbatch),
+            kinds.NORM: lambda action, source: events.norm(_key(action), action.microbatch),
             kinds.STEP: lambda action, source: events.step(_key(action), action.microbatch),
             kinds.UNSHARD: lambda action, source: events.unshard(_key(action)),
             kinds.RESHARD: lambda action, source: events.reshard(_key(action)),

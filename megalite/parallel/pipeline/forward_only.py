@@ -73,6 +73,9 @@ class NoUpdates:
     def reduce(self, stage: StageKey, update: int) -> None:
         raise AssertionError("a forward-only program has no reduction")
 
+    def norm(self, stage: StageKey, update: int) -> None:
+        raise AssertionError("a forward-only program has no gradient")
+
     def step(self, stage: StageKey, update: int) -> None:
         raise AssertionError("a forward-only program has no step")
 

@@ -12,10 +12,11 @@ ZB-V and DualPipe-V hold both ends on one rank (no message at all), Chimera hold
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.comm.collectives import all_reduce_
+from megalite.comm.collectives import Done, Handle, all_reduce_
 from megalite.comm.mesh import Axis
 from megalite.schedule.placement import Placement
 
@@ -35,13 +36,26 @@ class SharedGradient:
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
 
-    def sum_(self, local_copies: Sequence[Tensor]) -> None:
-        """Makes every copy's gradient the sum over all copies of all ranks, in place."""
+    def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
+        """Every copy's gradient becomes the sum over all copies of all ranks, in place, when the handle is waited
+        for."""
         if not local_copies:
-            return
+            return Done()
         total, *others = local_copies
         for gradient in others:
             total.add_(gradient)
-        all_reduce_(total, self._axis)
-        for gradient in others:
-            gradient.copy_(total)
+        return _Sum(all_reduce_(total, self._axis, async_op=True), total, others)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum under way."""
+
+    work: Handle
+    total: Tensor
+    others: Sequence[Tensor]
+
+    def wait(self) -> None:
+        self.work.wait()
+        for gradient in self.others:
+            gradient.copy_(self.total)

@@ -10,17 +10,31 @@ elementwise works at any stage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import all_reduce_
+from megalite.comm.collectives import Handle, all_reduce_
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.parts import MakeOptimizer, make_parts
 from megalite.parallel.zero.segments import Segment, cut_segments
+
+
+@dataclass(frozen=True)
+class PendingNorm:
+    """A sum of squares that is travelling."""
+
+    square: Tensor
+    work: Handle
+
+    def wait(self) -> Tensor:
+        """The norm (fp64, 0-dim)."""
+        self.work.wait()
+        return self.square.sqrt()
 
 
 class ShardedOptimizer:
@@ -100,6 +114,11 @@ class ShardedOptimizer:
 
         Not finite if any gradient of any rank is: one agreed decision whether to step.
         """
+        return self.start_grad_norm().wait()
+
+    def start_grad_norm(self) -> PendingNorm:
+        """This rank's share of `grad_norm` is on its way; `wait` gives the norm. The gradients may be scaled
+        meanwhile."""
         device = self.buffers[0].device if self.buffers else torch.device("cpu")
         sharded = any(b.options.stage for b in self.buffers)
         counted = [s.gradient for s in self.segments if self._counts(s)]
@@ -107,10 +126,9 @@ class ShardedOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=device)
         if norms:
             total = torch.stack(norms).to(torch.float64).square().sum()
-        all_reduce_(total, self.model_axis)
         if sharded:
             all_reduce_(total, self.buffers[0].dp_shard)
-        return total.sqrt()
+        return PendingNorm(total, all_reduce_(total, self.model_axis, async_op=True))
 
     def _counts(self, segment: Segment) -> bool:
         if segment.bucket.plan.tied and not segment.buffers.counts_tied:
