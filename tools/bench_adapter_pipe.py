@@ -37,7 +37,7 @@ class PipelineBench:
         mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], pp=ctx["world"])
         config = bench_config(ctx, schedule)
         self.program = Schedules(config, mesh.pp.size).program(self.size, 1)
-        model = build_model(config, mesh, self.program, stage_cuts(config, self.program), torch.device("cpu"))
+        model = build_model(config, mesh, self.program, stage_cuts(config, self.program), ctx["x"].device)
         numbers = Hyperparameters(ctx["lr"], 0.01, 1.0)
         updater = Updater(
             model.buffers,
@@ -57,7 +57,7 @@ class PipelineBench:
             microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size), strict=True)
         ]
         tokens = ctx["x"].numel()
-        self.factor = torch.tensor(1.0 / tokens)
+        self.factor = torch.tensor(1.0 / tokens, device=ctx["x"].device)
         self.batches = ctx.get("batches", 1) if self.program.asynchronous else 1
         self.iteration = 0
 
@@ -100,8 +100,10 @@ def bench_config(ctx: dict[str, Any], schedule: str) -> Config:
 
 def microbatch(tokens: Tensor, labels: Tensor) -> Microbatch:
     """Tokens and labels `[b, s]` with plain positions, all of which count."""
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return Microbatch(tokens, labels, positions, torch.ones(tokens.shape), torch.arange(tokens.shape[0]))
+    device = tokens.device
+    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    ones = torch.ones(tokens.shape, device=device)
+    return Microbatch(tokens, labels, positions, ones, torch.arange(tokens.shape[0], device=device))
 
 
 def run(ctx: dict[str, Any], schedule: str) -> Callable[[], None]:
