@@ -76,7 +76,7 @@ def test_2bw_begins_with_flushes_when_asked(tmp_path: Path) -> None:
         assert torch.equal(found.tensors[name], value), name
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_pipedream_is_its_sequential_reference(p: int) -> None:
     layout = ("--pipeline-model-parallel-size", str(p), "--pipeline-schedule", "pipedream", "--micro-batch-size", "1")
     argv = (*TINY, *UNTIED, "--global-batch-size", "4")

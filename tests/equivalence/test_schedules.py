@@ -1,0 +1,43 @@
+"""Every schedule x stages x micro-batches x family x tied or not: one process's result. All of them under --full."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from equivalence.layouts import FLUSH, TINY, Layout, compare
+from megalite.config.cli import parse
+from megalite.errors import ConfigError
+
+MODELS = [
+    ("--model-type", family, tied)
+    for family in ("gpt", "llama")
+    for tied in ("--untie-embeddings-and-output-weights", "--no-untie-embeddings-and-output-weights")
+]
+
+
+def cases(schedule: str) -> list[Layout]:
+    """The legal ones."""
+    found = []
+    for p, m, model in product((1, 2, 3, 4), (1, 2, 3, 4, 6, 8), MODELS):
+        layout = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", schedule, "--micro-batch-size", "1"]
+        if schedule in ("interleaved", "breadth-first"):
+            layout += ["--virtual-pipeline-model-parallel-size", "2"]
+        whole = ("--num-layers", "8", "--global-batch-size", str(m), *model)
+        case = Layout(whole, tuple(layout), p, delay=int(schedule == "2bw"))
+        try:
+            parse([*TINY, *case.model, *case.layout], world_size=p)
+        except ConfigError:
+            continue
+        found.append(case)
+    return found
+
+
+@pytest.mark.parametrize("schedule", [*FLUSH, "2bw"])
+def test_every_schedule_equals_one_process(schedule: str, full: bool) -> None:
+    legal = cases(schedule)
+    assert len({case.world_size for case in legal}) >= 2, "a schedule that is legal at one number of ranks only"
+    for case in legal if full else random.Random(schedule).sample(legal, 1):
+        compare(case)
