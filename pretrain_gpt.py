@@ -16,6 +16,7 @@ from megalite.errors import MegaliteError
 
 if TYPE_CHECKING:
     from megalite.comm.world import World
+    from megalite.config.architecture import Offer
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     place = Place()
     try:
         place = read_place()
-        parsed = parse_with_origins(argv, world_size=place.size if place.launcher else None)
+        parsed = parse_with_origins(argv, world_size=place.size if place.launcher else None, read_offer=read_offer)
     except MegaliteError as error:
         if place.rank == 0:
             print_error(error)
@@ -34,6 +35,13 @@ def main(argv: list[str]) -> int:
     if parsed.config.training.dry_run:
         return tell(parsed, place)
     return launch(parsed.config, train, place)
+
+
+def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
+    """What the checkpoint at `--load` says of the model; asked only where flags or the directory call for it."""
+    from megalite.training.starting_point import offer_of  # torch comes with it
+
+    return offer_of(load, ckpt_step)
 
 
 def tell(parsed: Parsed, place: Place) -> int:

@@ -19,6 +19,7 @@ from megalite.config import parse
 from megalite.data import cache_directory
 from megalite.errors import ConfigError
 from megalite.training.dataflow import open_datasets, resolve_tokenizer
+from megalite.training.starting_point import offer_of
 from megalite.training.tool import run_tool
 
 WORLD_SIZE = ("--world-size", "--world_size")
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
         return
     world, flags = world_size_of(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    config = parse(flags, world_size=world)
+    config = parse(flags, world_size=world, read_offer=offer_of)
     started = time.monotonic()
     config, tokenizer = resolve_tokenizer(config)
     datasets = open_datasets(config, world, tokenizer)

@@ -65,6 +65,11 @@ class Checkpointer:
         self._memory = StagingMemory()
         self._flight: BackgroundSave | None = None
 
+    @property
+    def world(self) -> Axis:
+        """The axis of all ranks."""
+        return self._world
+
     # ---- saving
 
     def save(

@@ -90,6 +90,12 @@ def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
     raise CheckpointError(f"--load={load}: no committed checkpoint{_what_else(root)}; omit --load to start fresh")
 
 
+def is_huggingface(root: Path | str) -> bool:
+    """Whether a directory is a Hugging Face model: its config.json, and no checkpoint of ours."""
+    root = Path(root)
+    return os.path.isfile(root / "config.json") and not os.path.isfile(root / COMMITTED) and not committed(root)
+
+
 def _what_else(root: Path) -> str:
     """The facts behind `no committed checkpoint`."""
     if not root.is_dir():
@@ -102,7 +108,7 @@ def _what_else(root: Path) -> str:
     foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
     if foreign:
         return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
-    if (root / "config.json").is_file():
+    if is_huggingface(root):
         return " (a Hugging Face model? tools/convert_checkpoint.py --from hf --to megalite makes a checkpoint of it)"
     return "" if listing(root) else " (empty)"
 

@@ -2,6 +2,7 @@
 
     --load DIR                 the newest committed checkpoint of DIR; none is an error ...
     --load DIR, --save DIR     ... unless DIR is --save itself (the requeue idiom): then a fresh start
+    --load MODEL               a Hugging Face directory: its weights alone; never also --save
     --auto-resume              the newest whole checkpoint of --save, if there is any; else as without the flag
     neither                    a fresh start; refused where --save holds checkpoints
 
@@ -15,7 +16,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint.discovery import committed, interrupted, latest, listing, resolve, step_of
+from megalite.checkpoint.discovery import committed, interrupted, is_huggingface, latest, listing, resolve, step_of
 from megalite.errors import CheckpointError
 
 COMPLETED = "COMPLETED"
@@ -47,7 +48,12 @@ def decide_start(
                 f"add --auto-resume or --load {save} to go on with them, or choose a new directory"
             )
         return Start((), f"--auto-resume: {save} is empty: a fresh start" if auto_resume else "a fresh start")
+    foreign_model = is_huggingface(load)
+    if foreign_model and ckpt_step is not None:
+        raise CheckpointError(f"--ckpt-step={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")
     if save is not None and _same(save, load):
+        if foreign_model:
+            raise CheckpointError(f"--save={save}: is the Hugging Face model of --load; choose a new directory")
         if not held and ckpt_step is None and not _foreign(Path(load)):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
             return Start((), f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start")
@@ -55,6 +61,8 @@ def decide_start(
         raise CheckpointError(
             f"--save={save}: holds another run (newest {held[-1].name}); choose a new directory, or --load {save}"
         )
+    if foreign_model:
+        return Start((Path(load),), f"--load={load}: the weights of a Hugging Face model; a run of its own begins")
     path = resolve(load, ckpt_step)
     return Start((path,), f"--load={load}: {path.name}")
 

@@ -75,7 +75,10 @@ def flat_bytes(values: Tensor) -> memoryview:
 
 
 def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor of any strides on any device, row-major, in blocks; shared with it where possible."""
+    """The bytes of a tensor of any strides on any device, row-major, in blocks, each valid until the next is asked for.
+
+    Shared with the tensor where possible; else gathered into one buffer of a block.
+    """
     values = values.detach()
     if values.device.type == "cpu" and values.is_contiguous():
         raw = flat_bytes(values)
@@ -83,12 +86,15 @@ def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
             yield raw[start : start + block_bytes]
         return
     per_block = block_bytes // values.element_size()
+    gathered = torch.empty(min(per_block, values.numel()), dtype=values.dtype)
+    whole = Box((0,) * values.ndim, ())
     for start in range(0, values.numel(), per_block):
-        pieces = [
-            values[Box(piece.offset, piece.shape).slices_in(Box((0,) * values.ndim, ()))].reshape(-1)
-            for piece in range_to_rectangles(tuple(values.shape), start, min(start + per_block, values.numel()))
-        ]
-        yield flat_bytes((pieces[0] if len(pieces) == 1 else torch.cat(pieces)).cpu().contiguous())
+        end, at = min(start + per_block, values.numel()), 0
+        for piece in range_to_rectangles(tuple(values.shape), start, end):
+            box = Box(piece.offset, piece.shape)
+            gathered[at : at + box.numel].view(box.shape).copy_(values[box.slices_in(whole)])
+            at += box.numel
+        yield flat_bytes(gathered[: end - start])
 
 
 def _header(parts: Sequence[Part], save_id: str) -> bytes:

@@ -23,10 +23,26 @@ class CheckpointConfig:
         None, "checkpoints at multiples of this iteration are never deleted", ge=1
     )
     load: str | None = option(
-        None, "directory to resume from; may be --save itself, which then may still be empty", metavar="DIR"
+        None,
+        "directory to resume from; may be --save itself, which then may still be empty. A Hugging Face model gives its "
+        "weights (and its tokenizer, unless one is named)",
+        metavar="DIR",
     )
     auto_resume: bool = option(False, "resume from the newest committed checkpoint of --save, if there is one")
     ckpt_step: int | None = option(None, "iteration to load; unset: the newest committed", ge=0)
     finetune: bool = option(False, "take only the weights of --load; iteration, data and optimizer start anew")
+    use_checkpoint_args: bool = option(
+        False,
+        "take the model's architecture and tokenizer from --load; a flag that contradicts it is an error",
+        saved=False,
+    )
+    override_opt_param_scheduler: bool = option(
+        False,
+        "where --load has other schedules of learning rate and weight decay, take those of the flags",
+        saved=False,
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "where --load has other schedules of learning rate and weight decay, take those of --load", saved=False
+    )
     load_optim: bool = option(True, "load the optimizer state with the weights")
     load_rng: bool = option(True, "go on with the checkpoint's seed, not with --seed")

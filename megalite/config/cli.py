@@ -3,6 +3,7 @@
 ::
 
     defaults < family < --config a.yaml < --config b.yaml < flags        (later wins; each value keeps its origin)
+                      ^ what --load offers (--use-checkpoint-args); a file or flag that contradicts it is an error
 
 A name given twice at one level under two spellings with different values (`--swiglu --activation gelu`) is an error;
 the same name given twice is not: the last one counts, as scripts that append `"$@"` expect.
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalite.config.architecture import Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.files import missing_files
 from megalite.config.legal import placeholder, problems, warnings
 from megalite.config.model import FAMILY_DEFAULTS
@@ -25,7 +27,7 @@ from megalite.config.schema import Option
 from megalite.config.usage import usage
 from megalite.config.values import show
 from megalite.config.yaml_file import read_yaml
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, MegaliteError
 
 __all__ = ["Parsed", "parse", "parse_with_origins", "read_unjudged"]
 
@@ -45,22 +47,35 @@ class Parsed:
     warnings: tuple[str, ...]
 
 
-def parse(argv: Sequence[str], *, world_size: int | None = None, check_files: bool = True) -> Config:
+def parse(
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    check_files: bool = True,
+    read_offer: ReadOffer | None = None,
+) -> Config:
     """Read flags and `--config` files into a checked configuration.
 
     Args:
         argv: command line without the program's name.
         world_size: ranks of the run; None: `--nprocs`, or 1.
         check_files: whether data and tokenizer files must exist on this machine.
+        read_offer: reads what `--load` says of the model; without it `--use-checkpoint-args` is refused.
 
     Raises:
         ConfigError: with all problems, one line each.
         SystemExit: status 0, after `--help` was printed.
     """
-    return parse_with_origins(argv, world_size=world_size, check_files=check_files).config
+    return parse_with_origins(argv, world_size=world_size, check_files=check_files, read_offer=read_offer).config
 
 
-def parse_with_origins(argv: Sequence[str], *, world_size: int | None = None, check_files: bool = True) -> Parsed:
+def parse_with_origins(
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    check_files: bool = True,
+    read_offer: ReadOffer | None = None,
+) -> Parsed:
     """As `parse`, with the origin of every value and warnings."""
     options = all_options()
     if any(token in ("-h", "--help") for token in argv):
@@ -69,19 +84,23 @@ def parse_with_origins(argv: Sequence[str], *, world_size: int | None = None, ch
     reader = Reader(options)
     files, flags = reader.read_argv(argv)
     read = [_file_level(reader, path) for path in files]
-    levels = [level for level in read if level is not None] + [flags]
+    levels: list[Sequence[Given]] = [*(level for level in read if level is not None), flags]
+    if None in read:  # what seems to be missing or wrong may stand in the file that can not be read
+        _merge(levels, reader)
+        raise ConfigError(_unique(reader.problems))
+    offered, levels = _with_offer(levels, reader, read_offer)
     merged = _merge(levels, reader)
     found = list(reader.problems)
-    if None in read:  # what seems to be missing or wrong may stand in the file that can not be read
-        raise ConfigError(_unique(found))
 
     values = {name: given.value for name, given in merged.items()}
     origins = {name: given.where for name, given in merged.items()}
     _apply_family(values, origins)
     broken = set(reader.broken)
     config, missing = _build(options, values, broken)
-    found += [f"{options[name].flag}: required (as a flag, or as '{name}' in a --config file)" for name in missing]
+    found += [_required(options[name], offered) for name in missing]
     broken |= set(missing)
+    if offered is not None:
+        found += [_with_place(line, origins) for line in offered.contradictions(config, known=options.keys() - broken)]
 
     world = world_size if world_size is not None else (config.parallel.nprocs or 1)
     checks = problems(config, world, broken=frozenset(broken))
@@ -122,6 +141,59 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     if found:
         raise ConfigError(_unique(found))
     return config, {name: where for name, where in origins.items() if not where.endswith("family")}
+
+
+@dataclass(frozen=True)
+class _Offered:
+    """An offer, what users gave beside it, and whether they asked for its architecture."""
+
+    offer: Offer
+    given: Mapping[str, Given]
+    architecture: bool
+
+    def contradictions(self, config: Config, known: Iterable[str]) -> list[str]:
+        return list(
+            contradictions(self.offer, config, self.given, architecture=self.architecture, known=frozenset(known))
+        )
+
+
+def _with_offer(
+    levels: Sequence[Sequence[Given]], reader: Reader, read_offer: ReadOffer | None
+) -> tuple[_Offered | None, list[Sequence[Given]]]:
+    """Puts what `--load` offers below the other levels, where that is asked for or it is a Hugging Face model."""
+    given = {each.name: each for level in levels for each in level}
+    value = {name: each.value for name, each in given.items()}
+    save, asked = value.get("save"), bool(value.get("use_checkpoint_args"))
+    load = value.get("load") or (save if value.get("auto_resume") else None)
+    if load is None or not (asked or os.path.isfile(os.path.join(load, "config.json"))):
+        return None, list(levels)
+    offer = None
+    try:
+        if read_offer is None:
+            raise ConfigError("--use-checkpoint-args: no checkpoint is read here; give the model's flags")
+        offer = read_offer(load, value.get("ckpt_step"))
+        may_be_empty = save is not None and os.path.abspath(save) == os.path.abspath(load)
+        if offer is None and not may_be_empty:
+            raise ConfigError(f"--load={load}: no committed checkpoint; --use-checkpoint-args needs one")
+    except MegaliteError as error:
+        if asked or read_offer is not None:
+            reader.problems += str(error).split("\n")
+            # What would have come from there is not missing.
+            reader.broken |= {name for name, option in reader.options.items() if option.section == "model"}
+    if offer is None or not (asked or offer.huggingface):
+        return None, list(levels)
+    below = offered_values(offer, given, architecture=asked)
+    above = [[each for each in level if not (each.name in below and is_left_open(each))] for level in levels]
+    given = {each.name: each for level in above for each in level}
+    return _Offered(offer, given, asked), [list(below.values()), *above]
+
+
+def _required(option: Option, offered: _Offered | None) -> str:
+    """The line about a required field that nobody gave."""
+    line = f"{option.flag}: required (as a flag, or as '{option.name}' in a --config file)"
+    if offered is not None and not offered.architecture and option.section == "model":
+        return f"{line}; --use-checkpoint-args takes it from {offered.offer.where}"
+    return line
 
 
 def _file_level(reader: Reader, path: str) -> list[Given] | None:

@@ -1,4 +1,4 @@
-"""Do the files that a configuration names exist on this machine? Their content is not looked at."""
+"""Do the files that a configuration names exist on this machine, and can --save be a directory? No content is read."""
 
 from __future__ import annotations
 
@@ -64,3 +64,10 @@ def _other_files(config: Config) -> Iterator[str]:
         and (save is None or os.path.abspath(load) != os.path.abspath(save))
     ):
         yield f"--load={load}: no such directory; omit --load to start fresh"
+    if save is not None:
+        place = os.path.abspath(save)
+        while not os.path.lexists(place):
+            place = os.path.dirname(place)
+        if not os.path.isdir(place):
+            what = "is no directory" if place == os.path.abspath(save) else f"{place} is no directory"
+            yield f"--save={save}: {what}; choose another --save"

@@ -62,8 +62,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "log_memory_to_tensorboard": "not needed, drop it: always logged",
     "log_params_norm": "is not logged here; metrics.jsonl has the gradient norm",
     "log_num_zeros_in_grad": "is not logged here; metrics.jsonl has the gradient norm",
-    "override_opt_param_scheduler": "not needed, drop it: schedules always come from the flags, on a resume too",
-    "use_checkpoint_opt_param_scheduler": "does not exist here: --config DIR/config.yaml brings a run's own schedules",
     "use_precision_aware_optimizer": "not needed, drop it: --exp-avg-dtype and --exp-avg-sq-dtype suffice",
     "use_pytorch_profiler": "not needed, drop it: --profile uses it",
     "check_for_nan_in_loss_and_grad": "not needed, drop it: always checked; see --nonfinite {stop,skip}",

@@ -7,9 +7,9 @@ import logging
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.compatibility import check_model
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.run_dir import clear_completed, mark_completed, set_aside_newer
 from megalite.comm.collectives import all_gather_json
@@ -17,6 +17,7 @@ from megalite.comm.mesh import Axis
 from megalite.config import Config
 from megalite.config.saved import dump_yaml
 from megalite.errors import CheckpointError
+from megalite.training.starting_point import StartingPoint, open_start
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,10 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.release()
 
-    def start(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint that the run begins with and its meta, or (None, {}); `config` takes the checkpoint's seed.
+    def start(self) -> StartingPoint | None:
+        """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed.
 
-        Raises CheckpointError.
+        Raises CheckpointError; ConfigError for a Hugging Face model that we do not have.
         """
         checkpoint = self.config.checkpoint
         path = self.checkpointer.decide_start(
@@ -76,10 +77,11 @@ class RunDirectory:
             ckpt_step=checkpoint.ckpt_step,
         )
         if path is None:
-            return None, {}
-        meta = self.checkpointer.load_meta(path)
-        self.config = _with_seed_of(self.config, meta)
-        return path, meta
+            return None
+        start = open_start(path, finetune=checkpoint.finetune)
+        check_model(start.model, self.config.model, f"--load={path}")
+        self.config = _with_seed_of(self.config, start)
+        return start
 
     def begin(self, iteration: int) -> None:
         """Training starts after `iteration`: writes config.yaml, puts newer checkpoints aside, takes COMPLETED away."""
@@ -100,10 +102,12 @@ class RunDirectory:
             mark_completed(self._save, iteration)
 
 
-def _with_seed_of(config: Config, meta: dict[str, Any]) -> Config:
+def _with_seed_of(config: Config, start: StartingPoint) -> Config:
     """A resumed run goes on with the data order and dropout that it began with, unless `--no-load-rng` is given."""
-    seed, given = meta["config"]["training"]["seed"], config.training.seed
-    if seed == given or config.checkpoint.finetune or not config.checkpoint.load_rng:
+    if start.saved is None or start.weights_only or not config.checkpoint.load_rng:
+        return config
+    seed, given = start.saved.training.seed, config.training.seed
+    if seed == given:
         return config
     logger.warning(
         "--seed=%d: the checkpoint's run has seed %d and goes on with it; --no-load-rng changes it", given, seed

@@ -6,7 +6,8 @@
     auto      times the modes on this model's own product shapes and takes a faster one only where it is faster and its
               error stays in fp32's class
 
-The choice is one for all ranks: a product must not depend on where it is computed.
+The choice is one for all ranks: a product must not depend on where it is computed. And it is one for the whole run: a
+checkpoint holds it, so that a resume on the same type of device stays bit for bit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,6 +27,7 @@ from megalite.config import Config
 
 logger = logging.getLogger(__name__)
 
+META = "float32_matmul_precision"
 MODES = ("highest", "high", "medium")
 # fp32's class: the error of a product of k terms in fp32 grows like sqrt(k) * 2^-24; tf32 (2^-11) is far outside.
 ERROR_CLASS = 4.0
@@ -31,15 +35,35 @@ WORTH_IT = 1.05
 ROUNDS = 5
 
 
-def set_matmul_precision(config: Config, device: torch.device, world: Axis) -> str:
-    """Sets torch's mode and returns its name. Collective over the world."""
-    mode = config.training.float32_matmul_precision
-    training = config.training
-    if mode == "auto":
-        exact = training.bf16 or training.fp16 or training.fp64
-        mode = "highest" if exact else _measure(config, device, world)
+@dataclass(frozen=True)
+class MatmulChoice:
+    """mode: one of `MODES`. device: the type of device it was chosen for. kept: it comes from a checkpoint."""
+
+    mode: str
+    device: str
+    kept: bool = False
+
+    def to_meta(self) -> dict[str, Any]:
+        """The JSON form that a checkpoint holds under `META`."""
+        return {"mode": self.mode, "device": self.device}
+
+
+def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, earlier: Any = None) -> MatmulChoice:
+    """Sets torch's mode. Collective over the world.
+
+    earlier: what the checkpoint that the run goes on from has under `META`, None for a run of its own: `auto` keeps
+    that choice on the same type of device.
+    """
+    training, kept = config.training, False
+    mode = training.float32_matmul_precision
+    if mode == "auto" and (training.bf16 or training.fp16 or training.fp64):
+        mode = "highest"
+    elif mode == "auto":
+        chosen = dict(earlier) if isinstance(earlier, dict) else {}
+        kept = chosen.get("device") == device.type and chosen.get("mode") in MODES
+        mode = chosen["mode"] if kept else _measure(config, device, world)
     torch.set_float32_matmul_precision(mode)
-    return mode
+    return MatmulChoice(mode, device.type, kept)
 
 
 def _measure(config: Config, device: torch.device, world: Axis) -> str:

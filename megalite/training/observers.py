@@ -33,14 +33,17 @@ __all__ = ["METRICS_FILE", "JsonlHook", "ProfileHook", "StragglerHook", "make_ho
 METRICS_FILE = "metrics.jsonl"
 
 
-def make_hooks(config: Config, rank: int) -> Hooks:
-    """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this."""
+def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> Hooks:
+    """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
+
+    start_facts: what the start line of metrics.jsonl says beside the usual.
+    """
     hooks: list[Hook] = [StragglerHook()]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
         hooks.append(ConsoleHook())
         if save is not None:
-            hooks.append(JsonlHook(Path(save) / METRICS_FILE))
+            hooks.append(JsonlHook(Path(save) / METRICS_FILE, start_facts))
         if logging.tensorboard_dir is not None:
             hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir)))
         if logging.wandb_project is not None:
@@ -58,8 +61,9 @@ class JsonlHook(Hook):
     because JSON has no word for them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, start_facts: Record | None = None) -> None:
         self._path = path
+        self._start_facts = start_facts or {}
         self._file: TextIO | None = None
 
     def on_start(self, trainer: TrainerView) -> None:
@@ -79,6 +83,7 @@ class JsonlHook(Hook):
                 "flops_convention": FLOPS_CONVENTION,
                 "megalite_version": __version__,
                 "torch_version": torch.__version__,
+                **self._start_facts,
             }
         )
 

@@ -13,7 +13,7 @@ from megalite.config.arithmetic import FLOPS_CONVENTION, count_parameters, flops
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 
-__all__ = ["format_table", "in_units", "start_up_table"]
+__all__ = ["describe_layout", "format_table", "in_units", "start_up_table"]
 
 
 def start_up_table(
@@ -46,7 +46,7 @@ def start_up_table(
             f"sequence {model.seq_length:,}, vocabulary {model.vocab_size:,} (padded {config.padded_vocab_size():,})",
         ),
         ("parameters", f"{in_units(count_parameters(model))} ({count_parameters(model):,})"),
-        ("layout", _layout(config, world_size, device)),
+        ("layout", f"{describe_layout(config, world_size)}, on {world_size} x {device}"),
         ("precision", _precision(config)),
         (
             "batch",
@@ -68,7 +68,8 @@ def format_table(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f" {name:<{width}}  {text}" for name, text in rows)
 
 
-def _layout(config: Config, world_size: int, device: str) -> str:
+def describe_layout(config: Config, world_size: int) -> str:
+    """`tp2 x dp2, sequence parallel, ZeRO stage 1`."""
     parallel = config.parallel
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
@@ -83,7 +84,7 @@ def _layout(config: Config, world_size: int, device: str) -> str:
         parts.append("sequence parallel")
     if parallel.zero_stage:
         parts.append(f"ZeRO stage {parallel.zero_stage}")
-    return ", ".join([*parts, f"on {world_size} x {device}"])
+    return ", ".join(parts)
 
 
 def _precision(config: Config) -> str:

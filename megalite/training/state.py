@@ -1,7 +1,8 @@
 """What a checkpoint of a run holds, and how a run takes it up again.
 
     tensors   masters `<name>`, moments `optimizer/<moment>/<name>`, the older weights of 2BW `previous/<name>`
-    meta      format, configuration, progress, loss scaler, training samples asked for
+    meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
+              samples asked for, how fp32 products are computed
     files     the tokenizer, config.yaml
 
 Everything is logical: no rank, stage or slot is written down, so any layout can take it up.
@@ -12,18 +13,19 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint import Checkpointer
-from megalite.checkpoint.compatibility import check_model
 from megalite.comm.layout import TensorShard
 from megalite.config import Config
-from megalite.config.saved import dump_yaml, from_dict, to_dict
+from megalite.config.saved import dump_yaml, to_dict
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
-from megalite.errors import CheckpointError
 from megalite.optim import LossScaler
+from megalite.training import matmul, param_schedules
 from megalite.training.build import Model
+from megalite.training.matmul import MatmulChoice
+from megalite.training.param_schedules import ParamSchedules
+from megalite.training.starting_point import StartingPoint, load_weights
 from megalite.training.trainer import Progress, progress_from_meta, progress_to_meta
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class RunState:
     tokenizer: Tokenizer
     train_requests: tuple[int, ...]
     checkpointer: Checkpointer
+    schedules: ParamSchedules
+    products: MatmulChoice
 
     def save(self, progress: Progress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
@@ -48,6 +52,8 @@ class RunState:
             "progress": progress_to_meta(progress),
             "loss_scaler": self.scaler.state_dict(),
             "train_requests": list(self.train_requests),
+            param_schedules.META: self.schedules.to_meta(),
+            matmul.META: self.products.to_meta(),
             "config": to_dict(self.config),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
@@ -58,29 +64,41 @@ class RunState:
         """Local: whether a save in the background came to nothing, as far as this rank knows."""
         return self.checkpointer.failure is not None
 
-    def load(self, path: Path, meta: dict[str, Any]) -> Progress:
-        """Takes up a checkpoint of any layout; returns where it stands. Collective."""
-        checkpoint, model = self.config.checkpoint, self.model
-        check_model(from_dict(meta["config"]).model, self.config.model, f"--load={path}")
-        fresh = checkpoint.finetune
-        if not fresh and "progress" not in meta:
-            raise CheckpointError(f"--load={path}: holds weights and no run (it was converted); add --finetune")
-        progress = Progress() if fresh else progress_from_meta(meta["progress"])
-        with_state = checkpoint.load_optim and not fresh
+    def load(self, start: StartingPoint) -> tuple[Progress, list[str]]:
+        """Takes up a checkpoint of any layout, or a Hugging Face model's weights. Collective.
+
+        Returns where the run stands, and what was taken, in words.
+        """
+        model, meta = self.model, start.meta
+        progress = Progress() if start.weights_only else progress_from_meta(meta["progress"])
+        with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
         shards = model.optimizer.shards()
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
-        older = with_state and model.num_slots > 1 and self._holds_older(path)
+        older = with_state and model.num_slots > 1 and self._holds_older(start.path)
         if older:
             shards += self._older_shards(version)
-        self.checkpointer.load(path, shards, cast=fresh)
+        if start.source is not None:
+            load_weights(start.source, shards, self.checkpointer.world)
+        else:
+            self.checkpointer.load(start.path, shards, cast=start.weights_only)
         model.optimizer.after_load(version % model.num_slots)
         if model.num_slots > 1:
             self._fill_older_slots(version, loaded=older)
         if with_state:
             self.scaler.load_state_dict(meta["loss_scaler"])
-        return progress
+        return progress, self._taken(progress, start, with_state=with_state, older=older)
+
+    def _taken(self, progress: Progress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
+        """What came from a checkpoint, in words."""
+        if start.weights_only:
+            return ["weights"]
+        taken = [f"iteration {progress.iteration:,}", f"{progress.consumed_samples:,} samples consumed", "weights"]
+        taken += ["optimizer state"] if with_state else []
+        taken += ["the older weight version"] if older else []
+        taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.fp16 else []
+        return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
 
     def _version(self, progress: Progress) -> int:
         return progress.microbatches if self.model.update_per_microbatch else progress.updates

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules.inputs import checkpoint, data, tracking
+from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
 from megalite.config.rules.layout import (
     batch,
     pipeline_schedule,
@@ -40,5 +40,6 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     update_rule,
     data,
     checkpoint,
+    from_checkpoint,
     tracking,
 )

@@ -9,7 +9,7 @@ from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
 from megalite.config.values import show
 
-__all__ = ["checkpoint", "data", "tracking"]
+__all__ = ["checkpoint", "data", "from_checkpoint", "tracking"]
 
 
 def data(config: Config, world_size: int) -> Iterator[str]:
@@ -94,6 +94,31 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
                 yield f"{flag}: needs --load"
     elif settings.auto_resume and settings.load != settings.save:
         yield f"--load={settings.load}: excludes --auto-resume, which loads from --save; give one of them"
+
+
+def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
+    """What is taken from the checkpoint beside its tensors."""
+    settings = config.checkpoint
+    override, adopt = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
+    given = {
+        "--use-checkpoint-args": settings.use_checkpoint_args,
+        override: settings.override_opt_param_scheduler,
+        adopt: settings.use_checkpoint_opt_param_scheduler,
+    }
+    if given[override] and given[adopt]:
+        yield f"{override}: excludes {adopt}; give one of them"
+    for flag, on in given.items():
+        if on and settings.load is None and not settings.auto_resume:
+            yield f"{flag}: needs --load"
+    reasons = {
+        "--finetune": settings.finetune,
+        "--no-load-optim": not settings.load_optim,
+        "--skip-train": config.training.skip_train,
+    }
+    reason = next((flag for flag, on in reasons.items() if on), None)
+    for flag in (override, adopt):
+        if given[flag] and reason is not None:
+            yield f"{flag}: has no effect with {reason}, which takes no schedules from --load; drop it"
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:

@@ -25,12 +25,14 @@ def test_all_differences_are_named_at_once() -> None:
         "--load=runs/a: model differs from checkpoint: --hidden-size=32 (checkpoint 64), "
         "--ffn-hidden-size=128 (checkpoint 256), --num-attention-heads=2 (checkpoint 4), "
         "--num-query-groups=2 (checkpoint 4), --norm-epsilon=1e-06 (checkpoint 1e-05), "
-        "--add-bias-linear=false (checkpoint true), --add-qkv-bias=false (checkpoint true); use the checkpoint's values"
+        "--add-bias-linear=false (checkpoint true), --add-qkv-bias=false (checkpoint true); use the checkpoint's values, "
+        "or --use-checkpoint-args"
     )
 
 
 def test_what_does_not_change_the_model_may_differ() -> None:
     check_model(MODEL, replace(MODEL, hidden_dropout=0.1, recompute_granularity="full", rotary_base=5e5), "x")
+    check_model(MODEL, replace(MODEL, cpu_offloading_num_layers=1), "x")
     check_model(MODEL, replace(MODEL, num_query_groups=4, kv_channels=16, ffn_hidden_size=256), "x")
     rope = replace(MODEL, position_embedding_type="rope")
     check_model(rope, replace(rope, seq_length=64), "x")

@@ -229,6 +229,19 @@ ONE_LINE = [
     ("--save d --save-interval 0", 1, "--save-interval=0: must be >= 1 (omit to save only at the end)"),
     ("--ckpt-step 5", 1, "--ckpt-step=5: needs --load"),
     ("--async-save", 1, "--async-save: needs --save"),
+    ("--use-checkpoint-args", 1, "--use-checkpoint-args: needs --load"),
+    ("--override-opt-param-scheduler", 1, "--override-opt-param-scheduler: needs --load"),
+    (
+        "--load . --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        "--override-opt-param-scheduler: excludes --use-checkpoint-opt-param-scheduler; give one of them",
+    ),
+    (
+        "--load . --finetune --use-checkpoint-opt-param-scheduler",
+        1,
+        "--use-checkpoint-opt-param-scheduler: has no effect with --finetune, which takes no schedules from --load; "
+        "drop it",
+    ),
     (
         "--save d --save-interval 10 --save-retain-interval 25",
         1,
@@ -284,6 +297,13 @@ PATHS = [
 def test_missing_files(changes: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert line in problems_of(argv(changes, without="mock-data"))
+
+
+@pytest.mark.parametrize(("place", "what"), [("notes.txt", "is no directory"), ("notes.txt/run", "{} is no directory")])
+def test_a_save_that_can_not_be_a_directory(place: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    line = f"--save={tmp_path / place}: {what.format(tmp_path / 'notes.txt')}; choose another --save"
+    assert problems_of(argv(f"--save {tmp_path / place}")) == [line]
 
 
 def test_an_empty_save_directory_may_be_loaded(tmp_path: Path) -> None:

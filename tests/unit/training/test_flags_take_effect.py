@@ -136,11 +136,12 @@ ELSEWHERE = {
 }
 # Flags that take up a run of 4 iterations which is there already, at DIR.
 LOADS = [
-    ("--load DIR --train-iters 6", "--load DIR --train-iters 6 --no-load-optim"),
-    ("--load DIR --train-iters 6", "--load DIR --train-iters 6 --finetune"),
-    ("--load DIR --train-iters 6 --seed 7", "--load DIR --train-iters 6 --seed 7 --no-load-rng"),
-    ("--load DIR --train-iters 6", "--load DIR --train-iters 6 --ckpt-step 2"),
-    ("--save DIR --train-iters 6 --auto-resume", "--train-iters 6"),
+    ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 --no-load-optim"),
+    ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 --finetune"),
+    ("--load DIR --train-iters 6 OVERRIDE --seed 7", "--load DIR --train-iters 6 OVERRIDE --seed 7 --no-load-rng"),
+    ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 OVERRIDE --ckpt-step 2"),
+    ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 --use-checkpoint-opt-param-scheduler"),
+    ("--save DIR --train-iters 6 --auto-resume OVERRIDE", "--train-iters 6"),
 ]
 # Two spellings that can not stand together, or that end a run.
 PAIRS = [
@@ -169,6 +170,7 @@ def observe(flags: str, folder: Path, without: str = "") -> dict[str, Any]:
         flags.replace("RUN", str(folder / "run"))
         .replace("TEXT", str(text))
         .replace("CACHE", str(folder.parent / "cache"))
+        .replace("OVERRIDE", "--override-opt-param-scheduler")
     )
     config = parse([*BASE.replace(without, "", 1).split(), "--save", str(folder / "run"), *flags.split()])
     save = Path(str(config.checkpoint.save))

@@ -1,0 +1,127 @@
+"""Which model is it? What of the model section makes another function of the weights, and what a checkpoint offers.
+
+A checkpoint (or a Hugging Face directory) knows its model. `--use-checkpoint-args` takes the architecture from it; the
+parser gets an `Offer` through a function of a higher floor, which can read checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megalite.config.model import ModelConfig
+from megalite.config.reader import Given
+from megalite.config.root import Config
+from megalite.config.values import show
+
+__all__ = ["Offer", "ReadOffer", "contradictions", "differences", "effective", "is_left_open", "offered_values"]
+
+# These change how the model is trained or held, not which function of the weights it is.
+FREE = frozenset(
+    {
+        "model_type",  # sets defaults of the others
+        "seq_length",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "make_vocab_size_divisible_by",
+        "fp32_residual_connection",
+        "attention_softmax_in_fp32",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "cpu_offloading_num_layers",
+    }
+)
+# Taken by --use-checkpoint-args as well, as in Megatron-LM, but a flag may say otherwise.
+TAKEN_FREELY = ("model_type", "seq_length", "hidden_dropout", "attention_dropout")
+# Unset means: work it out from the others.
+DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings")
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+
+
+def effective(model: ModelConfig) -> Mapping[str, Any]:
+    """Field name -> what it amounts to, defaults applied; fields without effect on this model are None."""
+    values = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in FREE}
+    values["ffn_hidden_size"] = model.ffn_size
+    values["num_query_groups"] = model.query_groups
+    values["kv_channels"] = model.head_dim
+    values["add_qkv_bias"] = model.has_qkv_bias
+    values["max_position_embeddings"] = model.max_positions
+    if model.position_embedding_type != "learned_absolute":
+        values["max_position_embeddings"] = None
+    if model.position_embedding_type != "rope":
+        values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
+    if not values["use_rope_scaling"]:
+        values["rope_scaling_factor"] = None
+    return values
+
+
+def differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Field name -> (what it amounts to now, what it amounts to in `saved`), where that is not the same."""
+    theirs, ours = effective(saved), effective(now)
+    return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the checkpoint that a run begins with says about the model.
+
+    where: how origins and messages name it. tokenizer: fields of the data section. huggingface: a model that no run
+    of ours has trained: its tokenizer and the size of its vocabulary are taken without being asked for.
+    """
+
+    where: str
+    model: ModelConfig
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    huggingface: bool = False
+
+
+ReadOffer = Callable[[str, int | None], Offer | None]
+"""(`--load`, `--ckpt-step`) -> the offer; None where nothing is committed yet. Raises MegaliteError."""
+
+
+def offered_values(offer: Offer, given: Mapping[str, Given], *, architecture: bool) -> dict[str, Given]:
+    """What the parser takes from an offer, as a level below what users gave.
+
+    Args:
+        given: what files and flags say; whoever names any tokenizer gets that one.
+        architecture: `--use-checkpoint-args`; else only the tokenizer and the size of the vocabulary.
+    """
+    values: dict[str, Any] = {"vocab_size": offer.model.vocab_size}
+    if architecture:
+        values = {name: getattr(offer.model, name) for name in (*effective(offer.model), *TAKEN_FREELY)}
+        values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
+    if not any(name in given and given[name].value is not None for name in TOKENIZER):
+        values |= offer.tokenizer
+    return {name: Given(name, name, value, offer.where) for name, value in values.items()}
+
+
+def is_left_open(given: Given) -> bool:
+    """Whether a file says of a field no more than that it is to be worked out (`ffn_hidden_size: null`)."""
+    return (given.name in DERIVED and given.value is None) or (given.name == "vocab_size" and given.value == 0)
+
+
+def contradictions(
+    offer: Offer, config: Config, given: Mapping[str, Given], *, architecture: bool, known: Collection[str]
+) -> Iterator[str]:
+    """Lines about values that make another model than the offered one.
+
+    Args:
+        given: what files and flags say. architecture: `--use-checkpoint-args`.
+        known: names of fields that have no stand-in for a missing or broken value.
+    """
+    family = given.get("model_type")
+    if architecture and family is not None and family.value != offer.model.model_type:
+        yield f"--model-type={family.value}: {offer.where} has {offer.model.model_type}; drop the flag"
+    for name, (ours, theirs) in differences(offer.model, config.model).items():
+        flag = f"--{name.replace('_', '-')}={_text(ours)}"
+        if architecture and name in given:
+            yield f"{flag}: {offer.where} has {_text(theirs)}; drop the flag, or --use-checkpoint-args"
+        elif not architecture and name in known:
+            yield f"{flag}: {offer.where} has {_text(theirs)}; give that, or --use-checkpoint-args"
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else show(value)
