@@ -47,7 +47,7 @@ FLOORS = {
 TESTING = "megalite.testing"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FLAGS = 160
+MAX_FLAGS = 161
 
 NO_TORCH = ("megalite.errors", "megalite.faults", "megalite.schedule", "megalite.config", "megalite.planner")
 MAY_ASK = ("megalite.training.build", "megalite.training.startup")

@@ -84,7 +84,8 @@ def legal(
         )
     if shape.f != 1 and schedule.name != "chimera":
         reasons.append(
-            f"--pipeline-schedule={name}: pairs of pipelines ({shape.f}) exist in chimera only; leave them out"
+            f"--chimera-pairs={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
+            "--pipeline-schedule=chimera"
         )
     return reasons + schedule.problems(shape)
 

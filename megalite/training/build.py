@@ -81,7 +81,8 @@ class Schedules:
         parallel = self.config.parallel
         if parallel.pipeline_schedule_file is not None:
             return load_program(parallel.pipeline_schedule_file)
-        return build_schedule(name, self.num_ranks, num_microbatches, parallel.virtual_pipeline_model_parallel_size)
+        chunks, pairs = parallel.virtual_pipeline_model_parallel_size, parallel.chimera_pairs
+        return build_schedule(name, self.num_ranks, num_microbatches, chunks, num_pairs=pairs)
 
     @cached_property
     def _cache(self) -> dict[tuple[str, int], Program]:

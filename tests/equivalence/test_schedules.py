@@ -41,3 +41,9 @@ def test_every_schedule_equals_one_process(schedule: str, full: bool) -> None:
     assert len({case.world_size for case in legal}) >= 2, "a schedule that is legal at one number of ranks only"
     for case in legal if full else random.Random(schedule).sample(legal, 1):
         compare(case)
+
+
+def test_two_pairs_of_opposite_pipelines() -> None:
+    model = ("--num-layers", "4", "--global-batch-size", "8", "--no-untie-embeddings-and-output-weights")
+    layout = ("--pipeline-model-parallel-size", "4", "--pipeline-schedule", "chimera", "--chimera-pairs", "2")
+    compare(Layout(model, (*layout, "--micro-batch-size", "1"), 4))

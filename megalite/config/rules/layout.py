@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite import schedule as schedules
 from megalite.config.batch_size import parse_step_schedule
-from megalite.config.parallel import zero_reason
+from megalite.config.parallel import ParallelConfig, zero_reason
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
 from megalite.config.values import show
@@ -101,11 +101,11 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     if sum(given) != 1 or size == 1 or parallel.pipeline_schedule_file is not None or not batches:
         return
     micro_batches = batches[-1][0]
-    if schedules.legal(parallel.schedule, size, micro_batches, chunks):
+    if schedules.legal(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs):
         return
-    placement = schedules.build(parallel.schedule, size, micro_batches, chunks).placement
+    program = schedules.build(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs)
     try:
-        schedules.partition(config.model.num_layers, placement, first=first, last=last, layout=layout)
+        schedules.partition(config.model.num_layers, program.placement, first=first, last=last, layout=layout)
     except ScheduleError as error:
         yield str(error)
 
@@ -123,9 +123,9 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
             yield f"--pipeline-schedule={name}: excludes --pipeline-schedule-file; give one of them"
         return
     for micro_batches, samples in _micro_batches(config, world_size):
-        reasons = schedules.legal(name, size, micro_batches, given)
+        reasons = schedules.legal(name, size, micro_batches, given, num_pairs=parallel.chimera_pairs)
         for reason in reasons:
-            yield reason + _enough_samples(name, size, micro_batches, given, samples)
+            yield reason + _enough_samples(parallel, micro_batches, samples)
     if parallel.pipeline_flush_steps and name != "2bw":
         why = "steps after every micro-batch" if name == "pipedream" else "flushes after every iteration"
         yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
@@ -156,10 +156,11 @@ def _micro_batches(config: Config, world_size: int) -> list[tuple[int, int]]:
     return [(size // unit, size) for size in dict.fromkeys(sizes) if size % unit == 0 and size >= unit]
 
 
-def _enough_samples(name: str, size: int, micro_batches: int, chunks: int | None, samples: int) -> str:
+def _enough_samples(parallel: ParallelConfig, micro_batches: int, samples: int) -> str:
     """The nearest larger batch with which the schedule runs, where that is what is missing."""
+    size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     for more in range(micro_batches + 1, micro_batches + 4 * size + 1):
-        if not schedules.legal(name, size, more, chunks):
+        if not schedules.legal(parallel.schedule, size, more, chunks, num_pairs=parallel.chimera_pairs):
             return f" (legal: --global-batch-size={samples // micro_batches * more})"
     return ""
 
@@ -233,6 +234,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
                 parallel.pipeline_model_parallel_size,
                 micro_batches,
                 parallel.virtual_pipeline_model_parallel_size,
+                num_pairs=parallel.chimera_pairs,
             )
     source = config.data
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)

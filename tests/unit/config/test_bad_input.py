@@ -113,6 +113,11 @@ ONE_LINE = [
         1,
         "--pipeline-flush-steps=5: 1f1b flushes after every iteration; drop it, or use 2bw",
     ),
+    (
+        f"--chimera-pairs 2 {PP} 2 --global-batch-size 4",
+        2,
+        "--chimera-pairs=2: 1f1b has no pairs of opposite pipelines; leave it out, or use --pipeline-schedule=chimera",
+    ),
     ("--zero-stage 4", 1, "--zero-stage=4: choose 0, 1, 2 or 3"),
     (
         "--num-distributed-optimizer-instances 3 --zero-stage 1 --global-batch-size 4",
