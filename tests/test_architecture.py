@@ -63,6 +63,9 @@ UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle
 UNSAFE_CALLS = re.compile(
     r"eval|exec|torch\.(load|save)|(\w+\.)*\w+_object(_list)?|yaml\.(load|unsafe_load)|os\.system"
 )
+# Megatron-LM's checkpoints are pickles: a program of its own opens them, weights-only, and nothing imports that.
+UNPICKLER = "megalite.convert.megatron_unpickle"
+PICKLES = {(UNPICKLER, "torch.load"), ("megalite.convert.megatron_files", "torch.save")}
 
 
 def _module(path: Path) -> str:
@@ -276,12 +279,14 @@ def test_nothing_that_was_read_is_executed() -> None:
     problems = []
     for module, tree in PRODUCT.items():
         for line, name in _imports(module, tree):
-            if name.split(".")[0] in UNSAFE_IMPORTS:
+            if name.split(".")[0] in UNSAFE_IMPORTS or name.startswith(UNPICKLER):
                 problems.append(f"{module}:{line}: imports {name}")
         for line, name, call in _calls(tree):
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            if UNSAFE_CALLS.fullmatch(name):
+            if UNSAFE_CALLS.fullmatch(name) and (module, name) not in PICKLES:
                 problems.append(f"{module}:{line}: calls {name}")
+            if name == "torch.load" and keywords.get("weights_only") != "True":
+                problems.append(f"{module}:{line}: torch.load without weights_only=True")
             for flag in ("allow_pickle", "trust_remote_code", "shell"):
                 if keywords.get(flag) not in (None, "False"):
                     problems.append(f"{module}:{line}: {flag}={keywords[flag]}")

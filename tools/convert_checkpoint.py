@@ -1,11 +1,16 @@
-"""Turn a checkpoint into a Hugging Face model, or a Hugging Face model into a checkpoint.
+"""Turn checkpoints of megalite, Hugging Face models and checkpoints of Megatron-LM into one another.
 
     python tools/convert_checkpoint.py --from megalite --to hf --load runs/a --save exports/a --dtype bf16 --verify
     python tools/convert_checkpoint.py --from hf --to megalite --load models/llama --save runs/start
     python pretrain_gpt.py --load runs/start --finetune ...
 
-Runs on a CPU in one process, with the memory of one layer or one shard. --verify compares the logits of both sides, and
-needs the package transformers and room for both models in fp32.
+    python tools/convert_checkpoint.py --from megatron --to megalite --load megatron/a --save runs/start --trust-pickle
+    python tools/convert_checkpoint.py --from hf --to megatron --load models/llama --save megatron/b
+        --target-tensor-model-parallel-size 4 --target-pipeline-model-parallel-size 2
+
+Runs on a CPU in one process, with the memory of one layer, one shard or one rank's file. --verify compares the logits
+of both sides, and needs the package transformers and room for both models in fp32. Megatron-LM's files are pickles:
+they are opened only with --trust-pickle, in a process of their own, which calls nothing but what rebuilds tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 import torch
 
-from megalite.convert import CheckpointSource, HuggingFaceSource, write_checkpoint, write_huggingface
+from megalite.convert import (
+    CheckpointSource,
+    HuggingFaceSource,
+    MegatronSource,
+    write_checkpoint,
+    write_huggingface,
+    write_megatron,
+)
+from megalite.convert.megatron import IMPLEMENTATIONS
+from megalite.convert.source import Source
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.microbatch import Microbatch
 from megalite.training.loading import load_for_inference
@@ -27,13 +41,21 @@ from megalite.training.tool import ToolParser, run_tool
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
 TOKENS = 64
-SIDES = ("hf", "megalite")
+SIDES = ("hf", "megalite", "megatron")
+# Arguments of write_megatron -> flags.
+TARGETS = {
+    "tensor_parallel": "target_tensor_model_parallel_size",
+    "pipeline_parallel": "target_pipeline_model_parallel_size",
+    "implementation": "target_transformer_impl",
+}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
-    parser = ToolParser("Turn a checkpoint into a Hugging Face model, or a Hugging Face model into a checkpoint.")
+    parser = ToolParser(
+        "Turn checkpoints of megalite, Hugging Face models and checkpoints of Megatron-LM into one another."
+    )
     parser.add_argument("--from", required=True, choices=SIDES, dest="source", help="what --load is")
     parser.add_argument("--to", required=True, choices=SIDES, dest="target", help="what --save becomes")
     parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
@@ -41,25 +63,74 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights; unset: as they are stored")
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
+    group = parser.add_argument_group("Megatron-LM")
+    group.add_argument(
+        "--trust-pickle", action="store_true", help="from megatron: open its pickles, without running them"
+    )
+    group.add_argument(
+        "--true-vocab-size", type=int, help="from megatron: tokens without padding; unset: as stated, or all"
+    )
+    group.add_argument("--target-tensor-model-parallel-size", type=int, help="to megatron: ranks of a layer; unset: 1")
+    group.add_argument("--target-pipeline-model-parallel-size", type=int, help="to megatron: stages; unset: 1")
+    group.add_argument(
+        "--target-transformer-impl", choices=IMPLEMENTATIONS,
+        help="to megatron: names of megatron.core with Transformer Engine (unset), without, or from before it",
+    )  # fmt: skip
     flags = parser.parse_args(argv)
+    _check(flags)
+    return flags
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that do not belong together."""
     if flags.ckpt_step is not None and flags.source == "hf":
         raise ConfigError(f"--ckpt-step={flags.ckpt_step}: a Hugging Face model has no steps; drop it")
-    if flags.verify and flags.source == flags.target:
-        raise ConfigError(f"--verify: compares hf with megalite; both sides are {flags.source}")
-    return flags
+    if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
+        raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
+    for side, chosen, names in (
+        ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size")),
+        ("--to megatron", flags.target == "megatron", tuple(TARGETS.values())),
+    ):
+        for name in names:
+            value = getattr(flags, name)
+            if not chosen and value is not None and value is not False:
+                raise ConfigError(f"--{name.replace('_', '-')}={value}: only with {side}; drop it")
+    if flags.source == "megatron" and not flags.trust_pickle:
+        raise ConfigError(
+            f"--load={flags.load}: Megatron-LM's checkpoints are pickles, which can carry programs; if you know where "
+            "this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it is executed)"
+        )
 
 
 def main(argv: list[str]) -> None:
     """Convert and report."""
     flags = parse(argv)
     load, save = Path(flags.load), Path(flags.save)
-    source = HuggingFaceSource(load) if flags.source == "hf" else CheckpointSource(load, flags.ckpt_step)
-    write = write_huggingface if flags.target == "hf" else write_checkpoint
-    written = write(source, save, dtype=DTYPES.get(flags.dtype))
+    written = _write(flags, _open(flags, load), save)
     print(f"wrote {written}")
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         verify(ours, theirs, flags.ckpt_step if flags.source == "megalite" else None)
+
+
+def _open(flags: argparse.Namespace, load: Path) -> Source:
+    if flags.source == "megatron":
+        return MegatronSource(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
+    return HuggingFaceSource(load) if flags.source == "hf" else CheckpointSource(load, flags.ckpt_step)
+
+
+def _write(flags: argparse.Namespace, source: Source, save: Path) -> Path:
+    dtype = DTYPES.get(flags.dtype)
+    if flags.target == "megatron":
+        chosen = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
+        return write_megatron(
+            source,
+            save,
+            dtype=dtype,
+            **{key: value for key, value in chosen.items() if value is not None},
+        )
+    write = write_huggingface if flags.target == "hf" else write_checkpoint
+    return write(source, save, dtype=dtype)
 
 
 def verify(ours: Path, theirs: Path, ckpt_step: int | None) -> None:

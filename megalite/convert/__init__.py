@@ -14,17 +14,22 @@
     hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
     tokenizer_files.py  the tokenizer's files of either side
+    megatron.py         Megatron-LM: names of both generations, cuts over ranks, `args`
+    megatron_files.py   its mp_rank_XX/model_optim_rng.pt: read rank by rank, written file by file
+    megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
-Public: `FAMILIES`, `family_of`, `HuggingFaceSource`, `CheckpointSource`, `write_huggingface`, `write_checkpoint`.
+Public: `FAMILIES`, `family_of`, `HuggingFaceSource`, `CheckpointSource`, `MegatronSource`, `write_huggingface`,
+`write_checkpoint`, `write_megatron`.
 
 Invariants: no tensor is computed with, only renamed, cut and put together, so every round trip is bit-equal; what the
-other side can not represent is refused, never left out; nothing that is read is executed. Memory: one layer (megalite)
-or one shard (Hugging Face). Proved by tests/unit/convert/ against transformers.
+other side can not represent is refused, never left out; nothing that is read is executed. Memory: one layer (megalite),
+one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/convert/ against transformers.
 """
 
 from megalite.convert.family import Family
 from megalite.convert.hf_files import HuggingFaceSource, write_huggingface
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
+from megalite.convert.megatron_files import MegatronSource, write_megatron
 from megalite.convert.registry import FAMILIES, family_of
 
 __all__ = [
@@ -32,7 +37,9 @@ __all__ = [
     "CheckpointSource",
     "Family",
     "HuggingFaceSource",
+    "MegatronSource",
     "family_of",
     "write_checkpoint",
     "write_huggingface",
+    "write_megatron",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megalite.checkpoint.compatibility import effective
@@ -34,12 +34,17 @@ def read_model(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]
         raise ConfigError(f"{where}: quantization_config: quantised weights are not supported; take the full model")
     model = FAMILIES[kind].read(fields)
     model = dataclasses.replace(model, seq_length=min(model.max_positions, USUAL_SEQ_LENGTH))
+    check_shape(model, where)
+    return FAMILIES[kind], model
+
+
+def check_shape(model: ModelConfig, where: str) -> None:
+    """Raises ConfigError where numbers that were read are no model."""
     problems = list(model_shape(config_around(model), 1))
     if model.num_layers > MOST_LAYERS:
-        problems.append(f"num_hidden_layers {model.num_layers}: more than {MOST_LAYERS}")
+        problems.append(f"{model.num_layers} layers: more than {MOST_LAYERS}")
     if problems:
         raise ConfigError([f"{where}: {problem}" for problem in problems])
-    return FAMILIES[kind], model
 
 
 def config_around(model: ModelConfig, **training: Any) -> Config:
@@ -71,11 +76,16 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> Family:
 
 def differences(family: Family, model: ModelConfig) -> Iterator[str]:
     """Settings that a model would lose as one of `family`."""
+    return lost_settings(model, lambda: family.read(Fields(family.write(model), "config.json")))
+
+
+def lost_settings(model: ModelConfig, back: Callable[[], ModelConfig]) -> Iterator[str]:
+    """Settings in which a model differs from what `back` reads of its description elsewhere."""
     try:
-        back = effective(family.read(Fields(family.write(model), "config.json")))
+        there = effective(back())
     except ConfigError as error:
         yield str(error)
         return
     for name, value in effective(model).items():
-        if back[name] != value:
-            yield f"--{name.replace('_', '-')}={value} (there {back[name]})"
+        if there[name] != value:
+            yield f"--{name.replace('_', '-')}={value} (there {there[name]})"

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from megalite.checkpoint import CheckpointReader, resolve
+from megalite.convert import megatron_process
 from megalite.convert.layout import logical_shapes
 from megalite.training.loading import load_for_inference
 from megalite.training.tool import run_tool
 from pretrain_gpt import main as pretrain
+from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.training.tiny_checkpoint import tiny_model_config, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,36 @@ def test_dtype_and_same_side_conversion(convert: Convert, tmp_path: Path) -> Non
     assert torch.equal(stored["model.norm.weight"], norm)
 
 
+@pytest.mark.parametrize("changes", [{}, LLAMA | {"num_query_groups": 2}], ids=["gpt", "llama"])
+def test_megatron_and_back(
+    changes: Any, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """All sides after one another: what comes out at the end is what went in."""
+    if not full:
+        monkeypatch.setattr(megatron_process, "Popen", HereInstead)
+    write_checkpoint(tmp_path / "run", model=tiny_model_config(**changes))
+    grid = "--target-tensor-model-parallel-size", "2", "--target-pipeline-model-parallel-size", "2"
+    there, hf, back = tmp_path / "megatron", tmp_path / "hf", tmp_path / "back"
+    legacy = "--target-transformer-impl", "legacy"
+    steps = [
+        ("megalite", tmp_path / "run", "megatron", there, grid),
+        ("megatron", there, "hf", hf, ("--trust-pickle",)),
+        ("hf", hf, "megatron", tmp_path / "older", legacy),
+        ("megatron", tmp_path / "older", "megatron", tmp_path / "newer", ("--trust-pickle", *grid)),
+        ("megatron", tmp_path / "newer", "megalite", back, ("--trust-pickle",)),
+    ]
+    for source, load, target, save, more in steps:
+        status, out, error = convert("--from", source, "--to", target, "--load", load, "--save", save, *more)
+        assert status == 0 and out == f"wrote {save / 'iter_0000000' if save == back else save}\n", error
+    before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("run", "back"))
+    assert sorted(after.names) == sorted(logical_shapes(load_for_inference(back).config.model))
+    assert all(torch.equal(before.read(name), after.read(name)) for name in after.names)
+
+    status, _, error = convert("--from", "megatron", "--to", "megalite", "--load", there, "--save", tmp_path / "x")
+    assert status == 2 and error.count("\n") == 1
+    assert "are pickles, which can carry programs" in error and "add --trust-pickle" in error
+
+
 def test_a_run_goes_on_from_a_converted_model(convert: Convert, tmp_path: Path, capsys: Any) -> None:
     write_checkpoint(tmp_path / "run", model=tiny_model_config(**LLAMA))
     convert("--from", "megalite", "--to", "hf", "--load", tmp_path / "run", "--save", tmp_path / "hf")
@@ -141,6 +173,14 @@ def test_a_hugging_face_model_is_not_taken_for_a_checkpoint(convert: Convert, tm
         ("--from hf --to megalite --load nowhere --save x", "nowhere/config.json: can not be read"),
         ("--from megalite --to hf --load nowhere --save x", "--load=nowhere: no such directory"),
         ("--from hf --to hf --load a --save b --verify", "--verify: compares hf with megalite"),
+        ("--from hf --to megatron --load a --save b --verify", "--verify: compares hf with megalite"),
+        ("--from hf --to megalite --load a --save b --trust-pickle", "--trust-pickle=True: only with --from megatron"),
+        ("--from hf --to megalite --load a --save b --true-vocab-size 5", "--true-vocab-size=5: only with --from"),
+        (
+            "--from hf --to megalite --load a --save b --target-tensor-model-parallel-size 2",
+            "--target-tensor-model-parallel-size=2: only with --to megatron; drop it",
+        ),
+        ("--from megatron --to hf --load nowhere --save b --trust-pickle", "--load=nowhere: no such directory"),
         ("--from hf --to megalite --load a --save b --ckpt-step 3", "--ckpt-step=3: a Hugging Face model has no steps"),
         ("--from gguf --to hf --load a --save b", "--from: invalid choice: 'gguf'"),
     ],
