@@ -17,9 +17,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     large = pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full")
     no_gpu = pytest.mark.skip(reason="torch sees no GPU")
     for item in items:
-        if "full" in item.keywords and not config.getoption("--full"):
+        if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(large)
-        if "gpu" in item.keywords and torch.cuda.device_count() == 0:
+        if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
             item.add_marker(no_gpu)
 
 

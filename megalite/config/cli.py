@@ -198,7 +198,7 @@ def _required(option: Option, offered: _Offered | None) -> str:
 
 def _file_level(reader: Reader, path: str) -> list[Given] | None:
     try:
-        return reader.read_entries(read_yaml(path))
+        return reader.read_entries(read_yaml(path, reader.problems))
     except ConfigError as error:
         reader.problems += error.problems
         return None

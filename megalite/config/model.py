@@ -36,7 +36,7 @@ class ModelConfig:
         "llama (RoPE, RMSNorm, SwiGLU, no linear biases, untied)",
         choices=("gpt", "llama"),
     )
-    num_layers: int = required("transformer layers L", ge=1)
+    num_layers: int = required("transformer layers L", ge=1, le=10_000)
     hidden_size: int = required("width h of the residual stream", ge=1)
     ffn_hidden_size: int | None = option(
         None, "width f of the MLP; unset: 4h, or int(4h * 2/3 / 64) * 64 with swiglu or geglu", ge=1

@@ -68,7 +68,7 @@ def bounds_problem(option: Option, value: Any) -> str | None:
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, str):
             continue
-        if option.kind is int and "ge" in facts and "le" in facts:
+        if option.kind is int and "ge" in facts and "le" in facts and facts["le"] - facts["ge"] < 10:
             if not facts["ge"] <= item <= facts["le"]:
                 return f"choose {_either(tuple(str(n) for n in range(facts['ge'], facts['le'] + 1)))}"
             continue

@@ -49,8 +49,10 @@ class Entry:
     value: Scalar | tuple[Scalar, ...]
 
 
-def read_yaml(path: str) -> list[Entry]:
+def read_yaml(path: str, problems: list[str] | None = None) -> list[Entry]:
     """Read a configuration file.
+
+    problems: takes the mistakes of single entries, and the others are returned; without it they raise.
 
     Raises:
         ConfigError: the file is missing, too large, not YAML, or uses what a configuration does not need; the line
@@ -63,10 +65,10 @@ def read_yaml(path: str) -> list[Entry]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{_at(path, root)}: expected 'key: value' lines")
     entries: list[Entry] = []
-    problems: list[str] = []
-    _collect(path, root, None, entries, problems)
-    if problems:
-        raise ConfigError(problems)
+    mistakes: list[str] = [] if problems is None else problems
+    _collect(path, root, None, entries, mistakes)
+    if mistakes and problems is None:
+        raise ConfigError(mistakes)
     return entries
 
 

@@ -29,7 +29,7 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or model.rotary_dim == 0):
         yield (
             f"--rotary-percent={show(model.rotary_percent)}: rotates {model.rotary_dim} of a head's {model.head_dim} "
-            "channels; RoPE needs an even number above 0"
+            "channels (--hidden-size / --num-attention-heads); RoPE needs an even number above 0"
         )
     if model.ffn_size < 1:
         yield (

@@ -35,7 +35,8 @@ ONE_LINE = [
     (
         "--position-embedding-type rope --rotary-percent 0.25",
         1,
-        "--rotary-percent=0.25: rotates 3 of a head's 12 channels; RoPE needs an even number above 0",
+        "--rotary-percent=0.25: rotates 3 of a head's 12 channels (--hidden-size / --num-attention-heads); "
+        "RoPE needs an even number above 0",
     ),
     (
         "--activation swiglu --hidden-size 16",
@@ -118,6 +119,7 @@ ONE_LINE = [
         2,
         "--chimera-pairs=2: 1f1b has no pairs of opposite pipelines; leave it out, or use --pipeline-schedule=chimera",
     ),
+    ("--num-layers 99999999999999999999", 1, "--num-layers=99999999999999999999: must be <= 10000"),
     ("--zero-stage 4", 1, "--zero-stage=4: choose 0, 1, 2 or 3"),
     (
         "--num-distributed-optimizer-instances 3 --zero-stage 1 --global-batch-size 4",
