@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,14 +11,16 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
 
 def main(folder: Path) -> None:
+    # what it does on a GPU only: asking for the device, and keeping a random generator for dropout
+    torch.cuda.current_device = lambda: "cpu"
+    get_cuda_rng_tracker().fork = contextlib.nullcontext
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1, force_reset_rng=True) if torch.cuda.is_available() else None
     content = torch.load(folder / "there/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
     args = content["args"]
     config = TransformerConfig(
