@@ -185,6 +185,8 @@ class Trainer:
             self.parts.tracer.after(number, program)
         self._add_losses(losses)
         self._drained = batch.next_size == 0 or not program.asynchronous
+        if self._drained:
+            self.parts.executor.finish()
         loss = self._batch_loss(batch.iteration)
         self.parts.feed.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1

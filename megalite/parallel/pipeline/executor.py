@@ -176,12 +176,14 @@ class Executor:
         """All messages have left. Raises RuntimeFailure if anything is still under way (a schedule that does not
         drain)."""
         self._channel.flush()
-
-    @property
-    def is_drained(self) -> bool:
-        """No micro-batch is between its forward and its backward, no message is expected."""
         state = self._state
-        return not (state.posted or state.ready or state.outgoing or any(s.num_in_flight for s in self.stages.values()))
+        waiting = [*state.posted, *state.ready, *state.outgoing]
+        in_flight = sum(stage.num_in_flight for stage in self.stages.values())
+        if waiting or in_flight:
+            raise RuntimeFailure(
+                f"pipeline rank {self.rank}: the schedule has not run empty: {len(waiting)} tensors were not used, "
+                f"{in_flight} micro-batches wait for their backward"
+            )
 
     # one handler an action kind
 
