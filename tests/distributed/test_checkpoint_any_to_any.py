@@ -22,7 +22,7 @@ from megalite.errors import ConfigError
 from megalite.testing import run_ranks
 from megalite.training.run import open_run
 
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 5
 
 
 def go_on(world: World, argv: list[str]) -> list[float]:
@@ -47,9 +47,9 @@ def move(source: Layout, target: Layout, folder: Path) -> None:
     """Asserts that what `source` saved is what `target` holds, and that training goes on exactly."""
     first, second, cache = folder / "source", folder / "target", str(folder.parent / "cache")
     common = [*TINY, *source.model, "--data-cache-path", cache]
-    run_ranks(train_body, source.world_size, [*common, *source.layout, "--save", str(first)], BEFORE, timeout=60)
+    run_ranks(train_body, source.world_size, [*common, *source.layout, "--save", str(first)], BEFORE, timeout=180)
     argv = [*common, *target.layout, "--load", str(first), "--save", str(second)]
-    losses = run_ranks(go_on, target.world_size, argv, timeout=60)[0]
+    losses = run_ranks(go_on, target.world_size, argv, timeout=180)[0]
     before, moved = stored(latest(first)), stored(second / f"iter_{BEFORE:07d}")
     if source.delay != target.delay:  # the older weights of 2BW exist on one side only
         before, moved = ({n: t for n, t in d.items() if not n.startswith("previous/")} for d in (before, moved))
@@ -80,7 +80,7 @@ def pair(rng: random.Random) -> tuple[Layout, Layout]:
 
 def test_random_pairs(tmp_path: Path, full: bool) -> None:
     fresh = int(time.time()) % 1_000_000
-    for seed, count in ((7, 40 if full else 5), (fresh, 10 if full else 2)):
+    for seed, count in ((7, 40 if full else 3), (fresh, 10 if full else 1)):
         rng = random.Random(seed)
         for number in range(count):
             source, target = pair(rng)
