@@ -97,6 +97,7 @@ class ParameterBuffers:
         self._selected = 0
         for _ in range(1, num_gradients):
             self._add_gradients()
+        self.begin_batch()  # the first batch is reduced as every other
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
