@@ -13,6 +13,7 @@ No host buffer here is larger than one block.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -70,8 +72,16 @@ class Part:
 
 
 def flat_bytes(values: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it."""
-    return memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    """The bytes of a contiguous CPU tensor, shared with it.
+
+    Not by `Tensor.numpy`, after which a storage can never be resized again: masters kept as remainders come and go.
+    """
+    flat = values.detach().reshape(-1).view(torch.uint8)
+    if not flat.numel():
+        return memoryview(bytearray())
+    array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array.tensor = flat  # type: ignore[attr-defined]  # alive as long as the view
+    return memoryview(np.frombuffer(array, dtype=np.uint8))  # type: ignore[arg-type]
 
 
 def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
