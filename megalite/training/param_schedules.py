@@ -134,14 +134,17 @@ def settle(config: Config, world_size: int, start: StartingPoint | None) -> Sett
         return Settled(config, own, f"flags ({OVERRIDE})")
     if adopt:
         return Settled(_adopted(config, start.saved, theirs, world_size), theirs, f"checkpoint ({ADOPT})")
-    raise ConfigError([_difference(config, name, ours[name], saved[name]) for name in differing])
+    sizes = config.global_batch_size(world_size), start.saved.global_batch_size(start.world_size)
+    batches = f" (batches of {sizes[0]:,}, there {sizes[1]:,})" if sizes[0] != sizes[1] else ""
+    raise ConfigError([_difference(config, name, ours[name], saved[name], batches) for name in differing])
 
 
-def _difference(config: Config, name: str, ours: Any, theirs: Any) -> str:
+def _difference(config: Config, name: str, ours: Any, theirs: Any, batches: str) -> str:
+    """One line. batches: what makes the same iterations other samples."""
     fix = f"{OVERRIDE} takes the flags' schedules, {ADOPT} the checkpoint's"
     flag = _flag(config, name)
     if name in LENGTHS:
-        return f"{flag}: {LENGTHS[name]} {ours:,} samples, in the checkpoint's run {theirs:,}; {fix}"
+        return f"{flag}: {LENGTHS[name]} {ours:,} samples, in the checkpoint's run {theirs:,}{batches}; {fix}"
     return f"{flag}: the checkpoint's run has {show(theirs)}; {fix}"
 
 

@@ -56,6 +56,15 @@ def test_unequal_schedules_are_refused_value_by_value(stopped: Path, capsys: Any
     ]
 
 
+def test_another_batch_size_is_named_as_the_reason(stopped: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert main(go_on(stopped, "--global-batch-size", "8")) == 2
+    assert capsys.readouterr().err == (
+        "error: --train-iters=6: the learning rate decays over 48 samples, in the checkpoint's run 24 (batches of 8, "
+        f"there 4); {FIX}\n"
+    )
+
+
 def test_override_takes_the_flags_and_the_next_resume_knows_it(stopped: Path, capsys: Any) -> None:
     changed = go_on(stopped, "--lr", "2e-2", "--lr-decay-iters", "4", "--min-lr", "1e-3")
     assert main([*changed, OVERRIDE, "--exit-interval", "4"]) == 0
