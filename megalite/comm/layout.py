@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -69,6 +70,45 @@ class TensorShard:
         ends = tuple(start + extent for start, extent in zip(self.offset, self.local.shape, strict=True))
         if any(end > total for end, total in zip(ends, self.global_shape, strict=True)):
             raise ValueError(f"{self.name}: rectangle {self.offset}..{ends} leaves the tensor {self.global_shape}")
+
+
+class LocalParameter(NamedTuple):
+    """A parameter as one rank computes with it; `shape` is the local one."""
+
+    name: str
+    shape: Shape
+    placement: Placement
+
+
+class Piece(NamedTuple):
+    """Elements `start .. stop` of parameter number `parameter` of a list, which lie from `at` on in a flat tensor."""
+
+    parameter: int
+    start: int
+    stop: int
+    at: int
+
+
+class Statistic(NamedTuple):
+    """Optimizer state of a parameter as a whole: fewer dimensions (`kept`), the same on all ranks that share it.
+
+    parameter: its number in a list of `LocalParameter`. replicated: every tensor-parallel rank holds the same values.
+    """
+
+    label: str
+    parameter: int
+    kept: tuple[int, ...]
+    values: Tensor
+    replicated: bool
+
+    def shard(self, of: LocalParameter, replica: int) -> TensorShard:
+        """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""
+        place = of.placement
+        total = tuple(place.global_shape[d] for d in self.kept)
+        offset = tuple(place.offset[d] for d in self.kept)
+        valid = place.valid_shape(of.shape)
+        local = self.values[tuple(slice(0, valid[d]) for d in self.kept)]
+        return TensorShard(f"optimizer/{self.label}/{of.name}", total, offset, local, replica)
 
 
 @dataclass(frozen=True)

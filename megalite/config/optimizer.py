@@ -16,8 +16,9 @@ class OptimizerConfig:
     optimizer: str = option(
         "adam",
         "adam is AdamW (decoupled weight decay); sgd has momentum; lion has one moment; muon makes the updates of "
-        "matrices orthogonal and leaves the rest to AdamW",
-        choices=("adam", "sgd", "lion", "muon"),
+        "matrices orthogonal and leaves the rest to AdamW; adafactor keeps a row and a column of second moments for a "
+        "matrix and nothing else",
+        choices=("adam", "sgd", "lion", "muon", "adafactor"),
     )
     lr: float = required("peak learning rate", gt=0)
     min_lr: float = option(0.0, "learning rate after the decay", ge=0)
@@ -60,6 +61,9 @@ class OptimizerConfig:
     )
     muon_extra_scale_factor: float = option(
         0.2, "times this; 0.2 with spectral gives AdamW's usual size, so that its learning rate carries over", gt=0
+    )
+    adafactor_scale_parameter: bool = option(
+        False, "adafactor's learning rate is relative to the root mean square of each parameter (its paper's default)"
     )
     exp_avg_dtype: str = option("fp32", "how the first moment is kept", choices=("fp32", "bf16", "fp16"))
     exp_avg_sq_dtype: str = option("fp32", "how Adam's second moment is kept", choices=("fp32", "bf16", "fp16"))

@@ -1,8 +1,9 @@
 """The table of optimizers: a name to a function that builds the update rule over parameter groups.
 
-A group is a dictionary with `params`, `decay` and, for whole-matrix rules, `whole` and `placements`; `lr` and
-`weight_decay` are set before every step by whoever owns the optimizer. A new optimizer is one function and one line of
-the table; if it cannot work on arbitrary flat slices, `whole` says which parameters it must see in one piece.
+A group is a dictionary with `params`, `decay` and, for whole-matrix rules, `whole` and `placements`; `pieces` says what
+lies in a flat tensor (for rules that keep statistics of a parameter). `lr` and `weight_decay` are set before every step
+by whoever owns the optimizer. A new optimizer is one function and one line of the table; if it cannot work on arbitrary
+flat slices, `whole` says which parameters it must see in one piece.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from megalite.comm.mesh import Axis
 from megalite.errors import ConfigError
+from megalite.optim.adafactor import Adafactor
 from megalite.optim.adamw import AdamW
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon, ScaleMode, needs_whole_tensor
@@ -27,7 +29,7 @@ Rule = UpdateRule | torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Settings of every optimizer of the table (flags of the same names); tp: where matrices are cut (Muon)."""
+    """Settings of every optimizer of the table (flags of the same names); tp: where matrices are cut."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -40,6 +42,7 @@ class Hyperparameters:
     muon_num_ns_steps: int = 5
     muon_scale_mode: ScaleMode = "spectral"
     muon_extra_scale_factor: float = 0.2
+    adafactor_scale_parameter: bool = False
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     optimizer_impl: str = "torch"
@@ -110,10 +113,16 @@ def muon(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     )
 
 
+def adafactor(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+    """Adafactor: a row and a column of second moments for each matrix."""
+    return Adafactor(groups, tp=settings.tp, scale_parameter=settings.adafactor_scale_parameter)
+
+
 OPTIMIZERS: dict[str, Optimizer] = {
     "adam": Optimizer(adamw),
     "adamw": Optimizer(adamw),
     "sgd": Optimizer(sgd),
     "lion": Optimizer(lion),
+    "adafactor": Optimizer(adafactor),
     "muon": Optimizer(muon, whole=needs_whole_tensor),
 }

@@ -97,7 +97,7 @@ class Roofline:
 
     def optimizer_step(self, config: Config, elements: float) -> float:
         size = Precision.of(config)
-        moments = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1}[config.optimizer.optimizer]
+        moments = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}[config.optimizer.optimizer]
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute
         return self.traffic(elements * moved, 20)
 

@@ -189,7 +189,7 @@ class Quick:
 
     def _bytes(self, layout: Layout, elements: float, dp: int, block_bytes: float, m: int) -> float:
         size, zero = Precision.of(self.config), layout.zero_stage
-        moments = {"adam": 2, "sgd": 0, "lion": 1, "muon": 1}[self.config.optimizer.optimizer] * 2
+        moments = {"adam": 2, "sgd": 0, "lion": 1, "muon": 1, "adafactor": 0}[self.config.optimizer.optimizer] * 2
         master = size.wide if size.wide != size.compute else 0
         offloaded = self.config.optimizer.optimizer_cpu_offload
         state = 0 if offloaded else (master + moments) / (dp if zero else 1)

@@ -40,12 +40,14 @@ class Precision(NamedTuple):
 
 
 class StageParameter(NamedTuple):
-    """A parameter as one tensor-parallel rank holds it. matrix: two or more dimensions inside a layer."""
+    """A parameter as one tensor-parallel rank holds it. matrix: two or more dimensions inside a layer. statistics:
+    numbers that Adafactor keeps of it."""
 
     name: str
     numel: int
     tied: bool
     matrix: bool
+    statistics: int
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,24 @@ def stage_parameters(config: Config, items: range, num_stages: int) -> list[Stag
     rows = config.padded_vocab_size() // tp
     result = []
     for name in names:
-        shape = shapes[name]
+        shape = _local_shape(name, shapes[name], rows, tp)
         numel = math.prod(shape)
-        if name in (WORD_EMBEDDINGS, "head.output.weight"):
-            numel = rows * model.hidden_size
-        elif name.endswith((*COLUMN_CUT, *ROW_CUT)):
-            numel //= tp
         matrix = name.startswith("layers.") and len(shape) >= 2
-        result.append(StageParameter(name, numel, apart and name == WORD_EMBEDDINGS, matrix))
+        factored = len(shape) >= 2 and not name.endswith("bias")
+        statistics = numel // shape[-1] + numel // shape[-2] if factored else numel
+        result.append(StageParameter(name, numel, apart and name == WORD_EMBEDDINGS, matrix, statistics))
     return result
+
+
+def _local_shape(name: str, shape: tuple[int, ...], rows: int, tp: int) -> tuple[int, ...]:
+    """What a tensor-parallel rank holds; rows: of its part of the vocabulary, padding included."""
+    if name in (WORD_EMBEDDINGS, "head.output.weight"):
+        return (rows, shape[-1])
+    if name.endswith(ROW_CUT):
+        return (*shape[:-1], shape[-1] // tp)
+    if name.endswith(COLUMN_CUT):
+        return (*shape[:-2], shape[-2] // tp, shape[-1]) if name.endswith("weight") else (*shape[:-1], shape[-1] // tp)
+    return shape
 
 
 def default_bucket_size(config: Config, data_parallel_size: int, *, on_cpu: bool) -> int | None:
@@ -146,6 +157,7 @@ class _Bucket(NamedTuple):
     tied: bool
     whole: bool
     states: int  # elements that carry optimizer state, on the owner with the most of them
+    statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
 
 
 def _shapes(model: ModelConfig, items: range) -> dict[str, tuple[int, ...]]:
@@ -187,15 +199,16 @@ def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu:
 
 
 def _bucket(group: Sequence[StageParameter], shards: int, whole: bool) -> _Bucket:
+    statistics = sum(p.statistics for p in group)
     if not whole:
         numel = _align(sum(_align(p.numel) for p in group), shards * ALIGNMENT)
-        return _Bucket(numel, group[0].tied, False, numel // shards)
+        return _Bucket(numel, group[0].tied, False, numel // shards, statistics)
     loads, states = [0] * shards, [0] * shards
     for parameter in sorted(group, key=lambda p: -p.numel):
         owner = loads.index(min(loads))
         loads[owner] += _align(parameter.numel)
         states[owner] += parameter.numel
-    return _Bucket(shards * max(loads), group[0].tied, True, max(states))
+    return _Bucket(shards * max(loads), group[0].tied, True, max(states), statistics)
 
 
 def _moments(
@@ -211,11 +224,14 @@ def _moments(
         "sgd": size.wide * (optimizer.sgd_momentum > 0),
         "lion": first,
         "muon": 2 * size.wide,
+        "adafactor": 0,
     }[optimizer.optimizer]
     moved = on_host = there = here = 0
     for bucket in buckets:
         share = bucket.numel // owners
         state = bucket.states * (size.wide if bucket.whole else flat)
+        if optimizer.optimizer == "adafactor":
+            state = bucket.statistics * size.wide
         if not bucket.whole and moved < fraction * owned:
             moved, on_host, there = moved + share, on_host + share, there + state
         else:

@@ -47,21 +47,29 @@ def make_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
     return parameters
 
 
-def body_train(world: World, name: str, stage: int, tp_size: int) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """Three steps on given gradients; this rank's masters and moments as (name, offset, values)."""
-    mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size)
-    row = OPTIMIZERS[name]
-    settings = Hyperparameters(adam_eps=1e-5, tp=mesh.tp)
+State = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int = 1, offload: float = 0.0) -> State:
+    """Three steps on given gradients; this rank's masters and moments as (name, whole shape, offset, values)."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size, dp_replicate=replicate)
+    row = OPTIMIZERS[name.removesuffix("*")]
+    settings = Hyperparameters(adam_eps=1e-5, tp=mesh.tp, adafactor_scale_parameter=name.endswith("*"))
     parameters = make_parameters(mesh.tp)
     buffers = ParameterBuffers(
         [parameters],
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
         tp=mesh.tp,
-        options=ZeroOptions(stage),
+        options=ZeroOptions(stage, bucket_size=200 if offload else None),
         whole=row.whole,
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=lambda g: row(g, settings), model_axis=mesh.model)
+    optimizer = ShardedOptimizer(
+        [buffers],
+        make_optimizer=lambda g: row(g, settings),
+        model_axis=mesh.model,
+        offload_fraction=offload,
+    )
     for step in range(1, 4):
         buffers.begin_batch(1)
         for (label, p), (_, shape, dim) in zip(reversed(parameters), reversed(SHAPES), strict=True):
@@ -78,27 +86,58 @@ def body_train(world: World, name: str, stage: int, tp_size: int) -> list[tuple[
                 begin = [a - b for a, b in zip(shard.offset, p.placement.offset, strict=True)]  # type: ignore[attr-defined]
                 region = tuple(slice(a, a + n) for a, n in zip(begin, shard.local.shape, strict=True))
                 assert torch.equal(p.detach()[region], shard.local)
-    return [(s.name, s.offset, s.local) for s in optimizer.shards() if s.name != "optimizer/step"]
+    return [(s.name, s.global_shape, s.offset, s.local) for s in optimizer.shards() if s.name != "optimizer/step"]
 
 
-def assembled(results: list[list[tuple[str, tuple[int, ...], Tensor]]]) -> dict[str, Tensor]:
-    shapes = {name: shape for name, shape, _ in SHAPES}
+def assembled(results: list[State]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for shards in results:
-        for name, offset, values in shards:
-            logical = name.split("/")[-1]
-            target = whole.setdefault(name, torch.full(shapes[logical], torch.nan, dtype=torch.float64))
+        for name, shape, offset, values in shards:
+            target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
             target[tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))] = values
     return whole
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon"])
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+    assert got.keys() == want.keys()
+    for label in want:
+        error = float((got[label] - want[label]).abs().max())
+        assert error < 1e-12, f"{what}: {label} is off by {error}"
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "adafactor", "adafactor*"])
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 1), (4, 2)])
 def test_any_optimizer_at_any_stage(name: str, size: int, tp: int) -> None:
     want = assembled([run_single(body_train, name, 0, 1)])
     for stage in range(4):
-        got = assembled(run_ranks(body_train, size, name, stage, tp))
-        assert got.keys() == want.keys()
-        for label in want:
-            error = float((got[label] - want[label]).abs().max())
-            assert error < 1e-12, f"stage {stage}: {label} is off by {error}"
+        assert_same(assembled(run_ranks(body_train, size, name, stage, tp)), want, f"stage {stage}")
+
+
+def test_adafactor_with_parts_on_the_host_and_with_replicas_of_shards() -> None:
+    want = assembled([run_single(body_train, "adafactor", 0, 1)])
+    assert_same(assembled(run_ranks(body_train, 2, "adafactor", 1, 1, 1, 0.5)), want, "offloaded")
+    assert_same(assembled(run_ranks(body_train, 4, "adafactor", 2, 1, 2)), want, "hybrid")
+
+
+@pytest.mark.parametrize("scale_parameter", [False, True])
+def test_adafactor_is_that_of_transformers(scale_parameter: bool) -> None:
+    """Sharded over two ranks, against the public implementation in fp64; weight decay is decoupled, as AdamW's."""
+    optimization = pytest.importorskip("transformers.optimization")
+    parameters = [(n, nn.Parameter(values_of(n, shape, 0))) for n, shape, _ in SHAPES]
+    rule = optimization.Adafactor(
+        [p for _, p in parameters], lr=0.01, scale_parameter=scale_parameter, relative_step=False, warmup_init=False
+    )
+    for step in range(1, 4):
+        for n, p in parameters:
+            p.grad = values_of(n, tuple(p.shape), step)
+        decayed = [(p, p.detach().clone()) for n, p in parameters if n.endswith("weight") and p.dim() > 1]
+        rule.step()
+        for p, before in decayed:
+            p.data.sub_(before, alpha=0.01 * 0.1)
+    found = assembled(run_ranks(body_train, 2, "adafactor*" if scale_parameter else "adafactor", 1, 1))
+    for n, p in parameters:
+        assert float((found[n] - p.detach()).abs().max()) < 1e-12, n
+        state = {label: value for label, value in rule.state[p].items() if label.startswith("exp_avg_sq")}
+        assert state
+        for label, value in state.items():
+            assert float((found[f"optimizer/{label}/{n}"] - value).abs().max()) < 1e-12, (label, n)

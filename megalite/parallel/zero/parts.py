@@ -10,18 +10,23 @@ Copies to the host run on a stream of their own: behind the device's update, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megalite.comm.layout import LocalParameter, Piece, Statistic
+from megalite.comm.mesh import Axis
+from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.segments import Segment
 
 ParamGroup = dict[str, Any]
 """What `make_optimizer` receives: `params` (list of tensors), `decay` (bool: weight decay applies), `whole` (bool: the
 tensors have their parameter's shape and must be updated as matrices) and, for whole groups, `placements` (their places
-in the logical tensors)."""
+in the logical tensors). For rules that keep statistics of a parameter: `parameters` (those of which some rank of
+`shard_axis` holds a part here: the same list on each of its ranks) and `pieces` (for each tensor, what lies in it)."""
 
 
 class UpdateRule(Protocol):
@@ -35,6 +40,14 @@ class UpdateRule(Protocol):
     def step(self) -> Any: ...
 
 
+class Home(NamedTuple):
+    """Where a parameter of a group's `parameters` comes from."""
+
+    parameter: LocalParameter
+    buffers: ParameterBuffers
+    bucket: Bucket
+
+
 MakeOptimizer = Callable[[list[ParamGroup]], Any]
 """Builds an `UpdateRule` (or a `torch.optim.Optimizer`) over parameter groups."""
 
@@ -44,7 +57,8 @@ class DevicePart:
 
     def __init__(self, segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> None:
         self.segments = segments
-        self.optimizer: UpdateRule = make_optimizer(make_groups(segments))
+        self.homes = find_homes(segments)
+        self.optimizer: UpdateRule = make_optimizer(make_groups(segments, self.homes))
 
     def fetch(self) -> None:
         """Nothing to fetch."""
@@ -66,6 +80,12 @@ class DevicePart:
         self.optimizer.step()
         for segment in self.segments:
             segment.master.grad = None
+
+    def statistics(self) -> Iterator[tuple[Statistic, Home]]:
+        """State that is not one number an element: the rule's own tensors, which all ranks of the shard axis hold."""
+        if hasattr(self.optimizer, "statistics"):
+            for statistic in self.optimizer.statistics():
+                yield statistic, self.homes[statistic.parameter]
 
     def set_step_count(self, count: float) -> None:
         """How many steps have been made, as the update rule remembers it."""
@@ -142,17 +162,44 @@ def make_parts(segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> li
     return parts
 
 
-def make_groups(segments: Sequence[Segment]) -> list[ParamGroup]:
+def find_homes(segments: Sequence[Segment]) -> list[Home]:
+    """All parameters of the buckets that the segments are slices of: every rank of the shard axis has a slice of
+    each."""
+    buckets = {id(s.bucket): s for s in segments}
+    return [
+        Home(LocalParameter(slot.entry.name, slot.entry.shape, slot.entry.placement), s.buffers, s.bucket)
+        for s in buckets.values()
+        for slot in s.bucket.plan.slots
+    ]
+
+
+def make_groups(segments: Sequence[Segment], homes: Sequence[Home]) -> list[ParamGroup]:
     """Parameter groups: one for each combination of decay and shard rule."""
     groups: dict[tuple[bool, bool], list[Segment]] = {}
     for segment in segments:
         groups.setdefault((segment.run.kind.no_decay, segment.run.whole), []).append(segment)
+    numbers = {(id(home.bucket), home.parameter.name): number for number, home in enumerate(homes)}
     return [
         {
             "params": [s.master for s in members],
             "decay": not no_decay,
             "whole": whole,
             "placements": [s.run.slots[0].entry.placement for s in members] if whole else [],
+            "parameters": [home.parameter for home in homes],
+            "pieces": [list(pieces_of(s, numbers)) for s in members],
+            "shard_axis": shard_axis(members[0].buffers),
         }
         for (no_decay, whole), members in groups.items()
     ]
+
+
+def pieces_of(segment: Segment, numbers: Mapping[tuple[int, str], int]) -> Iterator[Piece]:
+    """What lies in a segment's tensor."""
+    for slot, start, stop in segment.pieces():
+        number = numbers[id(segment.bucket), slot.entry.name]
+        yield Piece(number, start - slot.start, stop - slot.start, start - segment.start)
+
+
+def shard_axis(buffers: ParameterBuffers) -> Axis:
+    """The ranks that own other slices of the same parameters."""
+    return buffers.dp_shard if buffers.options.stage else Axis.single("dp_shard")

@@ -20,6 +20,7 @@ from megalite.comm.collectives import Handle, all_reduce_
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.parts import MakeOptimizer, make_parts
 from megalite.parallel.zero.segments import Segment, cut_segments
 
@@ -94,6 +95,9 @@ class ShardedOptimizer:
                 continue
             if segment.master.untyped_storage().data_ptr() not in shared:
                 held["master"] += master
+        for part in self.parts:
+            there = "offloaded" if part.segments[0].offloaded else "state"
+            held[there] += sum(s.values.numel() * s.values.element_size() for s, _ in part.statistics())
         return held
 
     def _state_tensors(self, segment: Segment) -> dict[str, Tensor]:
@@ -183,6 +187,10 @@ class ShardedOptimizer:
             shards += segment.shards("", segment.master, replica)
             for name, value in self._state_tensors(segment).items():
                 shards += segment.shards(f"optimizer/{name}/", value, replica)
+        for part in self.parts:
+            for statistic, home in part.statistics():
+                replica = replica_of(home.buffers, home.bucket, everywhere=True, tp_replicated=statistic.replicated)
+                shards.append(statistic.shard(home.parameter, replica))
         return [*shards, TensorShard("optimizer/step", (), (), self.step_count, self._rank_of_copy())]
 
     def version_shards(self, version: int) -> list[TensorShard]:
@@ -203,14 +211,12 @@ class ShardedOptimizer:
 
     def _replica(self, segment: Segment) -> int:
         buffers = segment.buffers
-        copies = buffers.dp_replicate.rank
-        if not buffers.options.stage:
-            copies = copies * buffers.dp_shard.size + buffers.dp_shard.rank
-        if segment.run.kind.tp_replicated:
-            copies = copies * buffers.tp.size + buffers.tp.rank
-        if segment.bucket.plan.tied and not buffers.counts_tied:
-            copies += 1
-        return copies + buffers.replica
+        return replica_of(
+            buffers,
+            segment.bucket,
+            everywhere=not buffers.options.stage,
+            tp_replicated=segment.run.kind.tp_replicated,
+        )
 
     def _rank_of_copy(self) -> int:
         if not self.buffers:
@@ -222,3 +228,18 @@ class ShardedOptimizer:
         self.step_count.fill_(count)
         for part in self.parts:
             part.set_step_count(count)
+
+
+def replica_of(buffers: ParameterBuffers, bucket: Bucket, *, everywhere: bool, tp_replicated: bool) -> int:
+    """Which copy of a tensor this rank holds, 0 being the one that is written.
+
+    everywhere: all ranks of the shard axis hold it. tp_replicated: all tensor-parallel ranks do.
+    """
+    copies = buffers.dp_replicate.rank
+    if everywhere:
+        copies = copies * buffers.dp_shard.size + buffers.dp_shard.rank
+    if tp_replicated:
+        copies = copies * buffers.tp.size + buffers.tp.rank
+    if bucket.plan.tied and not buffers.counts_tied:
+        copies += 1
+    return copies + buffers.replica

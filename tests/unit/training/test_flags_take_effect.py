@@ -113,6 +113,8 @@ ROWS = [
     ("--optimizer muon", "--muon-momentum 0.5"),
     ("--optimizer muon", "--muon-scale-mode shape_scaling"),
     ("--optimizer muon", "--muon-extra-scale-factor 0.5"),
+    ("", "--optimizer adafactor"),
+    ("--optimizer adafactor", "--adafactor-scale-parameter"),
     ("", "--exp-avg-dtype bf16"),
     ("", "--exp-avg-sq-dtype bf16"),
     ("", "--clip-grad 0.01"),

@@ -1,0 +1,220 @@
+"""Adafactor: AdamW's second moment in a row and a column of numbers for each matrix, and no first moment.
+
+    R = decayed mean of g^2 over columns, [rows]          V = R C / mean(R): the best product of a row and a column
+    C = decayed mean of g^2 over rows,    [columns]       in the divergence of Shazeer and Stern (arXiv 1804.04235)
+
+    decay  1 - t^-0.8: the first step takes the gradient as it is, later ones forget more and more slowly
+    u = g / sqrt(V),  scaled down to a root mean square of 1 where it is larger
+    p = p - lr * (u + weight_decay * p),  lr times max(0.001, root mean square of p) with `scale_parameter`
+
+Norms and biases keep all of V. Statistics are small (rows + columns), so every rank that holds a slice of a parameter
+holds all of them: each adds up the squares that lie in its slice, and one message sums them over the slices. No
+parameter has to lie in one piece, and the result is that of one process (to rounding: sums run in another order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.comm.collectives import all_reduce_, device_of
+from megalite.comm.layout import LocalParameter, Piece, Rectangle, Statistic, range_to_rectangles
+from megalite.comm.mesh import Axis
+from megalite.optim.rule import UpdateRule
+
+DECAY_EXPONENT = 0.8
+CLIP = 1.0
+EPSILON = 1e-30
+"""Added to squares: a gradient of zero gives an update of zero, not 0 / 0."""
+SMALLEST_SIZE = 1e-3
+"""A parameter that is zero must be able to leave it (`scale_parameter`)."""
+
+
+class _Mean:
+    """A decayed mean of squares of one parameter, over dimension `over` (None: of every element by itself).
+
+    values: this rank's rows or columns. partial: other tensor-parallel ranks hold a part of what is averaged.
+    """
+
+    def __init__(self, label: str, parameter: LocalParameter, over: int | None, cut: int | None) -> None:
+        shape, whole = parameter.shape, parameter.placement.global_shape
+        self.label = label
+        self.kept = tuple(d for d in range(len(shape)) if d != over)
+        self.count = 1 if over is None else whole[over]
+        self.partial = cut is not None and over == cut
+        self.replicated = cut is None or self.partial
+        self.shape = tuple(shape[d] for d in self.kept)
+        self.over = over
+        self.values = torch.empty(0)
+        self.sums = torch.empty(0)
+
+    def place(self, rectangle: Rectangle) -> tuple[slice, ...]:
+        """Where a rectangle of the parameter falls in `values`."""
+        return tuple(slice(rectangle.offset[d], rectangle.offset[d] + rectangle.shape[d]) for d in self.kept)
+
+    def take(self, decay: float) -> None:
+        """values = decay * values + (1 - decay) * mean of what has been summed up."""
+        self.values.mul_(decay).add_(self.sums.div_(self.count).add_(EPSILON), alpha=1.0 - decay)
+
+
+class _Tracked:
+    """A parameter of which some rank of the shard axis holds each part: its statistics and two sums a step."""
+
+    def __init__(self, parameter: LocalParameter, cut: int | None) -> None:
+        dims, factored = len(parameter.shape), parameter.placement.decay  # a bias of two rows is not a matrix
+        self.parameter = parameter
+        self.partial = cut is not None
+        self.numel = 1
+        for extent in parameter.placement.global_shape:
+            self.numel *= extent
+        if dims < 2 or not factored:
+            self.means = [_Mean("exp_avg_sq", parameter, None, cut)]
+        else:
+            self.means = [
+                _Mean("exp_avg_sq_row", parameter, dims - 1, cut),
+                _Mean("exp_avg_sq_col", parameter, dims - 2, cut),
+            ]
+        # mean(R) = mean(C); the one is on this rank from end to end whose dimension is not cut
+        self.mean_of = 0 if cut == dims - 1 else 1
+
+    def factors(self) -> list[Tensor]:
+        """What a gradient is multiplied by, one for each of `means`: the product of all is 1 / sqrt(V)."""
+        if len(self.means) == 1:
+            return [self.means[0].values.rsqrt()]
+        rows, columns = (mean.values for mean in self.means)
+        average = self.means[self.mean_of].values.mean(-1, keepdim=True)
+        return [(rows / average).rsqrt(), columns.rsqrt()]
+
+
+class Adafactor(UpdateRule):
+    """Adafactor over flat slices.
+
+    Args:
+        groups: flat ones (`pieces`, `parameters` and `shard_axis` say what lies in each tensor, and who has the rest).
+        tp: the axis over which parameters are cut.
+        scale_parameter: the learning rate is relative to the size of each parameter (the paper's relative step).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, tp: Axis, scale_parameter: bool = False) -> None:
+        super().__init__(groups, {})
+        self.tp, self.shard_axis = tp, groups[0]["shard_axis"]
+        self.scale_parameter = scale_parameter
+        self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
+        self.count = torch.zeros((), dtype=torch.float32)
+        for group in groups:
+            for p in group["params"]:
+                self.state[p] = {"step": self.count}
+        parameters: list[LocalParameter] = groups[0]["parameters"]
+        cuts = self._cut_dimensions(parameters)
+        self.tracked = [_Tracked(parameter, cut) for parameter, cut in zip(parameters, cuts, strict=True)]
+        # in one buffer, so that one message carries them; what tensor-parallel ranks add up comes first
+        means = sorted((mean for t in self.tracked for mean in t.means), key=lambda mean: not mean.partial)
+        self._values, self._sums = self._packed(means), self._packed(means)
+        at = 0
+        for mean in means:
+            size = torch.Size(mean.shape).numel()
+            mean.values = self._values[at : at + size].view(mean.shape)
+            mean.sums = self._sums[at : at + size].view(mean.shape)
+            at += size
+        self._partial = sum(torch.Size(mean.shape).numel() for mean in means if mean.partial)
+
+    def statistics(self) -> Iterator[Statistic]:
+        """The state: the same on every rank of the shard axis."""
+        for number, tracked in enumerate(self.tracked):
+            for mean in tracked.means:
+                yield Statistic(mean.label, number, mean.kept, mean.values, mean.replicated)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.count += 1
+        decay = 1.0 - float(self.count) ** -DECAY_EXPONENT
+        self._sums.zero_()
+        sizes = self._add_up(self._square)
+        self._reduce(self._sums, self._partial)
+        for tracked in self.tracked:
+            for mean in tracked.means:
+                mean.take(decay)
+        self._factors = [tracked.factors() for tracked in self.tracked]
+        updates = self._add_up(self._divide)
+        for group in self.param_groups:
+            for p, pieces in zip(group["params"], group["pieces"], strict=True):
+                p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                for piece in pieces:
+                    rate = group["lr"] / max(1.0, updates[piece.parameter] / CLIP)
+                    rate *= max(SMALLEST_SIZE, sizes[piece.parameter]) if self.scale_parameter else 1.0
+                    place = slice(piece.at, piece.at + piece.stop - piece.start)
+                    p[place].add_(p.grad[place], alpha=-rate)
+        self._factors = []
+
+    def _add_up(self, measure: Any) -> list[float]:
+        """The root mean square of every parameter, from what `measure(tensor, piece)` says is its sum of squares."""
+        sums = torch.zeros(len(self.tracked), dtype=torch.float64, device=self.device)
+        for group in self.param_groups:
+            for p, pieces in zip(group["params"], group["pieces"], strict=True):
+                for piece in pieces:
+                    sums[piece.parameter] += measure(p, piece)
+        all_reduce_on_axis(sums, self.shard_axis)
+        if self.tp.size > 1:
+            cut = torch.tensor([t.partial for t in self.tracked], device=self.device)
+            parts = sums * cut
+            all_reduce_on_axis(parts, self.tp)
+            sums = torch.where(cut, parts, sums)
+        return [(total / t.numel) ** 0.5 for total, t in zip(sums.tolist(), self.tracked, strict=True)]
+
+    def _square(self, p: Tensor, piece: Piece) -> Tensor:
+        """Adds the squared gradient to the statistics; returns the parameter's own sum of squares."""
+        tracked = self.tracked[piece.parameter]
+        for rectangle, values in _rectangles(p.grad, piece, tracked.parameter):
+            squared = values.square()
+            for mean in tracked.means:
+                mean.sums[mean.place(rectangle)] += squared if mean.over is None else squared.sum(mean.over)
+        return _sum_of_squares(p[piece.at : piece.at + piece.stop - piece.start])
+
+    def _divide(self, p: Tensor, piece: Piece) -> Tensor:
+        """Turns the gradient into the update, in place; returns its sum of squares."""
+        assert p.grad is not None
+        tracked = self.tracked[piece.parameter]
+        for rectangle, values in _rectangles(p.grad, piece, tracked.parameter):
+            for mean, factor in zip(tracked.means, self._factors[piece.parameter], strict=True):
+                part = factor[mean.place(rectangle)]
+                values.mul_(part if mean.over is None else part.unsqueeze(mean.over))
+        return _sum_of_squares(p.grad[piece.at : piece.at + piece.stop - piece.start])
+
+    def _reduce(self, sums: Tensor, partial: int) -> None:
+        all_reduce_on_axis(sums, self.shard_axis)
+        if partial:
+            all_reduce_on_axis(sums[:partial], self.tp)
+
+    def _packed(self, means: list[_Mean]) -> Tensor:
+        size = sum(torch.Size(mean.shape).numel() for mean in means)
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def _cut_dimensions(self, parameters: list[LocalParameter]) -> list[int | None]:
+        """The dimension that tensor parallelism cuts each parameter along: the one in which ranks begin elsewhere."""
+        begins = [[*p.placement.offset, *(0,) * (4 - len(p.shape))] for p in parameters]
+        last = torch.tensor(begins, dtype=torch.int64, device=self.device)
+        all_reduce_on_axis(last, self.tp, op="max")
+        return [next((d for d, begin in enumerate(row) if begin), None) for row in last.tolist()]
+
+
+def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
+    """`all_reduce_` of a tensor that may be in host memory while the axis connects devices."""
+    there = x.to(device_of(axis)) if axis.size > 1 else x
+    all_reduce_(there, axis, op=op)
+    if there is not x:
+        x.copy_(there)
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x).to(torch.float64).square()
+
+
+def _rectangles(flat: Tensor | None, piece: Piece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:
+    """The rectangles of a parameter that a piece of a flat tensor covers, and their values."""
+    assert flat is not None
+    for rectangle in range_to_rectangles(parameter.shape, piece.start, piece.stop):
+        begin = piece.at + rectangle.start - piece.start
+        yield rectangle, flat[begin : begin + rectangle.numel].view(rectangle.shape)
