@@ -137,6 +137,25 @@ def test_to_megatron_and_back_at_any_layout(kind: str, implementation: str, tmp_
     assert_same(*(load_file(tmp_path / side / "model.safetensors") for side in ("hf", "back")))
 
 
+def test_stages_of_different_length(tmp_path: Path) -> None:
+    """Three layers on the first stage, one on the second: layers are counted, not divided."""
+    model = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=20)
+    source: Any = Fixed(model)
+    write_megatron(source, tmp_path / "x", pipeline_parallel=2, implementation="local")
+    first, second = (tmp_path / f"x/release/mp_rank_00_00{p}/model_optim_rng.pt" for p in (0, 1))
+    contents = {file: torch.load(file, weights_only=False) for file in (first, second)}
+    weights = contents[second]["model"]
+    for name in [name for name in weights if name.startswith("decoder.layers.")]:
+        values = weights.pop(name)
+        if ".layers.0." in name:
+            contents[first]["model"][name.replace(".layers.0.", ".layers.2.")] = values
+        else:
+            weights[name.replace(".layers.1.", ".layers.0.")] = values
+    for file, content in contents.items():
+        torch.save(content, file)
+    assert_same(all_tensors(MegatronSource(tmp_path / "x")), source.tensors)
+
+
 @pytest.mark.parametrize("way", [Way(tp=2, pp=2, names="legacy"), Way(tp=2, pp=2), Way(pp=4, names="core-te")])
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_what_is_written_is_what_the_published_layout_says(kind: str, way: Way, tmp_path: Path) -> None:
