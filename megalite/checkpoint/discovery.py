@@ -105,6 +105,8 @@ def _what_else(root: Path) -> str:
         return f" (found {torn[-1].name}, interrupted)"
     if ".tmp-" in root.name:
         return " (an interrupted save)"
+    if any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*")):
+        return " (Megatron-LM's? tools/convert_checkpoint.py --from megatron --to megalite makes one of it)"
     foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
     if foreign:
         return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"

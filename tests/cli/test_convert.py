@@ -140,6 +140,8 @@ def test_megatron_and_back(
     status, _, error = convert("--from", "megatron", "--to", "megalite", "--load", there, "--save", tmp_path / "x")
     assert status == 2 and error.count("\n") == 1
     assert "are pickles, which can carry programs" in error and "add --trust-pickle" in error
+    status, _, error = convert("--from", "megalite", "--to", "hf", "--load", there, "--save", tmp_path / "x")
+    assert status == 2 and "tools/convert_checkpoint.py --from megatron --to megalite makes one of it" in error
 
 
 def test_a_run_goes_on_from_a_converted_model(convert: Convert, tmp_path: Path, capsys: Any) -> None:
