@@ -225,6 +225,8 @@ class Bucket:
         if self._pool is not None:
             self._flying, self._scratch, self._full = self._scratch, None, None
             self._reopen()
+            for sink in self.sinks:  # a view of the scratch would keep it alive
+                sink.buffer = self.gradient[:0]
 
     def finish(self) -> None:
         """Waits for what was launched; a streaming bucket adds what arrived to its gradient and gives its scratch
