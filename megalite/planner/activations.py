@@ -7,7 +7,8 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t, activation e T f/t; gated: gate, value, silu(gate), product 4 e T f/t
 
-Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights. With full
+Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights, and so does half of
+them what a CPU does with 128 to 1,024 tokens. With full
 recomputation a segment keeps its input. The head computes its gradients in the forward and keeps them: e T h for its
 input and the wide gradient of its matrix. Assumed: a CPU widens 16-bit operands of products to fp32 (few have
 instructions for them), and the CUDA kernels are the library's fused ones.
@@ -88,6 +89,11 @@ def _attention_bytes(config: Config, on_cpu: bool) -> float:
         log_sums += 2 * tokens * (heads + kv / model.head_dim) * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
             log_sums += tokens * (q + kv) * size.wide
+    if on_cpu and _blocked(config):
+        kept = product * tokens * (q + 2 * kv) + model.qk_layernorm * e * tokens * (q + 2 * kv)
+        # the context by heads; tokens first it is another tensor, unless every head has keys of its own
+        kept += product * tokens * q + context * (widened or grouped)
+        return kept + product * heads * config.training.micro_batch_size * _block_area(model.seq_length)
     if on_cpu and (grouped or widened):  # queries, and keys and values of every head, are copies
         operands = product * tokens * (3 * q if grouped else q + 2 * kv)
         return operands + product * tokens * q + context * widened + log_sums
@@ -97,6 +103,21 @@ def _attention_bytes(config: Config, on_cpu: bool) -> float:
     elif grouped or model.qk_layernorm:
         kept += e * tokens * (q + kv * model.qk_layernorm)
     return kept + context * (2 if config.training.micro_batch_size > 1 and not on_cpu else 1) + log_sums
+
+
+def _blocked(config: Config) -> bool:
+    """Whether a CPU attends over blocks of queries (`nn.attention_blocked`), which keeps half of the weights."""
+    model = config.model
+    whole = not config.data.reset_attention_mask and (
+        model.window_size is None or model.window_size >= model.seq_length
+    )
+    return 128 <= model.seq_length <= 1024 and whole and model.recompute_granularity != "selective"
+
+
+def _block_area(length: int) -> int:
+    """Scores of one head: every block of queries against the keys up to its own end."""
+    size = 64 if length < 512 else 128
+    return sum((min(begin + size, length) - begin) * min(begin + size, length) for begin in range(0, length, size))
 
 
 def _mlp_bytes(config: Config) -> float:

@@ -25,6 +25,7 @@ from megalite.config import Config
 from megalite.config.arithmetic import FLOPS_CONVENTION
 from megalite.training.console import ConsoleHook
 from megalite.training.hooks import Hook, Hooks, TrainerView, guarded
+from megalite.training.live_memory import MemoryCheckHook
 from megalite.training.stats import Record, StepStats
 from megalite.training.tracking import TensorBoardHook, WandbHook
 
@@ -38,7 +39,7 @@ def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> 
 
     start_facts: what the start line of metrics.jsonl says beside the usual.
     """
-    hooks: list[Hook] = [StragglerHook()]
+    hooks: list[Hook] = [StragglerHook(), MemoryCheckHook()]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
         hooks.append(ConsoleHook())
