@@ -83,7 +83,10 @@ def main(argv: list[str]) -> int:
         if args.num_devices < 1 or args.top < 1:
             raise ConfigError(f"--num-devices={args.num_devices} --top={args.top}: both must be 1 or more")
         hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
-        source: TimeSource = load_profile(args.profile, hardware) if args.profile else Roofline(hardware)
+        source: TimeSource = Roofline(hardware)
+        if args.profile:
+            source = profile = load_profile(args.profile, hardware)
+            hardware = profile.hardware
         config, given = resolve(rest, args.free)
         if args.what_if:
             print(answer(args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw))

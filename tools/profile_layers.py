@@ -1,10 +1,13 @@
 """Time the layers of a model on the device at hand, for `tools/plan.py --profile`.
 
     python tools/profile_layers.py <flags of pretrain_gpt.py> --output profile.json [--micro-batches 1,2,4] [--quick]
+    OMP_NUM_THREADS=1 python tools/profile_layers.py <flags> --output profile.json --num-processes 2
 
-One process, one device: the embedding, a block and the head are built as a run builds them (flat buffers, gradients
-straight into them) and timed as forward, input gradient, weight gradient and whole backward; then the optimizer step.
-Tensor parallelism is not timed: the planner adds its messages from the hardware file.
+Embedding, blocks and head are built as a run builds them (flat buffers, gradients straight into them) and timed as
+forward, input gradient, weight gradient and whole backward, at every tensor-parallel size that the processes allow;
+then the optimizer step, what a step costs beside its actions, and the links between the processes. Processes that share
+a machine share its memory and its clock: all of them compute at the same moments, and the slowest counts. Turns in
+which other programs used more than 0.3 of a core are left out.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -24,8 +27,12 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
-from megalite.comm.mesh import Axis
-from megalite.comm.p2p import TensorSpec
+from megalite.comm.collectives import all_gather_into, all_gather_json, all_reduce_, barrier, reduce_scatter_into
+from megalite.comm.launch import launch
+from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.p2p import Label, TensorSpec, TorchChannel
+from megalite.comm.shared_memory import share_axis
+from megalite.comm.world import World
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
 from megalite.errors import ConfigError, MegaliteError
@@ -35,37 +42,104 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
+from megalite.planner.disturbance import BusyClock
 from megalite.training.build import optimizer_factory, parameter_dtype, wide_dtype, zero_options
+from megalite.training.run import open_run
+
+#: Blocks of the stage that is timed: with one alone a CPU would have its weights in the cache.
+BLOCKS_CPU, BLOCKS_CUDA = 4, 1
+
+#: Turns until enough of them were quiet, as a multiple of those that are wanted.
+PATIENCE = 4
+
+Work = Callable[[], dict[str, float]]
 
 
 def parser() -> argparse.ArgumentParser:
     """The tool's own flags; everything else is the training's."""
     p = argparse.ArgumentParser(prog="profile_layers.py", description=__doc__, allow_abbrev=False)
     p.add_argument("--output", required=True, metavar="FILE", help="JSON to write")
+    p.add_argument("--num-processes", type=int, default=1, metavar="N", help="that compute side by side (default 1)")
     p.add_argument("--micro-batches", default="1,2,4", metavar="B,...", help="sizes to time (default 1,2,4)")
     p.add_argument("--repeats", type=int, default=15, metavar="N", help="of each measurement, whose median counts")
     p.add_argument("--quick", action="store_true", help="three repeats")
     return p
 
 
-def profile_point(config: Config, device: torch.device, repeats: int) -> dict[str, list[float]]:
+@dataclass(frozen=True)
+class Bench:
+    """One process of those that measure together. axis: all of them."""
+
+    config: Config
+    axis: Axis
+    device: torch.device
+    repeats: int
+
+    def medians(self, work: Work) -> dict[str, float]:
+        """Name -> seconds: the median over quiet turns, of the slowest process. Collective."""
+        turns: list[dict[str, float]] = []
+        for _ in range(PATIENCE):
+            turns += [self._turn(work, counts=number > 0) for number in range(self.repeats + 1)][1:]
+            everybody = all_gather_json(turns, self.axis)
+            others = [
+                max(0.0, (everybody[0][turn]["busy"] - sum(one[turn]["own"] for one in everybody)))
+                / everybody[0][turn]["wall"]
+                for turn in range(len(turns))
+            ]
+            quiet = [turn for turn, share in enumerate(others) if share < BusyClock.QUIET]
+            if len(quiet) >= (self.repeats + 1) // 2:
+                break
+        kept = quiet if len(quiet) >= 3 else range(len(turns))
+        names = [name for name in turns[0] if name not in ("busy", "own", "wall")]
+        return {name: max(statistics.median(one[turn][name] for turn in kept) for one in everybody) for name in names}
+
+    def _turn(self, work: Work, *, counts: bool) -> dict[str, float]:
+        barrier(self.axis)
+        busy, own, begin = BusyClock.busy_seconds(), time.process_time(), time.perf_counter()
+        found = work()
+        barrier(self.axis)
+        return found | {
+            "busy": BusyClock.busy_seconds() - busy,
+            "own": time.process_time() - own,
+            "wall": time.perf_counter() - begin,
+        }
+
+    def clock(self, run: Callable[[], object]) -> float:
+        """Seconds until the device has done it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin
+
+
+def profile_point(bench: Bench, tp: Axis, *, sequence_parallel: bool) -> dict[str, list[float]]:
     """Layer kind -> [F, I, W, I + W - B] in seconds, for the configuration's micro-batch."""
-    layers = config.model.num_layers
-    items = {"embedding": range(0, 1), "block": range(1, 2), "head": range(layers + 1, layers + 2)}
+    layers = bench.config.model.num_layers
+    blocks = min(layers, BLOCKS_CPU if bench.device.type == "cpu" else BLOCKS_CUDA)
+    items = {"embedding": range(0, 1), "block": range(1, 1 + blocks), "head": range(layers + 1, layers + 2)}
     point = {}
     for kind, indices in items.items():
-        stage, _ = build_stage(config, indices, device)
-        point[kind] = _times(stage, config, device, repeats)
+        stage, buffers = build_stage(bench.config, indices, bench.device, tp, sequence_parallel=sequence_parallel)
+        times = bench.medians(_turn_of_layers(stage, buffers, bench))
+        times = {name: value / len(indices) for name, value in times.items()}
+        hidden = times["I"] + times["W"] - times["B"]
+        point[kind] = [times["F"], times["I"], times["W"], hidden]
     return point
 
 
-def build_stage(config: Config, items: range, device: torch.device) -> tuple[Stage, ParameterBuffers]:
-    """One stage as a run without parallelism builds it. items: indices into [embedding, block 0, ..., head]."""
+def build_stage(
+    config: Config, items: range, device: torch.device, tp: Axis | None = None, *, sequence_parallel: bool = False
+) -> tuple[Stage, ParameterBuffers]:
+    """One stage as a run without data parallelism builds it. items: indices into [embedding, block 0, ..., head]."""
     single = Axis.single
+    tp = single("tp") if tp is None else tp
     queue = WeightGradQueue()
     context = LayerContext(
-        tp=single("tp"),
-        sequence_parallel=False,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
         dtype=parameter_dtype(config),
         device=device,
         seed=config.training.seed,
@@ -78,11 +152,12 @@ def build_stage(config: Config, items: range, device: torch.device) -> tuple[Sta
         [module.logical_parameters()],
         dp_shard=single("dp"),
         dp_replicate=single("dp_replicate"),
-        tp=single("tp"),
+        tp=tp,
         options=replace(zero_options(config), stage=0),
     )
     model = config.model
-    shape = (model.seq_length, config.training.micro_batch_size, model.hidden_size)
+    length = model.seq_length // tp.size if sequence_parallel else model.seq_length
+    shape = (length, config.training.micro_batch_size, model.hidden_size)
     dtype = wide_dtype(config) if model.fp32_residual_connection else parameter_dtype(config)
     first, last = items[0] == 0, items[-1] == model.num_layers + 1
     return Stage([module], queue, spec=TensorSpec(shape, dtype, device), is_first=first, is_last=last), buffers
@@ -101,66 +176,149 @@ def _batch(config: Config, device: torch.device) -> Microbatch:
     )
 
 
-def _times(stage: Stage, config: Config, device: torch.device, repeats: int) -> list[float]:
-    batch, spec = _batch(config, device), stage.spec
-    x = None if stage.is_first else torch.randn(spec.shape, device=device).to(spec.dtype)
-    dy = None if stage.is_last else torch.randn(spec.shape, device=device).to(spec.dtype)
-    factor = torch.ones((), device=device)
-    seconds: dict[str, list[float]] = {"F": [], "I": [], "W": [], "B": []}
-    for turn in range(repeats + 2):
-        found = {"F": _clock(device, lambda: stage.forward(0, x, batch, factor, version=0))}
-        found["I"] = _clock(device, lambda: stage.backward_input(0, dy))
-        found["W"] = _clock(device, lambda: stage.backward_weight(0))
-        stage.forward(0, x, batch, factor, version=0)
-        found["B"] = _clock(device, lambda: stage.backward(0, dy))
-        if turn >= 2:  # the first two warm caches and the allocator
-            for name, value in found.items():
-                seconds[name].append(value)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    return [median["F"], median["I"], median["W"], median["I"] + median["W"] - median["B"]]
+def _turn_of_layers(stage: Stage, buffers: ParameterBuffers, bench: Bench) -> Work:
+    """Two micro-batches in flight, as in a pipeline: what the first left is not in the cache when its turn comes."""
+    batch, spec = _batch(bench.config, bench.device), stage.spec
+    x = None if stage.is_first else torch.randn(spec.shape, device=bench.device).to(spec.dtype)
+    dy = None if stage.is_last else torch.randn(spec.shape, device=bench.device).to(spec.dtype)
+    factor = torch.ones((), device=bench.device)
+
+    def forward(number: int) -> float:
+        return bench.clock(lambda: stage.forward(number, x, batch, factor, version=0))
+
+    def turn() -> dict[str, float]:
+        buffers.begin_batch()
+        forwards = [forward(0), forward(1)]
+        # The first backward after `begin_batch` writes gradients, the others add to them.
+        stage.backward(0, dy)
+        forwards.append(forward(2))
+        found = {"B": bench.clock(lambda: stage.backward(1, dy))}
+        found["I"] = bench.clock(lambda: stage.backward_input(2, dy))
+        found["W"] = bench.clock(lambda: stage.backward_weight(2))
+        return found | {"F": statistics.median(forwards)}
+
+    return turn
 
 
-def _clock(device: torch.device, run: Callable[[], Tensor | None]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
-
-
-def optimizer_seconds(config: Config, device: torch.device, repeats: int) -> float:
-    """Seconds per owned element of norm, clipping and step, over two blocks."""
-    _, buffers = build_stage(config, range(1, min(3, config.model.num_layers + 1)), device)
-    single = Axis.single
-    optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=optimizer_factory(config, single("tp")), model_axis=single("model")
-    )
-    seconds = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        norm = float(optimizer.grad_norm())
-        optimizer.step(lr=1e-3, weight_decay=0.1, grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[1:]) / buffers.numel
-
-
-def measure(config: Config, micro_batches: list[int], repeats: int) -> dict[str, object]:
-    """The content of a profile file."""
-    device = torch.device("cuda" if torch.cuda.is_available() and config.parallel.device != "cpu" else "cpu")
+def optimizer_seconds(bench: Bench) -> list[float]:
+    """[Seconds of an update beside, and per owned element of] norm, clipping and step."""
     points = []
-    for micro in micro_batches:
-        sized = replace(config, training=replace(config.training, micro_batch_size=micro))
-        point: dict[str, object] = {"tensor_model_parallel_size": 1, "micro_batch_size": micro}
-        points.append(point | profile_point(sized, device, repeats))
+    most = min(bench.config.model.num_layers, 2 * BLOCKS_CPU if bench.device.type == "cpu" else 2 * BLOCKS_CUDA)
+    single = Axis.single
+    for blocks in sorted({1, most}):
+        _, buffers = build_stage(bench.config, range(1, 1 + blocks), bench.device)
+        optimizer = ShardedOptimizer(
+            [buffers], make_optimizer=optimizer_factory(bench.config, single("tp")), model_axis=single("model")
+        )
+
+        def update(optimizer: ShardedOptimizer = optimizer) -> None:
+            norm = float(optimizer.grad_norm())
+            optimizer.step(lr=1e-3, weight_decay=0.1, grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
+
+        seconds = bench.medians(lambda update=update: {"step": bench.clock(update)})["step"]  # type: ignore[misc]
+        points.append((buffers.numel, seconds))
+    (small, less), (large, more) = points[0], points[-1]
+    rate = max(0.0, (more - less) / (large - small)) if large > small else more / large
+    return [max(0.0, more - rate * large), rate]
+
+
+def step_seconds(bench: Bench, world: World) -> list[float]:
+    """[Seconds of a step beside its actions (losses, bookkeeping), seconds of data per sample of this rank]."""
+    samples = 2 * bench.config.training.micro_batch_size
+    model = replace(bench.config.model, num_layers=1)
+    training = replace(
+        bench.config.training, global_batch_size=samples * world.size, train_iters=10_000, rampup_batch_size=None
+    )
+    checkpoint = replace(bench.config.checkpoint, save=None, load=None)
+    config = replace(bench.config, model=model, training=training, checkpoint=checkpoint)
+    with open_run(config, world) as run:
+        executor = run.trainer.parts.executor
+
+        def step() -> dict[str, float]:
+            executor.trace = []
+            stats = run.trainer.train_step(drain=False)
+            actions = sum(span.end - span.start for span in executor.trace)
+            return {"beside": stats.iteration_time_s - actions, "data": stats.data_time_s}
+
+        found = bench.medians(step)
+    return [found["beside"], found["data"] / samples]
+
+
+LINK_BYTES = (1 << 16, 1 << 23)
+
+
+def link_seconds(bench: Bench, world: World) -> dict[str, list[float]]:
+    """Operation -> [latency in s, bytes per s] between the processes, as `communication.Group` counts bytes."""
+    if world.size == 1:
+        return {}
+    dp = ParallelMesh.build(rank=world.rank, size=world.size).dp
+    line = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
+    channel = TorchChannel(line.pp_down, line.pp_up)
+    points: dict[str, list[float]] = {"all_reduce": [], "gather": [], "send": []}
+    for nbytes in LINK_BYTES:
+        whole = torch.zeros(nbytes // 4 // world.size * world.size, device=bench.device)
+        part = torch.zeros(whole.numel() // world.size, device=bench.device)
+
+        def collectives(whole: Tensor = whole, part: Tensor = part) -> dict[str, float]:
+            both = bench.clock(lambda: reduce_scatter_into(part, whole, dp))
+            both += bench.clock(lambda: all_gather_into(whole, part, dp))
+            return {"all_reduce": bench.clock(lambda: all_reduce_(whole, dp)), "gather": both / 2}
+
+        def there_and_back(whole: Tensor = whole) -> dict[str, float]:
+            return {"send": bench.clock(lambda: _there_and_back(channel, whole, line.pp.rank)) / 2}
+
+        for name, seconds in (bench.medians(collectives) | bench.medians(there_and_back)).items():
+            points[name].append(seconds)
+    share = (world.size - 1) / world.size
+    moved = {"all_reduce": 2 * share, "gather": share, "send": 1.0}
+    small, large = LINK_BYTES
+    links = {}
+    for name, (less, more) in points.items():
+        rate = (large - small) * moved[name] / max(1e-9, more - less)
+        links[name] = [max(0.0, less - small * moved[name] / rate), rate]
+    return links
+
+
+def _there_and_back(channel: TorchChannel, x: Tensor, rank: int) -> None:
+    """Ranks 0 and 1 pass a message to each other once; the others rest."""
+    spec = TensorSpec(tuple(x.shape), x.dtype, x.device)
+    if rank == 0:
+        back = channel.post_recv(spec, peer=1, label=Label("B", 0, 0))
+        channel.send(x, peer=1, label=Label("F", 1, 0))
+        back.wait()
+    elif rank == 1:
+        channel.post_recv(spec, peer=0, label=Label("F", 1, 0)).wait()
+        channel.send(x, peer=0, label=Label("B", 0, 0))
+    channel.flush()
+
+
+def measure(config: Config, world: World, micro_batches: Sequence[int], repeats: int) -> dict[str, object]:
+    """The content of a profile file. Collective."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size)
+    bench = Bench(config, mesh.world, world.device, repeats)
+    model, points = config.model, []
+    for tp in [size for size in range(1, world.size + 1) if world.size % size == 0]:
+        if model.num_attention_heads % tp or model.query_groups % tp or model.ffn_size % tp:
+            continue
+        axis = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp).tp
+        if world.device.type == "cpu":
+            axis = share_axis(axis, timeout=600.0)
+        splits = [False] if tp == 1 else [False, True] if model.seq_length % tp == 0 else [False]
+        for split in splits:
+            for micro in micro_batches:
+                sized = replace(config, training=replace(config.training, micro_batch_size=micro))
+                point: dict[str, object] = {"tensor_model_parallel_size": tp, "sequence_parallel": split}
+                point["micro_batch_size"] = micro
+                points.append(point | profile_point(replace(bench, config=sized), axis, sequence_parallel=split))
+    sized = replace(config, training=replace(config.training, micro_batch_size=micro_batches[0]))
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "processes": world.size,
         "points": points,
-        "optimizer_seconds_per_element": optimizer_seconds(config, device, repeats),
+        "optimizer": optimizer_seconds(bench),
+        "step": step_seconds(replace(bench, config=sized), world),
+        "links": link_seconds(bench, world),
     }
 
 
@@ -172,13 +330,30 @@ def main(argv: list[str]) -> int:
         sizes = args.micro_batches.split(",")
         if config.model.vocab_size == 0 or not all(size.isdigit() and int(size) > 0 for size in sizes):
             raise ConfigError(f"--micro-batches={args.micro_batches}: sizes; and --vocab-size must be given")
-        found = measure(config, [int(size) for size in sizes], 3 if args.quick else args.repeats)
+        if args.num_processes < 1:
+            raise ConfigError(f"--num-processes={args.num_processes}: 1 or more")
     except MegaliteError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    Path(args.output).write_text(json.dumps(found, indent=1))
-    print(f"{args.output}: {len(found['points'])} points on {found['device']}")  # type: ignore[arg-type]
-    return 0
+    parallel = replace(
+        config.parallel,
+        nprocs=args.num_processes,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        sequence_parallel=False,
+        pipeline_schedule=None,
+        virtual_pipeline_model_parallel_size=None,
+    )
+    repeats = 3 if args.quick else args.repeats
+
+    def body(alone: Config, world: World) -> int:
+        found = measure(alone, world, [int(size) for size in sizes], repeats)
+        if world.is_first:
+            Path(args.output).write_text(json.dumps(found, indent=1))
+            print(f"{args.output}: {len(found['points'])} points on {found['device']}")  # type: ignore[arg-type]
+        return 0
+
+    return launch(replace(config, parallel=parallel), body)
 
 
 if __name__ == "__main__":

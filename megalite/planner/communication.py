@@ -3,7 +3,7 @@
 A group of n ranks with stride k (tensor 1, data t, pipeline t*d: the order of ranks) has g = min(n, node/k) members in
 a node. Inside a node a ring runs at the link of a device; over nodes it may use the network of its g members there, and
 the other groups of the node use theirs: nobody shares. A ring pays its latency n times, a tree log2(nodes) times; the
-faster one counts, as the libraries choose.
+faster one counts, as the libraries choose. Inside a node a profile's measured rates come first.
 """
 
 from __future__ import annotations
@@ -47,16 +47,27 @@ class Group:
         inside, between = self.hardware.intra_node.latency, self.hardware.inter_node.latency
         return (self.per_node - 1) * inside + math.ceil(math.log2(max(1, self.nodes))) * between
 
+    def _measured(self, operation: str, nbytes: float) -> float | None:
+        """Seconds by what a profile found inside a node; nbytes: what one rank sends."""
+        link = self.hardware.measured.get(operation) if self.nodes == 1 else None
+        return link.latency + nbytes / link.bandwidth if link is not None else None
+
     def gather(self, nbytes: float) -> float:
         """Seconds of an all-gather or a reduce-scatter whose whole tensor has `nbytes`."""
         if self.size == 1 or nbytes == 0:
             return 0.0
+        measured = self._measured("gather", nbytes * (self.size - 1) / self.size)
+        if measured is not None:
+            return measured
         return self._ring_latency() + nbytes * (self.size - 1) / self.size / self.bandwidth
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds of an all-reduce of `nbytes`."""
         if self.size == 1 or nbytes == 0:
             return 0.0
+        measured = self._measured("all_reduce", 2 * nbytes * (self.size - 1) / self.size)
+        if measured is not None:
+            return measured
         ring = 2 * self._ring_latency() + 2 * nbytes * (self.size - 1) / self.size / self.bandwidth
         tree = 2 * self._tree_latency() + 2 * nbytes / self.bandwidth
         return min(ring, tree)
@@ -65,5 +76,8 @@ class Group:
         """Seconds of a message to the next member; the slowest of the hops counts."""
         if self.size == 1:
             return 0.0
+        measured = self._measured("send", nbytes)
+        if measured is not None:
+            return measured
         link = self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node
         return link.latency + nbytes / link.bandwidth

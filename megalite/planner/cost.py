@@ -58,6 +58,10 @@ class TimeSource(Protocol):
         """Seconds of norm, update and cast of so many owned elements."""
         ...
 
+    def step_overhead(self, samples: float) -> float:
+        """Seconds of a step beside layers, messages and the optimizer, with so many samples read by a rank."""
+        ...
+
 
 def forward_flops_per_block(config: Config) -> float:
     """FLOPs of the forward of one block for one micro-batch, whole layer, causal attention halved."""
@@ -100,6 +104,9 @@ class Roofline:
         moments = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}[config.optimizer.optimizer]
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute
         return self.traffic(elements * moved, 20)
+
+    def step_overhead(self, samples: float) -> float:
+        return 0.0  # data and bookkeeping are prepared while the device computes
 
     def _shapes(self, config: Config) -> dict[str, tuple[float, float, float]]:
         model, tp = config.model, config.parallel.tensor_model_parallel_size

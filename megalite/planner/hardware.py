@@ -7,7 +7,7 @@ published by others, or `tools/profile_layers.py`). Bandwidths are bytes per sec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class Hardware:
     for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead: seconds of
     starting one kernel that nothing hides; action_overhead: of one forward or backward of a stage, beside its kernels.
     reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
-    hide behind computation. power: watts of one device with its share of the node.
+    hide behind computation. power: watts of one device with its share of the node. measured: what a profile found
+    between processes of one node, by operation (all_reduce, gather, send); not in the files.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Hardware:
     inter_node: Link
     overlap: float
     power: float
+    measured: Mapping[str, Link] = field(default_factory=dict)
 
     @property
     def on_cpu(self) -> bool:
@@ -95,8 +97,7 @@ def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> 
     hardware = parse_hardware(data, name_or_file)
     if devices_per_node is None:
         return hardware
-    values = {field.name: getattr(hardware, field.name) for field in fields(Hardware)}
-    return Hardware(**values | {"devices_per_node": devices_per_node})
+    return replace(hardware, devices_per_node=devices_per_node)
 
 
 def parse_hardware(data: Any, where: str) -> Hardware:
@@ -105,17 +106,18 @@ def parse_hardware(data: Any, where: str) -> Hardware:
         raise ConfigError(f"--hardware={where}: expected a mapping of names to numbers")
     problems: list[str] = []
     values: dict[str, Any] = {}
-    for field in fields(Hardware):
-        raw = data.get(field.name)
-        if field.name in ("name", "kind"):
-            values[field.name] = str(raw)
-        elif field.name in ("intra_node", "inter_node"):
-            values[field.name] = _link(raw, field.name, problems)
-        elif field.name == "matrix_flops":
-            values[field.name] = _rates(raw, problems)
+    names = [entry.name for entry in fields(Hardware) if entry.name != "measured"]
+    for name in names:
+        raw = data.get(name)
+        if name in ("name", "kind"):
+            values[name] = str(raw)
+        elif name in ("intra_node", "inter_node"):
+            values[name] = _link(raw, name, problems)
+        elif name == "matrix_flops":
+            values[name] = _rates(raw, problems)
         else:
-            values[field.name] = _number(raw, field.name, problems)
-    known = {field.name for field in fields(Hardware)} | {"source"}
+            values[name] = _number(raw, name, problems)
+    known = {*names, "source"}
     problems += [f"{name}: unknown" for name in data if name not in known]
     if values["kind"] not in ("cuda", "cpu"):
         problems.append(f"kind: {values['kind']}; cuda (any GPU) or cpu")

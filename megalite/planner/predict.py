@@ -134,13 +134,14 @@ def predict(
     reduce, gather = costs.reduction(program, steady)
     elements = max(costs.owned_elements(program, rank) for rank in range(program.num_ranks))
     step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
+    batch = config.global_batch_size(world_size)
     parts = {
         "pipeline": steady.makespan,
         "data_parallel": reduce + gather,
         "shared_weights": costs.tied() + costs.replicas(program),
         "optimizer": step,
+        "overhead": source.step_overhead(batch / config.data_parallel_size(world_size)),
     }
-    batch = config.global_batch_size(world_size)
     tp = config.parallel.tensor_model_parallel_size
     flops = float(flops_per_iteration(config.model, batch, tp))
     again = sum(recompute_cost_layers(config, costs.blocks(stage)) for stage in range(len(cuts)))

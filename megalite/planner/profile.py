@@ -1,14 +1,16 @@
 """Measured times of layers (tools/profile_layers.py) instead of a roofline.
 
-A profile is JSON: `points` with the tensor-parallel size, the micro-batch, and seconds of F, I, W (and what B hides) of
-an embedding, a block and a head of the model that was measured; `optimizer_seconds_per_element`. A layout whose point
-is missing takes the nearest one, scaled by what the roofline says of the difference.
+A profile is JSON: `points` with the tensor-parallel size, sequence parallelism, the micro-batch, and seconds of F, I, W
+(and what B hides) of an embedding, a block and a head of the model that was measured, messages of tensor parallelism
+included; `optimizer` (seconds of an update and per owned element), `step` (seconds beside the actions, and per sample
+of a rank), `links` (operation -> latency, bytes per second inside a node). A layout whose point is missing takes the
+nearest one, scaled by what the roofline says of the difference.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,36 +18,46 @@ from typing import Any
 from megalite.config import Config
 from megalite.errors import ConfigError
 from megalite.planner.cost import LayerTimes, Roofline, Times
-from megalite.planner.hardware import Hardware
+from megalite.planner.hardware import Hardware, Link
 
-__all__ = ["Profile", "load_profile"]
+__all__ = ["Profile", "load_profile", "mean_profile"]
 
 KINDS = ("embedding", "block", "head")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """points: (tensor-parallel size, micro-batch) -> times."""
+    """points: (tensor-parallel size, sequence parallel, micro-batch) -> times. optimizer, step: (fixed, per unit)."""
 
     roofline: Roofline
-    points: Mapping[tuple[int, int], LayerTimes]
-    optimizer_seconds_per_element: float
+    points: Mapping[tuple[int, bool, int], LayerTimes]
+    optimizer: tuple[float, float]
+    step: tuple[float, float]
+
+    @property
+    def hardware(self) -> Hardware:
+        """With the links that were measured."""
+        return self.roofline.hardware
 
     def layers(self, config: Config) -> LayerTimes:
         tp, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
-        if (tp, micro) in self.points:
-            return self.points[tp, micro]
-        nearest = min(self.points, key=lambda key: (abs(key[0] - tp), abs(key[1] - micro)))
-        parallel = replace(config.parallel, tensor_model_parallel_size=nearest[0])
+        split = tp > 1 and config.parallel.sequence_parallel
+        if (tp, split, micro) in self.points:
+            return self.points[tp, split, micro]
+        nearest = min(self.points, key=lambda key: (abs(key[0] - tp), key[1] != split, abs(key[2] - micro)))
+        parallel = replace(config.parallel, tensor_model_parallel_size=nearest[0], sequence_parallel=nearest[1])
         there = self.roofline.layers(
-            replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=nearest[1]))
+            replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=nearest[2]))
         )
         here, measured = self.roofline.layers(config), self.points[nearest]
         scaled = {kind: _scaled(getattr(measured, kind), getattr(here, kind), getattr(there, kind)) for kind in KINDS}
         return LayerTimes(**scaled)
 
     def optimizer_step(self, config: Config, elements: float) -> float:
-        return elements * self.optimizer_seconds_per_element
+        return self.optimizer[0] + elements * self.optimizer[1]
+
+    def step_overhead(self, samples: float) -> float:
+        return self.step[0] + samples * self.step[1]
 
 
 def _scaled(measured: Times, here: Times, there: Times) -> Times:
@@ -57,14 +69,32 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
     try:
         data: Any = json.loads(Path(path).read_text())
         points = {
-            (int(point["tensor_model_parallel_size"]), int(point["micro_batch_size"])): LayerTimes(
-                **{kind: Times(*(float(value) for value in point[kind])) for kind in KINDS}
-            )
+            (
+                int(point["tensor_model_parallel_size"]),
+                bool(point["sequence_parallel"]),
+                int(point["micro_batch_size"]),
+            ): LayerTimes(**{kind: Times(*(float(value) for value in point[kind])) for kind in KINDS})
             for point in data["points"]
         }
-        step = float(data["optimizer_seconds_per_element"])
+        update, step = (_pair(data[name]) for name in ("optimizer", "step"))
+        links = {name: Link(*reversed(_pair(pair))) for name, pair in data["links"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--profile={path}: not a profile of tools/profile_layers.py ({error!r})") from error
     if not points:
         raise ConfigError(f"--profile={path}: holds no measured point")
-    return Profile(Roofline(hardware), points, step)
+    return Profile(Roofline(replace(hardware, measured=links)), points, update, step)
+
+
+def _pair(numbers: Any) -> tuple[float, float]:
+    first, second = numbers
+    return float(first), float(second)
+
+
+def mean_profile(profiles: Sequence[Any]) -> Any:
+    """The numbers of several profiles of one machine, averaged: its speed drifts."""
+    first = profiles[0]
+    if isinstance(first, dict):
+        return {name: mean_profile([profile[name] for profile in profiles]) for name in first}
+    if isinstance(first, list):
+        return [mean_profile(list(values)) for values in zip(*profiles, strict=True)]
+    return sum(profiles) / len(profiles) if isinstance(first, float) else first
