@@ -145,7 +145,8 @@ class ParallelMesh:
         stage).
 
         Collective over the world: every rank passes the same list of disjoint coordinate lists. A rank that is in
-        none of them gets an axis of size 1.
+        none of them gets an axis of size 1. It has a communicator of its own even where it goes through all ranks: what
+        travels on it is started at places that differ from rank to rank, so it keeps no order with anything else.
         """
         if self.world.size == 1:
             return Axis.single(name)
@@ -153,7 +154,7 @@ class ParallelMesh:
         lists = [
             [t + tp * (d + dp * p) for p in line] for line in coordinates for d in range(dp) for t in range(tp)
         ]  # fmt: skip
-        return replace(make_axis(name, lists, self.world.rank), waits=self.world.waits)
+        return replace(make_axis(name, lists, self.world.rank, share=False), waits=self.world.waits)
 
     def __str__(self) -> str:
         """`tp2 x pp4 x dp2`, axes of size 1 left out."""

@@ -52,6 +52,13 @@ def test_2bw_composes(flags: tuple[str, ...]) -> None:
     compare(Layout(tied_and_clipped, layout, size, delay=1), steps=4)
 
 
+@pytest.mark.parametrize("m", [2, 3])
+def test_2bw_sums_tied_embeddings_while_the_next_batch_runs(m: int) -> None:
+    """With few micro-batches a rank begins the sum of batch t + 1 before the loss of batch t, its peer after it."""
+    layout = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw", "--micro-batch-size", "1")
+    compare(Layout(("--num-layers", "4", "--global-batch-size", str(m)), layout, 2, delay=1), steps=6)
+
+
 def test_2bw_holds_both_versions_and_resumes_bitwise(tmp_path: Path) -> None:
     layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw", "--micro-batch-size", "1"]
     argv = [*TINY, *UNTIED, "--hidden-dropout", "0.1", *layout, "--data-cache-path", str(tmp_path / "cache")]
