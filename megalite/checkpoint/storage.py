@@ -24,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -81,7 +80,7 @@ def flat_bytes(values: Tensor) -> memoryview:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     array.tensor = flat  # type: ignore[attr-defined]  # alive as long as the view
-    return memoryview(np.frombuffer(array, dtype=np.uint8))  # type: ignore[arg-type]
+    return memoryview(array).cast("B")
 
 
 def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:

@@ -175,7 +175,7 @@ def assemble(
 def make_updater(
     config: Config, schedules: ParamSchedules, model: Model, scaler: LossScaler, feed: Feed, progress: Progress
 ) -> Updater:
-    """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of learning rate and decay."""
+    """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of rate and decay."""
     update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of
 
     def policy(update: int) -> Hyperparameters:

@@ -25,8 +25,8 @@ def test_all_differences_are_named_at_once() -> None:
         "--load=runs/a: model differs from checkpoint: --hidden-size=32 (checkpoint 64), "
         "--ffn-hidden-size=128 (checkpoint 256), --num-attention-heads=2 (checkpoint 4), "
         "--num-query-groups=2 (checkpoint 4), --norm-epsilon=1e-06 (checkpoint 1e-05), "
-        "--add-bias-linear=false (checkpoint true), --add-qkv-bias=false (checkpoint true); use the checkpoint's values, "
-        "or --use-checkpoint-args"
+        "--add-bias-linear=false (checkpoint true), --add-qkv-bias=false (checkpoint true); "
+        "use the checkpoint's values, or --use-checkpoint-args"
     )
 
 
