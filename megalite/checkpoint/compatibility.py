@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.architecture import differences, effective
+from megalite.config.architecture import differences
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
 
-__all__ = ["check_model", "effective"]
+__all__ = ["check_model"]
 
 
 def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megalite.checkpoint.compatibility import effective
 from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
+from megalite.config.architecture import effective
 from megalite.config.model import ModelConfig
 from megalite.config.rules.shape import model_shape
 from megalite.convert.family import Family
