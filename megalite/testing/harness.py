@@ -24,6 +24,9 @@ __all__ = ["CaseResult", "RanksFailed", "run_ranks", "run_single", "try_ranks"]
 
 Faults = Sequence[Fault | str]
 
+# A case takes a tenth of a second to two seconds; a busy shared machine has been seen to take twenty times as long.
+PATIENCE_SECONDS = 120.0
+
 
 class RanksFailed(AssertionError):
     """A case failed. The text names the rank that failed first and shows its traceback and the end of its output."""
@@ -62,7 +65,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 20.0,
+    timeout: float = PATIENCE_SECONDS,
     peer_timeout: float | None = None,
     env: dict[str, str | None] | None = None,
     faults: Faults = (),
@@ -100,7 +103,7 @@ def run_ranks(
 def run_single(
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = PATIENCE_SECONDS,
     env: dict[str, str | None] | None = None,
     faults: Faults = (),
     device: str = "cpu",
@@ -122,7 +125,7 @@ def try_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 20.0,
+    timeout: float = PATIENCE_SECONDS,
     peer_timeout: float | None = None,
     env: dict[str, str | None] | None = None,
     faults: Faults = (),

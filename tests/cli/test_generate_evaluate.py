@@ -62,7 +62,7 @@ def test_generation_prints_prompt_and_continuation(run_dir: Path, tmp_path: Path
     flags = ("--load", str(run_dir), "--prompt", "Hi", "--max-new-tokens", "8", "--greedy")
     command = [sys.executable, str(ROOT / "tools" / "generate_text.py"), *flags]
     # from anywhere, without being installed
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     end = ids.index(256) if 256 in ids else None
     assert result.stdout == bytes(ids[:end]).decode("utf-8", "replace") + "\n"

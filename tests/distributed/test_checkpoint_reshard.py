@@ -115,7 +115,7 @@ def memory_of_loading(world: World, directory: str) -> list[float]:
 
 
 def test_saving_and_loading_need_the_memory_of_a_block_each(tmp_path: Path) -> None:
-    for columns, rows, grown in run_ranks(memory_of_loading, 2, str(tmp_path), timeout=60):
+    for columns, rows, grown in run_ranks(memory_of_loading, 2, str(tmp_path)):
         assert columns == rows == 1.0
         assert grown < 40, f"{grown:.0f} MiB more for 128 MiB of state; blocks have 16 MiB"
 

@@ -110,7 +110,7 @@ def two_steps(world: World, argv: list[str]) -> list[float]:
 def test_losses_are_those_of_transformers(case: str, tp: int, pp: int, models: Path) -> None:
     layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}".split()
     argv = [*FLAGS, *layout, "--load", str(models / case), "--use-checkpoint-args", "--zero-stage", str(tp - 1)]
-    losses = run_ranks(two_steps, tp * pp, argv, timeout=60)[0]
+    losses = run_ranks(two_steps, tp * pp, argv)[0]
     # transformers computes RMSNorm and rotary angles in fp32
     tolerance = 1e-10 if case == "GPT2" else 5e-6
     torch.testing.assert_close(losses, expected(str(models / case)), rtol=tolerance, atol=0)
@@ -235,7 +235,7 @@ def one_rank_can_not_read(world: World, argv: list[str]) -> str:
 
 def test_a_file_that_one_rank_can_not_read_ends_all(models: Path) -> None:
     argv = [*FLAGS, "--load", str(models / "GPT2"), "--use-checkpoint-args", "--tensor-model-parallel-size", "2"]
-    said = run_ranks(one_rank_can_not_read, 2, argv, timeout=60)
+    said = run_ranks(one_rank_can_not_read, 2, argv)
     assert said[0] == said[1] and said[0].endswith(": can not be read [rank 1]")
 
 

@@ -56,13 +56,13 @@ def body_train(world: World, save: str, layout: str, slow: int | None) -> None:
     ],
 )
 def test_the_slow_rank_is_named_within_two_intervals(tmp_path: Path, layout: str, slow: int) -> None:
-    run_ranks(body_train, 2, str(tmp_path), layout, slow, timeout=60)
+    run_ranks(body_train, 2, str(tmp_path), layout, slow)
     records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "train"]
     assert [record.get("slowest_rank") for record in records] == [None, slow]
 
 
 def test_an_even_run_names_nobody(tmp_path: Path) -> None:
-    run_ranks(body_train, 2, str(tmp_path), "tp", None, timeout=60)
+    run_ranks(body_train, 2, str(tmp_path), "tp", None)
     records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "train"]
     assert [record.get("slowest_rank") for record in records] == [None, None]
 

@@ -90,7 +90,7 @@ FORMULAS = {
 )
 def test_bytes_per_parameter(dtype: torch.dtype, versions: int, stage: int, hidden: int) -> None:
     replicated, sharded = FORMULAS[dtype, versions][stage]
-    for rank in run_ranks(body_bytes, 4, hidden, stage, dtype, versions, timeout=60):
+    for rank in run_ranks(body_bytes, 4, hidden, stage, dtype, versions):
         held = dict(rank["held"])
         scratch = held.pop("scratch")
         want = (replicated + sharded / 4) * rank["numel"]
@@ -132,5 +132,5 @@ def body_leak(world: World, stage: int, steps: int) -> list[int]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_nothing_grows_over_200_steps(stage: int) -> None:
-    for sizes in run_ranks(body_leak, 2, stage, 200, timeout=60):
+    for sizes in run_ranks(body_leak, 2, stage, 200):
         assert len(set(sizes[1:])) == 1, f"live bytes change: {sorted(set(sizes[1:]))}"

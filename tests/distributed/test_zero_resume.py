@@ -37,9 +37,9 @@ def assert_resumes(folder: Path, flags: str, world_size: int) -> None:
     argv += ["--num-layers", "2", "--micro-batch-size", "2", "--hidden-dropout", "0.1", *flags.split()]
     argv += ["--data-cache-path", str(folder / "cache")]
     whole, part = str(folder / "whole"), str(folder / "part")
-    losses = run_ranks(train_body, world_size, [*argv, "--save", whole], 4, timeout=60)[0][0]
-    before = run_ranks(train_body, world_size, [*argv, "--save", part], 2, timeout=60)[0][0]
-    after = run_ranks(train_body, world_size, [*argv, "--save", part, "--auto-resume"], 2, timeout=60)[0][0]
+    losses = run_ranks(train_body, world_size, [*argv, "--save", whole], 4)[0][0]
+    before = run_ranks(train_body, world_size, [*argv, "--save", part], 2)[0][0]
+    after = run_ranks(train_body, world_size, [*argv, "--save", part, "--auto-resume"], 2)[0][0]
     assert [*before, *after] == losses
     expected, found = stored(folder / "whole"), stored(folder / "part")
     assert expected.keys() == found.keys()

@@ -61,7 +61,7 @@ def train(argv: list[str], world_size: int, steps: int) -> Trajectory:
     """The product's trajectory on `world_size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         full = [*argv, "--save", folder, "--data-cache-path", str(Path(folder).parent / "megalite-test-cache")]
-        results = run_ranks(train_body, world_size, full, steps, timeout=60)
+        results = run_ranks(train_body, world_size, full, steps)
         losses, norms = results[0]
         assert all(result == results[0] for result in results), "the ranks disagree about losses or norms"
         return Trajectory(losses, norms, saved_tensors(folder))

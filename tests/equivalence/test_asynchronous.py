@@ -62,12 +62,12 @@ def test_2bw_sums_tied_embeddings_while_the_next_batch_runs(m: int) -> None:
 def test_2bw_holds_both_versions_and_resumes_bitwise(tmp_path: Path) -> None:
     layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw", "--micro-batch-size", "1"]
     argv = [*TINY, *UNTIED, "--hidden-dropout", "0.1", *layout, "--data-cache-path", str(tmp_path / "cache")]
-    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "whole")], 6, timeout=60)
-    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "part")], 3, timeout=60)
+    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "whole")], 6)
+    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "part")], 3)
     half = saved_tensors(tmp_path / "part")
     name = "layers.0.mlp.fc1.weight"
     assert not torch.equal(half[name], half["previous/" + name])
-    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "part"), "--auto-resume"], 3, timeout=60)
+    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "part"), "--auto-resume"], 3)
     whole, resumed = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "part")
     assert whole.keys() == resumed.keys()
     for name, value in whole.items():

@@ -94,9 +94,9 @@ def test_mutation_is_seen(mutation: Callable) -> None:
     def error(losses: list[float]) -> float:
         return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
-    assert error(run_ranks(plain_body, world_size, argv, steps, timeout=60)[0]) < 1e-12
+    assert error(run_ranks(plain_body, world_size, argv, steps)[0]) < 1e-12
     try:
-        losses = run_ranks(mutated_body, world_size, argv, steps, mutation.__name__, timeout=60)[0]
+        losses = run_ranks(mutated_body, world_size, argv, steps, mutation.__name__)[0]
     except AssertionError:
         return  # autograd's version counter or a rank's own check saw it first
     assert error(losses) > 1e-9, f"{mutation.__name__} went unseen"

@@ -45,20 +45,20 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_bitwise(
     layout = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", schedule]
     layout += ["--virtual-pipeline-model-parallel-size", CHUNKS[schedule]] if schedule in CHUNKS else []
     layout += ["--num-layers", "8", "--untie-embeddings-and-output-weights"]
-    run_ranks(whole_run, p, command(tmp_path / "whole", *layout), timeout=60)
+    run_ranks(whole_run, p, command(tmp_path / "whole", *layout))
 
     rng = random.Random(f"{schedule} {p}")
     rank, after = rng.randrange(p), rng.randrange(20, 60)
     folder = tmp_path / "killed"
     flags = command(folder, *layout, "--auto-resume", "--nprocs", str(p))
     fault = f"kill@action:rank={rank}:after={after}"
-    status, elapsed = run_single(body_launch, flags, faults=[fault], timeout=60, env={"OMP_NUM_THREADS": None})
+    status, elapsed = run_single(body_launch, flags, faults=[fault], env={"OMP_NUM_THREADS": None})
     output = capfd.readouterr().out
     assert status == 1
     assert re.search(f"^error: rank {rank} was killed by SIGKILL", output, re.MULTILINE), output
     assert elapsed < TIMEOUT_SECONDS + 10
 
-    run_ranks(whole_run, p, command(folder, *layout, "--auto-resume"), timeout=60)
+    run_ranks(whole_run, p, command(folder, *layout, "--auto-resume"))
     expected, found = saved_tensors(tmp_path / "whole"), saved_tensors(folder)
     assert found.keys() == expected.keys() and STEPS == 6
     for tensor, value in expected.items():

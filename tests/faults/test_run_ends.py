@@ -62,7 +62,7 @@ def test_interval_stops_saves_and_the_last_multiple_completes(tmp_path: Path) ->
 
 
 def test_duration_stops_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(whole_run, 2, command(tmp_path, "--exit-duration-in-mins", "1e-6"), timeout=60) == [0, 0]
+    assert run_ranks(whole_run, 2, command(tmp_path, "--exit-duration-in-mins", "1e-6")) == [0, 0]
     assert records(tmp_path, "summary")[-1]["status"] == "exit_duration"
     assert saved(tmp_path) == ["iter_0000001"]
 
@@ -78,7 +78,7 @@ def test_signals_during_a_save_never_tear_it(tmp_path: Path, point: str, layout:
     rank = 1 if point == "save.shard_written" else 0
     faults = [f"terminate@{point}:rank={rank}:step=2", f"terminate@{point}:rank={rank}:step=3"]
     argv = command(tmp_path, "--save-interval", "2", *LAYOUTS[layout])
-    assert run_ranks(whole_run, 2, argv, timeout=60, faults=faults) == [0, 0]
+    assert run_ranks(whole_run, 2, argv, faults=faults) == [0, 0]
     assert saved(tmp_path) == ["iter_0000002", "iter_0000003"], "the first signal ends the run after the next iteration"
     assert records(tmp_path, "summary")[-1]["status"] == "exit_signal"
     assert not list(tmp_path.glob("*.tmp-*"))
@@ -106,7 +106,7 @@ def body_not_finite(world: World, argv: list[str], bad: int) -> int:
 )
 def test_a_number_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: str, bad: int) -> None:
     argv = command(tmp_path, "--save-interval", "1", "--nonfinite", "skip", *LAYOUTS[layout], steps=4)
-    run_ranks(body_not_finite, 2, argv, bad, timeout=60)
+    run_ranks(body_not_finite, 2, argv, bad)
     lines = records(tmp_path, "train")
     assert [line["skipped_iterations"] for line in lines] == [0, 0, 1, 0]
     assert [line["grad_norm"] is None for line in lines] == [False, False, True, False]
@@ -120,6 +120,6 @@ def test_a_number_that_is_not_finite_is_skipped_by_all(tmp_path: Path, layout: s
 def test_a_number_that_is_not_finite_stops_all_before_the_update(tmp_path: Path, layout: str) -> None:
     argv = command(tmp_path, "--save-interval", "1", *LAYOUTS[layout])
     expected = r"update 3: the gradient norm is nan \(here in the gradient of (embedding|layers).*\); stopped before"
-    run_ranks(body_not_finite, 2, argv, 1, timeout=60, expect=expected)
+    run_ranks(body_not_finite, 2, argv, 1, expect=expected)
     assert saved(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert records(tmp_path, "summary")[-1]["status"] == "failed"
