@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import re
-import struct
 import threading
 import time
 import traceback
@@ -16,11 +16,29 @@ from megalite.errors import MegaliteError
 __all__ = ["RankError", "RankPage"]
 
 BEAT_SECONDS = 0.25
-PAGE_BYTES = 64 * 1024
+PAGE_BYTES = 256 * 1024  # 28,000 characters of an error, escaped; what is not written to takes no memory
 PHASE_BYTES = 256
 ERROR_START = 512
-# Time of the last beat, time of the last phase, bytes of the phase, bytes of the error.
-HEADER = struct.Struct("=ddII")
+
+
+class _Header(ctypes.Structure):
+    """The start of a page. The processor writes and reads each aligned field whole; `struct.pack_into` would write
+    zeros first, and a supervisor that looked just then would end a healthy run.
+    """
+
+    beat: float
+    phase_since: float
+    phase_bytes: int
+    error_bytes: int
+    _fields_ = (  # type: ignore[assignment]
+        ("beat", ctypes.c_double),
+        ("phase_since", ctypes.c_double),
+        ("phase_bytes", ctypes.c_uint32),
+        ("error_bytes", ctypes.c_uint32),
+    )
+
+
+PHASE_START = ctypes.sizeof(_Header)
 
 COMMUNICATION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|tcpstore|filestore", re.IGNORECASE
@@ -63,8 +81,8 @@ class RankPage:
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, PAGE_BYTES)
-        now = time.monotonic()
-        HEADER.pack_into(self._memory, 0, now, now, 0, 0)
+        self._header = _Header.from_buffer(self._memory)
+        self._header.beat = self._header.phase_since = time.monotonic()
 
     def start_beating(self) -> None:
         """Starts the thread that renews the beat for as long as the process can run Python."""
@@ -72,45 +90,46 @@ class RankPage:
 
     def _beat(self) -> None:
         while True:
-            struct.pack_into("=d", self._memory, 0, time.monotonic())
+            self.beat()
             time.sleep(BEAT_SECONDS)
+
+    def beat(self) -> None:
+        """Shows that this process can run Python."""
+        self._header.beat = time.monotonic()
 
     def set_phase(self, phase: str) -> None:
         """Says what the rank does from now on."""
         text = phase.encode()[:PHASE_BYTES]
-        self._memory[HEADER.size : HEADER.size + len(text)] = text
-        struct.pack_into("=dI", self._memory, 8, time.monotonic(), len(text))
+        self._memory[PHASE_START : PHASE_START + len(text)] = text
+        self._header.phase_since = time.monotonic()
+        self._header.phase_bytes = len(text)
 
     def set_error(self, error: RankError) -> None:
         """Leaves the exception that ends the rank."""
         text = json.dumps(vars(error)).encode()[: PAGE_BYTES - ERROR_START]
         self._memory[ERROR_START : ERROR_START + len(text)] = text
-        struct.pack_into("=I", self._memory, 20, len(text))
+        self._header.error_bytes = len(text)
 
     @property
     def beat_age(self) -> float:
         """Seconds since the rank last showed that it can run Python."""
-        return time.monotonic() - self._header()[0]
+        return time.monotonic() - self._header.beat
 
     @property
     def phase(self) -> str:
         """What the rank last said it does, or an empty text."""
-        return self._memory[HEADER.size : HEADER.size + self._header()[2]].decode(errors="replace")
+        return self._memory[PHASE_START : PHASE_START + self._header.phase_bytes].decode(errors="replace")
 
     @property
     def phase_age(self) -> float:
         """Seconds since the rank last reported a phase (or was started)."""
-        return time.monotonic() - self._header()[1]
+        return time.monotonic() - self._header.phase_since
 
     @property
     def error(self) -> RankError | None:
         """The exception that ended the rank, if one did."""
-        size = self._header()[3]
+        size = self._header.error_bytes
         return RankError(**json.loads(self._memory[ERROR_START : ERROR_START + size])) if size else None
-
-    def _header(self) -> tuple[float, float, int, int]:
-        beat, phase_since, phase_bytes, error_bytes = HEADER.unpack_from(self._memory, 0)
-        return beat, phase_since, phase_bytes, error_bytes
 
 
 def _is_communication(error: BaseException | None) -> bool:
