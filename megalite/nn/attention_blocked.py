@@ -59,8 +59,8 @@ class _BlockedAttention(Function):
             rows = slice(begin * r, end * r)
             scores = torch.bmm(q[:, rows] * d**-0.5, k[:, :end].transpose(1, 2))
             scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
-            weights.append(torch.softmax(scores, -1))
-            torch.bmm(weights[-1], v[:, :end], out=context[:, rows])
+            weights.append(torch.softmax(scores, -1, out=scores))
+            torch.bmm(scores, v[:, :end], out=context[:, rows])
         ctx.save_for_backward(qkv, context, *weights)
         return _to_tokens(context, s, r).reshape(s, b, g * r * d)
 
