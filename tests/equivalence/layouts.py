@@ -125,7 +125,8 @@ FLUSH = "1f1b gpipe eager-1f1b interleaved breadth-first zb-h1 zb-h2 zb-v chimer
 
 def _draw(rng: random.Random) -> Layout:
     pick = rng.choice
-    tp, pp, dp = pick([1, 1, 2]), pick([1, 1, 2, 3, 4]), pick([1, 1, 2])
+    grids = [(tp, pp, dp) for tp in (1, 1, 2) for pp in (1, 1, 2, 3, 4) for dp in (1, 1, 2, 4) if tp * pp * dp <= 8]
+    tp, pp, dp = pick(grids)
     schedule = pick([*FLUSH, "2bw"]) if pp > 1 else pick(["1f1b", "1f1b", "2bw"])
     model = ["--num-layers", pick(["4", "6"])]
     model += pick(

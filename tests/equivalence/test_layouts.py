@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from equivalence.layouts import Layout, compare, draw
+from equivalence.layouts import TINY, Layout, assert_close, compare, draw, train_body
+from megalite.testing import run_ranks
 
 CORNERS = {
     "one process": ((), 1),
@@ -43,4 +44,31 @@ def test_random_layouts(full: bool) -> None:
                 compare(draw(rng))
             except BaseException:
                 print(f"seed {seed}, configuration {number}")
+                raise
+
+
+FORMATS = {"fp32": ((), 1e-5), "bf16": (("--bf16",), 2e-2), "fp16": (("--fp16", "--initial-loss-scale", "1024"), 4e-3)}
+"""Flags, and how far two runs may be apart that round at other places: a few units of the last digit of 24, 8, 11."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_layouts_in_other_number_formats(name: str, full: bool) -> None:
+    """Against one process in the same format, for it is the layout that is tested here, not the format."""
+    flags, tolerance = FORMATS[name]
+    base = [*(flag for flag in TINY if flag != "--fp64"), *flags]
+    fresh = int(time.time()) % 1_000_000
+    for seed, count in ((2, 12 if full else 2), (fresh, 6 if full else 1)):
+        rng = random.Random(f"{name} {seed}")
+        for number in range(count):
+            case = draw(rng)
+            while case.delay:
+                case = draw(rng)
+            argv = [*base, *case.model]
+            found = run_ranks(train_body, case.world_size, [*argv, *case.layout], 3, timeout=60)
+            expected = run_ranks(train_body, 1, [*argv, "--micro-batch-size", "1"], 3, timeout=60)
+            try:
+                for (mine, theirs), what in zip(zip(found[0], expected[0], strict=True), ("loss", "norm"), strict=True):
+                    assert_close(mine, theirs, tolerance, what)
+            except BaseException:
+                print(f"seed {seed}, configuration {number}: {case.command}, in {name}")
                 raise
