@@ -17,6 +17,7 @@ __all__ = ["RankError", "RankPage"]
 
 BEAT_SECONDS = 0.25
 PAGE_BYTES = 256 * 1024  # 28,000 characters of an error, escaped; what is not written to takes no memory
+PHASE_START = 64  # after the header
 PHASE_BYTES = 256
 ERROR_START = 512
 
@@ -37,8 +38,6 @@ class _Header(ctypes.Structure):
         ("error_bytes", ctypes.c_uint32),
     )
 
-
-PHASE_START = ctypes.sizeof(_Header)
 
 COMMUNICATION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|tcpstore|filestore", re.IGNORECASE
