@@ -20,6 +20,29 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+# A CPU kernel that adds or sums in a wider dtype first makes a wide copy of its whole operand. Elements widened
+# at a time here, so that the copy stays in the processor's cache:
+WIDENED_ELEMENTS = 1 << 18
+
+
+def add_widened(target: Tensor, x: Tensor) -> Tensor:
+    """target += x of the same shape and any float dtype."""
+    if x.dtype == target.dtype or x.device.type != "cpu" or x.numel() <= WIDENED_ELEMENTS:
+        return target.add_(x)
+    rows = max(1, WIDENED_ELEMENTS * len(x) // x.numel())
+    for part, addend in zip(target.split(rows), x.split(rows), strict=True):
+        part.add_(addend)
+    return target
+
+
+def sum_widened(x: Tensor) -> Tensor:
+    """Sum of `[n, h]` over n in the wider of fp32 and its dtype."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == dtype or x.device.type != "cpu" or x.numel() <= WIDENED_ELEMENTS:
+        return x.sum(0, dtype=dtype)
+    parts = [part.sum(0, dtype=dtype) for part in x.split(max(1, WIDENED_ELEMENTS // x.shape[1]))]
+    return torch.stack(parts).sum(0)
+
 
 class GradSink:
     """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
@@ -78,7 +101,7 @@ class GradSink:
             self._open()
             self.buffer.copy_(gradient)
         else:
-            self.buffer.add_(gradient)
+            add_widened(self.buffer, gradient)
         self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
@@ -90,7 +113,7 @@ class GradSink:
         target = self.buffer.view(a.shape[0], b.shape[1])
         if a.dtype != target.dtype:
             product = torch.mm(a, b)
-            target.copy_(product) if fresh else target.add_(product)
+            target.copy_(product) if fresh else add_widened(target, product)
         elif fresh:
             torch.mm(a, b, out=target)
         else:

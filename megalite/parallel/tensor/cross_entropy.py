@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.comm import collectives
 from megalite.comm.mesh import Axis
-from megalite.gradient import WeightGradQueue, sink_of
+from megalite.gradient import WeightGradQueue, add_widened, sink_of
 from megalite.parallel.tensor.products import product_dtype
 
 # Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache, a GPU wants large products.
@@ -47,6 +47,28 @@ class _Chunk:
     log_probabilities: Tensor  # [n, valid], of the rank's own rows
     scale: Tensor | None  # [n], local softmax -> global softmax; None: the same
     losses: Tensor  # [n]
+
+
+@dataclass
+class _Space:
+    """Where the chunks of one call are computed, one after the other: memory is made once. `[step, valid]` each."""
+
+    products: Tensor  # in the dtype that is multiplied in
+    wide: Tensor  # in the dtype of the softmax; the same memory where that is the same dtype
+
+    @classmethod
+    def make(cls, x: Tensor, step: int, valid: int) -> _Space:
+        products = x.new_empty(step, valid)
+        return cls(products, products if wide(x.dtype) == x.dtype else x.new_empty(step, valid, dtype=wide(x.dtype)))
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x @ rows.t() in the wide dtype."""
+        products = torch.mm(x, rows.t(), out=self.products[: len(x)])
+        return products if self.wide is self.products else self.wide[: len(x)].copy_(products)
+
+    def narrowed(self, gradient: Tensor) -> Tensor:
+        """A gradient of logits in the dtype that is multiplied in."""
+        return gradient if self.wide is self.products else self.products[: len(gradient)].copy_(gradient)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -83,7 +105,8 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard
     dtype = product_dtype(x.dtype, x.device.type)
     x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
     step = chunk_length(x, shard.valid)
-    parts = [_chunk(x[i : i + step], rows, labels[i : i + step], shard).losses for i in range(0, len(x), step)]
+    space = _Space.make(x, step, shard.valid)
+    parts = [_chunk(x[i : i + step], rows, labels[i : i + step], shard, space).losses for i in range(0, len(x), step)]
     return torch.cat(parts)
 
 
@@ -120,13 +143,14 @@ class _FusedCrossEntropy(Function):
             dweight[shard.valid :].zero_()
         total = weights.new_zeros(())
         step = chunk_length(x, shard.valid)
+        space = _Space.make(x, step, shard.valid)
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)
-            chunk = _chunk(x[part], rows, labels[part], shard)
+            chunk = _chunk(x[part], rows, labels[part], shard, space)
             total += torch.dot(chunk.losses, weights[part])
             if dx is None and dweight is None:
                 continue
-            dlogits = _logit_gradient(chunk, labels[part], weights[part], shard).to(dtype)
+            dlogits = space.narrowed(_logit_gradient(chunk, labels[part], weights[part], shard))
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
@@ -156,9 +180,9 @@ class _FusedCrossEntropy(Function):
         return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
 
 
-def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard) -> _Chunk:
+def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, space: _Space) -> _Chunk:
     """`[n, h]` tokens against this rank's true rows `[valid, h]`."""
-    logits = torch.mm(x, rows.t()).to(wide(x.dtype))
+    logits = space.logits(x, rows)
     if shard.axis.size == 1:
         local = _log_softmax(logits)
         return _Chunk(local, None, -local.gather(1, labels[:, None])[:, 0])
@@ -203,7 +227,7 @@ def _accumulate(target: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """target += a @ b (= for the first), in the target's dtype where the backend can."""
     if a.dtype != target.dtype:
         product = torch.mm(a, b)
-        target.copy_(product) if first else target.add_(product)
+        target.copy_(product) if first else add_widened(target, product)
     elif first:
         torch.mm(a, b, out=target)
     else:

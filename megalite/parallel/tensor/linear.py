@@ -25,7 +25,7 @@ from megalite.comm import collectives
 from megalite.comm.autograd import copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
-from megalite.gradient import GradSink, WeightGradQueue, sink_of
+from megalite.gradient import GradSink, WeightGradQueue, sink_of, sum_widened
 from megalite.parallel.tensor.context import TensorContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 
@@ -223,7 +223,5 @@ def bias_gradient(sink: GradSink | None, queue: WeightGradQueue, dy: Tensor, bia
     """The sum of dy over all tokens, into the sink or returned."""
     if sink is None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
-    queue.put(
-        lambda: sink.add(dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).view(bias.shape))
-    )
+    queue.put(lambda: sink.add(sum_widened(dy.flatten(0, -2)).view(bias.shape)))
     return None
