@@ -85,7 +85,7 @@ def mean_costs(measured: Timeline) -> Costs:
     """(stage, kind) -> mean duration in ms."""
     sums: dict[tuple[int, str], list[float]] = {}
     for span in measured.spans:
-        if span.action.is_compute and not span.action.parts:
+        if not span.action.parts:
             sums.setdefault((span.action.stage, span.action.kind), []).append(float(span.end - span.start))
     return Costs(exact={key: sum(values) / len(values) for key, values in sums.items()})
 

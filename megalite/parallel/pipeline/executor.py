@@ -1,10 +1,9 @@
 """The executor: one interpreter of actions for every schedule.
 
 It walks one rank's list of actions in order. It does not know which schedule it runs, whether batches overlap, or
-whether
-there is more than one rank: a single process runs the same F, B, REDUCE and STEP. The state that a batch leaves behind
-(activations of forwards that were begun early, receives that were posted early, tensors not yet sent) stays in the
-executor, so the next batch's list continues where this one's ended: asynchronous schedules such as PipeDream-2BW
+whether there is more than one rank: a single process runs the same F, B, REDUCE and STEP. The state that a batch leaves
+behind (activations of forwards that were begun early, receives that were posted early, tensors not yet sent) stays in
+the executor, so the next batch's list continues where this one's ended: asynchronous schedules such as PipeDream-2BW
 need nothing special.
 
 What an action means outside the pipeline (gradient reduction, optimizer step, gathered weights) the executor is
@@ -69,7 +68,9 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class Span:
-    """One action as it was executed: seconds of a monotonic clock."""
+    """One action as it was executed: seconds of a monotonic clock. It starts when its input has arrived: waiting is
+    idleness, not work.
+    """
 
     action: Action
     start: float
@@ -112,6 +113,7 @@ class Executor:
         self._channel = channel
         self._events = events
         self._synchronize = synchronize
+        self._arrival = 0.0
         self._state = _State()
         self._losses: dict[int, Tensor] = {}
         self._handlers: dict[str, Callable[[Action, Source], None]] = {
@@ -165,7 +167,7 @@ class Executor:
             return
         start = self._clock()
         handler(action, source)
-        self.trace.append(Span(action, start, self._clock()))
+        self.trace.append(Span(action, max(start, self._arrival), self._clock()))
 
     def _clock(self) -> float:
         if self._synchronize is not None:
@@ -235,7 +237,10 @@ class Executor:
             return self._state.ready.pop(slot)
         if slot not in self._state.posted:
             raise RuntimeFailure(f"pipeline rank {self.rank}: {action} has no input: the schedule never received it")
-        return self._state.posted.pop(slot).wait()
+        x = self._state.posted.pop(slot).wait()
+        if self.trace is not None:
+            self._arrival = self._clock()
+        return x
 
     def _pass_on(self, kind: str, x: Tensor, action: Action, *, to: int) -> None:
         here = self.placement.rank_of(to, action.replica) == self.rank
