@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.schema import option, required
@@ -99,7 +99,12 @@ class ModelConfig:
         "block (the first --recompute-num-layers layers of each stage)",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = option(None, "layers of one chunk (uniform) or of a stage (block)", ge=1)
+    recompute_num_layers: tuple[int, ...] | None = option(
+        None,
+        "layers of one chunk (uniform) or of a stage (block); for block also one number per stage, first stage first: "
+        "4 2 1 0",
+        ge=0,
+    )
     cpu_offloading_num_layers: int = option(
         0, "first layers of each stage whose activations wait in host memory for their backward", ge=0
     )
@@ -148,9 +153,19 @@ class ModelConfig:
         return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
 
     @property
+    def recomputed_layers(self) -> int:
+        """N of `--recompute-num-layers`, of a stage that has a number of its own as `for_stage` gives it."""
+        return self.recompute_num_layers[0] if self.recompute_num_layers else 1
+
+    @property
     def has_qkv_bias(self) -> bool:
         """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    def for_stage(self, stage: int) -> ModelConfig:
+        """What stage `stage` of the pipeline is built with: of several numbers of recomputed layers its own."""
+        numbers = self.recompute_num_layers or ()
+        return replace(self, recompute_num_layers=(numbers[stage],)) if len(numbers) > 1 else self
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding in memory: the vocabulary rounded up to the divisor times the tensor-parallel size."""

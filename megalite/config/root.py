@@ -90,6 +90,11 @@ class Config:
             return -(-training.train_tokens // self.model.seq_length)
         return 0
 
+    def for_stage(self, stage: int) -> Config:
+        """What stage `stage` of the pipeline is built with (`ModelConfig.for_stage`)."""
+        model = self.model.for_stage(stage)
+        return self if model is self.model else dataclasses.replace(self, model=model)
+
     def padded_vocab_size(self) -> int:
         """Rows of the embedding in memory, over all tensor-parallel ranks."""
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)

@@ -111,6 +111,8 @@ def _checked(option: Option, value: Any) -> tuple[Any, str | None]:
     if value is None:
         return None, None if option.optional else "expected a value"
     if option.many:
+        if option.kind is not str and type(value) is option.kind:
+            value = [value]  # one number is a list of one, as for flags and in files
         if not isinstance(value, (list, tuple)):
             return value, "expected a list"
         items = [_one(option, item) for item in value]

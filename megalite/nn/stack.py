@@ -106,7 +106,7 @@ def recompute_segments(count: int, blocks: Sequence[int], config: ModelConfig) -
     """Cuts `count` layers, of which the indices `blocks` are transformer blocks, into (begin, end, recompute)."""
     if config.recompute_granularity != "full" or not blocks:
         return [(0, count, False)]
-    number = config.recompute_num_layers or 1
+    number = config.recomputed_layers
     first, last = blocks[0], blocks[-1] + 1
     segments = [(0, first, False)] if first else []
     if config.recompute_method == "block":

@@ -138,20 +138,21 @@ def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
     model = config.model
     if model.recompute_granularity != "full" or not blocks:
         return blocks, 0, 0
-    number = min(blocks, model.recompute_num_layers or 1)
+    number = min(blocks, model.recomputed_layers)
     if model.recompute_method == "block":
-        return blocks - number, number, 1
+        return blocks - number, number, min(1, number)
     return 0, -(-blocks // number), number
 
 
 def recompute_cost_layers(config: Config, blocks: int) -> int:
-    """Blocks of a stage of `blocks` whose forward runs again in backward."""
+    """Blocks of a stage of `blocks` whose forward runs again in backward. config: as the stage has it (`for_stage`)."""
     kept, _, _ = _segments(config, blocks)
     return blocks - kept
 
 
 def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> Kept:
-    """What one micro-batch keeps in a stage. items: indices into [embedding, block 0, ..., head]."""
+    """What one micro-batch keeps in a stage. config: as the stage has it (`for_stage`). items: indices into [embedding,
+    block 0, ..., head]."""
     model, size, tokens = config.model, Precision.of(config), _tokens(config)
     blocks = sum(0 < item <= model.num_layers for item in items)
     kept, segments, _ = _segments(config, blocks)

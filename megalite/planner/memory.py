@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 from megalite.config import Config
 from megalite.planner.activations import Kept, stage_activations, workspace_bytes
 from megalite.planner.states import Precision, StateBytes, state_bytes
 from megalite.schedule import Program
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["TERMS", "RankMemory", "rank_memory"]
 
@@ -86,9 +87,10 @@ def rank_memory(
             num_gradients=program.gradient_buffers,
             on_cpu=on_cpu,
         )
-    kept = {stage: stage_activations(config, cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
+    own = {stage: config.for_stage(stage) for stage, _ in stages}
+    kept = {stage: stage_activations(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
     full, boundary, head = _peak(program, rank, kept)
-    spaces = [workspace_bytes(config, cuts[stage], on_cpu=on_cpu) for stage, _ in stages]
+    spaces = [workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages]
     logits, block = max(space[0] for space in spaces), max(space[1] for space in spaces)
     message = _message_bytes(config) if program.num_ranks > 1 else 0.0
     return RankMemory(
@@ -131,31 +133,57 @@ def _peak(program: Program, rank: int, kept: Mapping[int, Kept]) -> tuple[float,
     size = program.num_microbatches * len(kept) * 2
     if size > WALKED_ACTIONS:
         return _declared_peak(program, rank, kept)
-    batches = 2 if program.asynchronous else 1
     best = (0.0, 0.0, 0.0)
-    now = [0.0, 0.0, 0.0]
+    for moment in _fullest_moments(program, rank):
+        now = [0.0, 0.0, 0.0]
+        for stage, in_flight, waiting in moment:
+            now[0] += in_flight * kept[stage].full + waiting * kept[stage].weight_only
+            now[1] += in_flight * kept[stage].boundary
+            now[2] += in_flight * kept[stage].head
+        if sum(now) > sum(best):
+            best = (now[0], now[1], now[2])
+    return best
+
+
+Moment = tuple[tuple[int, int, int], ...]
+"""(Stage, micro-batches whose backward has not begun, those whose I is done and whose W waits) of a rank's stages."""
+
+
+@cache
+def _fullest_moments(program: Program, rank: int) -> tuple[Moment, ...]:
+    """The moments of a batch at which a rank holds the most, whatever a micro-batch keeps: no other moment has as many
+    of everything. Few, and worked out once for all that is asked of a program."""
+    stages = sorted({stage for stage, _ in program.placement.stages_of(rank)})
+    counts = {stage: [0, 0] for stage in stages}
+    fullest: list[Moment] = []
+    seen: set[Moment] = set()
+    batches = 2 if program.asynchronous else 1
     for index in range(batches):
         batch = program.batch(index, last=index == batches - 1)
         for action in program.actions_for_batch(rank, batch):
             for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
-                _account(now, part, kept[part.stage])
-                if part.kind == FORWARD and sum(now) > sum(best):
-                    best = (now[0], now[1], now[2])
-    return best
+                _account(counts[part.stage], part.kind)
+                moment = tuple((stage, counts[stage][0], counts[stage][1]) for stage in stages)
+                if moment not in seen and not any(_holds(other, moment) for other in fullest):
+                    fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
+                seen.add(moment)
+    return tuple(fullest)
 
 
-def _account(now: list[float], action: Action, kept: Kept) -> None:
-    """One computation's effect on what is held."""
-    if action.kind == FORWARD:
-        now[0] += kept.full
-        now[1] += kept.boundary
-        now[2] += kept.head
-    elif action.kind in (BACKWARD, BACKWARD_INPUT):
-        now[0] -= kept.full - (kept.weight_only if action.kind == BACKWARD_INPUT else 0.0)
-        now[1] -= kept.boundary
-        now[2] -= kept.head
-    elif action.kind == BACKWARD_WEIGHT:
-        now[0] -= kept.weight_only
+def _holds(moment: Moment, other: Moment) -> bool:
+    """Whether `moment` has as many of everything as `other`."""
+    return all(a >= b for mine, theirs in zip(moment, other, strict=True) for a, b in zip(mine, theirs, strict=True))
+
+
+def _account(counts: list[int], kind: str) -> None:
+    """One computation's effect on [in flight, waiting for W] of its stage."""
+    if kind == FORWARD:
+        counts[0] += 1
+    elif kind in (BACKWARD, BACKWARD_INPUT):
+        counts[0] -= 1
+        counts[1] += kind == BACKWARD_INPUT
+    elif kind == BACKWARD_WEIGHT:
+        counts[1] -= 1
 
 
 def _declared_peak(program: Program, rank: int, kept: Mapping[int, Kept]) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from megalite.config import Config
 from megalite.config.arithmetic import flops_per_iteration
@@ -92,8 +92,14 @@ def program_of(config: Config, world_size: int, num_microbatches: int | None = N
     if parallel.pipeline_schedule_file is not None:
         return load_program(parallel.pipeline_schedule_file)
     m = config.num_microbatches(world_size) if num_microbatches is None else num_microbatches
-    chunks = parallel.virtual_pipeline_model_parallel_size
-    return build(parallel.schedule, parallel.pipeline_model_parallel_size, m, chunks)
+    chunks, pairs = parallel.virtual_pipeline_model_parallel_size, parallel.chimera_pairs
+    return _built(parallel.schedule, parallel.pipeline_model_parallel_size, m, chunks, pairs)
+
+
+@cache
+def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int) -> Program:
+    """One object for one shape, so that what is worked out of a program is found again."""
+    return build(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
 
 
 def stage_cuts(config: Config, program: Program) -> list[range]:
@@ -144,7 +150,7 @@ def predict(
     }
     tp = config.parallel.tensor_model_parallel_size
     flops = float(flops_per_iteration(config.model, batch, tp))
-    again = sum(recompute_cost_layers(config, costs.blocks(stage)) for stage in range(len(cuts)))
+    again = sum(recompute_cost_layers(config.for_stage(stage), costs.blocks(stage)) for stage in range(len(cuts)))
     recomputed = again * forward_flops_per_block(config) * batch / config.training.micro_batch_size
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(parts.values())
@@ -174,10 +180,8 @@ def steady_state(config: Config, program: Program, costs: Costs) -> Steady:
     fixed = config.parallel.pipeline_schedule_file is not None
     if actions <= SIMULATED_ACTIONS or skipped < unit or fixed or m - skipped - unit < 2 * p:
         return _simulated(program, costs)
-    chunks = config.parallel.virtual_pipeline_model_parallel_size
-    name = config.parallel.schedule
-    long = _simulated(build(name, p, m - skipped, chunks), costs)
-    short = _simulated(build(name, p, m - skipped - unit, chunks), costs)
+    long = _simulated(program_of(config, 0, m - skipped), costs)
+    short = _simulated(program_of(config, 0, m - skipped - unit), costs)
     rate = (long.makespan - short.makespan) / unit
     ends = tuple(end + rate * skipped for end in long.ends)
     return Steady(long.makespan + rate * skipped, ends, long.busy / (m - skipped) * m)
@@ -234,7 +238,7 @@ class _Stages:
         total = Times(*(blocks * value for value in layers.block))
         total += layers.embedding if 0 in items else Times()
         total += layers.head if self.config.model.num_layers + 1 in items else Times()
-        again = recompute_cost_layers(self.config, blocks) * layers.block.forward
+        again = recompute_cost_layers(self.config.for_stage(stage), blocks) * layers.block.forward
         over = self.hardware.action_overhead
         total += Times(over, over + again, over)
         return self._with_zero(total, stage)

@@ -96,7 +96,7 @@ def apply(config: Config, layout: Layout) -> Config:
             model,
             recompute_granularity=layout.recompute_granularity,
             recompute_method="uniform" if full else None,
-            recompute_num_layers=1 if full else None,
+            recompute_num_layers=(1,) if full else None,
         )
     training = replace(config.training, micro_batch_size=layout.micro_batch_size)
     return replace(config, model=model, parallel=parallel, training=training)

@@ -114,9 +114,8 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     buffers: dict[StageKey, ParameterBuffers] = {}
     for key in placement.stages_of(rank):
         queue = WeightGradQueue()
-        modules = [
-            _build_module(config, mesh, [specs[i] for i in cuts[key[0]]], queue, device) for _ in range(num_slots)
-        ]
+        own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
+        modules = [_build_module(own, mesh, items, queue, device) for _ in range(num_slots)]
         stages[key] = Stage(
             modules,
             queue,

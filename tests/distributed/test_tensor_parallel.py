@@ -171,7 +171,7 @@ def test_recomputation_under_sequence_parallelism(granularity: str) -> None:
     fields = {**GPT, "attention_dropout": 0.3}
     again = {**fields, "recompute_granularity": granularity}
     if granularity == "full":
-        again |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        again |= {"recompute_method": "uniform", "recompute_num_layers": (1,)}
     single = run_single(body_model, fields, False, False)
     assert_same(single, run_ranks(body_model, 2, again, True, True))
 

@@ -8,7 +8,11 @@ import time
 import pytest
 
 from equivalence.layouts import TINY, Layout, assert_close, compare, draw, train_body
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.nn.block import Block
 from megalite.testing import run_ranks
+from megalite.training.run import open_run
 
 CORNERS = {
     "one process": ((), 1),
@@ -32,6 +36,35 @@ def test_dropout_is_the_same_at_every_layout() -> None:
     model = ("--num-layers", "4", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
     for flags, world_size in [CORNERS["tp2 sequence parallel"], CORNERS["pp2"], CORNERS["dp2"]]:
         compare(Layout(model, ("--micro-batch-size", "1", *flags), world_size))
+
+
+AGAIN = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers")
+
+
+def block_forwards_body(world: World, argv: list[str]) -> int:
+    """How often this rank computes a block in one step."""
+    calls, forward = 0, Block.forward
+
+    def counted(*args):
+        nonlocal calls
+        calls += 1
+        return forward(*args)
+
+    Block.forward = counted
+    try:
+        with open_run(parse(argv, world_size=world.size), world) as run:
+            run.trainer.train_step(drain=True)
+    finally:
+        Block.forward = forward
+    return calls
+
+
+def test_every_stage_recomputes_its_own_number_of_layers() -> None:
+    model, pp2 = ("--num-layers", "5", "--hidden-dropout", "0.1"), CORNERS["pp2"][0]
+    layout = ("--micro-batch-size", "1", *pp2, "--decoder-first-pipeline-num-layers", "2", *AGAIN, "1", "3")
+    compare(Layout(model, layout, 2))
+    # eight micro-batches: two blocks of which one runs twice, three that all run twice
+    assert run_ranks(block_forwards_body, 2, [*TINY, *model, *layout]) == [8 * 3, 8 * 6]
 
 
 def test_random_layouts(full: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules.text import divisors, listed, multiples_around
+from megalite.config.rules.text import PP, divisors, listed, multiples_around
 from megalite.config.values import show
 
 __all__ = ["model_shape", "recompute"]
@@ -48,6 +48,8 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{flag}={show(value)}: needs --recompute-granularity=full"
+    else:
+        yield from _recomputed_layers(config)
     offloaded = model.cpu_offloading_num_layers
     if offloaded > model.num_layers:
         yield f"--cpu-offloading-num-layers={offloaded}: more than --num-layers={model.num_layers}"
@@ -58,3 +60,21 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
         )
     if offloaded and config.training.compile:
         yield f"--cpu-offloading-num-layers={offloaded}: not with --compile, which decides itself what is kept"
+
+
+def _recomputed_layers(config: Config) -> Iterator[str]:
+    """One number for all stages, or under the block method one for each."""
+    model, parallel = config.model, config.parallel
+    numbers = model.recompute_num_layers
+    if numbers is None:
+        return
+    flag, block = f"--recompute-num-layers={show(numbers)}", model.recompute_method == "block"
+    if len(numbers) > 1 and not block:
+        yield f"{flag}: one number for each stage needs --recompute-method=block; give that, or one number"
+    elif len(numbers) > 1 and parallel.pipeline_schedule_file is not None:
+        yield f"{flag}: not with --pipeline-schedule-file; give one number for all stages"
+    elif len(numbers) > 1 and len(numbers) != (stages := parallel.pipeline_model_parallel_size * parallel.num_chunks):
+        ranks = f"{PP}={parallel.pipeline_model_parallel_size} x {parallel.num_chunks} chunks per rank"
+        yield f"{flag}: {len(numbers)} numbers for {stages} stages ({ranks}); give {stages}, or one for all"
+    elif not any(numbers):
+        yield f"{flag}: recomputes nothing; leave out --recompute-granularity=full"

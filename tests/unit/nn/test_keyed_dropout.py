@@ -102,8 +102,8 @@ def test_recomputation_replays_the_masks() -> None:
     plain(None, batch()).backward()
     choices = [
         {"recompute_granularity": "selective"},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": (2,)},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": (1,)},
     ]
     for choice in choices:
         again = model(hidden_dropout=0.3, attention_dropout=0.3, **choice)

@@ -247,11 +247,12 @@ def test_bf16_stays_close_to_fp64_and_closer_with_an_fp32_residual_stream() -> N
         ("uniform", 1, [(0, 1, False), (1, 2, True), (2, 3, True), (3, 4, True), (4, 5, False)]),
         ("uniform", 2, [(0, 1, False), (1, 3, True), (3, 4, True), (4, 5, False)]),
         ("block", 2, [(0, 1, False), (1, 2, True), (2, 3, True), (3, 4, False), (4, 5, False)]),
+        ("block", 0, [(0, 1, False), (1, 4, False), (4, 5, False)]),
         ("block", 9, [(0, 1, False), (1, 2, True), (2, 3, True), (3, 4, True), (4, 5, False)]),
     ],
 )
 def test_what_is_recomputed(method: str, number: int, expected: list[tuple[int, int, bool]]) -> None:
-    config = ModelConfig(**SHAPE, recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+    config = ModelConfig(**SHAPE, recompute_granularity="full", recompute_method=method, recompute_num_layers=(number,))
     assert recompute_segments(5, [1, 2, 3], config) == expected
 
 
@@ -269,5 +270,5 @@ def test_recomputed_blocks_keep_their_input_only() -> None:
             stack(None, batch())
         return total
 
-    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,))
     assert saved_bytes(**full) < 0.3 * saved_bytes()
