@@ -89,7 +89,7 @@ def read(path: Path, process: int) -> Trace:
 
 @pytest.mark.parametrize("schedule", [*SAMPLED, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_a_traced_run_takes_what_was_simulated(schedule: str, tmp_path: Path) -> None:
-    iterations = 3 if schedule in ("2bw", "pipedream") else 1
+    iterations = 3 if schedule == "2bw" else 1
     path = tmp_path / "trace.json"
     flags = ["--num-layers", "4", "--pipeline-model-parallel-size", str(P), "--pipeline-schedule", schedule]
     flags += ["--micro-batch-size", "1", "--global-batch-size", str(M), "--trace-pipeline", str(path)]
