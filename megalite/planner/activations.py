@@ -31,13 +31,14 @@ class Kept:
     """Bytes of one micro-batch in one stage.
 
     full: from forward to backward, without the next two. boundary: the stage's input. head: what the output layer
-    keeps. weight_only: after I until W of a split backward.
+    keeps. weight_only: after I until W of a split backward; weight_only_block: the share of one block.
     """
 
     full: float
     boundary: float
     head: float
     weight_only: float
+    weight_only_block: float
 
     @property
     def total(self) -> float:
@@ -170,21 +171,27 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
         full -= entrance  # the first block's input is the received tensor
     elif boundary:
         head -= entrance
-    return Kept(max(full, 0.0), boundary, max(head, 0.0), _weight_only(config, items, blocks))
+    block = _weight_only_block(config)
+    late = blocks * block + _weight_only_head(config, items)
+    return Kept(max(full, 0.0), boundary, max(head, 0.0), late, block)
 
 
-def _weight_only(config: Config, items: range, blocks: int) -> float:
-    """Inputs and output gradients of the matrices: what W needs."""
-    model, tp, size, tokens = config.model, config.parallel.tensor_model_parallel_size, Precision.of(config), 0
-    tokens = _tokens(config)
+def _weight_only_block(config: Config) -> float:
+    """Inputs and output gradients of a block's matrices: what W needs."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
     h, q, kv = model.hidden_size, model.query_size / tp, model.kv_size / tp
     f = model.ffn_size / tp
     inputs = 2 * h + q + f  # whole sequences: the gather of sequence parallelism has been done
     gradients = (q + 2 * kv) + h + (2 if model.gated else 1) * f + h
-    held = blocks * size.compute * tokens * (inputs + gradients)
-    if model.num_layers + 1 in items:
-        held += config.padded_vocab_size() / tp * h * size.wide
-    return held
+    return Precision.of(config).compute * _tokens(config) * (inputs + gradients)
+
+
+def _weight_only_head(config: Config, items: range) -> float:
+    """The gradient that the head has computed in its forward, until it is added."""
+    if config.model.num_layers + 1 not in items:
+        return 0.0
+    rows = config.padded_vocab_size() / config.parallel.tensor_model_parallel_size
+    return rows * config.model.hidden_size * Precision.of(config).wide
 
 
 def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tuple[float, float]:
@@ -201,7 +208,9 @@ def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tu
     block = 0.0
     if blocks:
         width = (2 if model.gated else 1) * model.ffn_size / tp
-        block = size.compute * tokens * (model.hidden_size + 2 * width)
         _, _, longest = _segments(config, blocks)
-        block += longest * block_bytes(config, on_cpu=on_cpu)
+        block = size.compute * tokens * (model.hidden_size + 2 * width)
+        if longest:  # made again, and let go as the backward goes through it; its input is there already
+            entrance = tokens / _outer(config) * model.hidden_size * _residual_bytes(config)
+            block += longest * block_bytes(config, on_cpu=on_cpu) - entrance - size.compute * tokens * width
     return logits, block

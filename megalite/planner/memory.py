@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.planner.activations import Kept, stage_activations, workspace_bytes
@@ -89,9 +90,9 @@ def rank_memory(
         )
     own = {stage: config.for_stage(stage) for stage, _ in stages}
     kept = {stage: stage_activations(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
-    full, boundary, head = _peak(program, rank, kept)
-    spaces = [workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages]
-    logits, block = max(space[0] for space in spaces), max(space[1] for space in spaces)
+    spaces = {stage: workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
+    logits, block = (max(space[i] for space in spaces.values()) for i in (0, 1))
+    full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
     message = _message_bytes(config) if program.num_ranks > 1 else 0.0
     return RankMemory(
         weights=states.weights,
@@ -102,7 +103,7 @@ def rank_memory(
         boundary=boundary + 2 * message,
         logits=head + logits,
         buffers=states.scratch + states.gathered + _sequence_buffers(config) + _shared_memory(config, on_cpu),
-        workspace=max(0.0, block - logits),  # the head's chunk is gone before the first block's backward begins
+        workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
         host=states.host,
     )
 
@@ -128,25 +129,36 @@ def _shared_memory(config: Config, on_cpu: bool) -> float:
     return tp * (128.0 + 8 * 2**20) if on_cpu and tp > 1 else 0.0
 
 
-def _peak(program: Program, rank: int, kept: Mapping[int, Kept]) -> tuple[float, float, float]:
-    """(Activations, boundary, head) at the moment at which their sum is largest."""
+def _peak(program: Program, rank: int, kept: Mapping[int, Kept], transient: float) -> tuple[float, float, float, float]:
+    """(Activations, boundary, head, what comes and goes) at the moment at which their sum is largest.
+
+    transient: while a forward or backward runs. It is over when an I has ended; what then waits for W was part of it.
+    """
     size = program.num_microbatches * len(kept) * 2
     if size > WALKED_ACTIONS:
-        return _declared_peak(program, rank, kept)
-    best = (0.0, 0.0, 0.0)
+        return *_declared_peak(program, rank, kept), transient
+    best = (0.0, 0.0, 0.0, transient)
     for moment in _fullest_moments(program, rank):
-        now = [0.0, 0.0, 0.0]
-        for stage, in_flight, waiting in moment:
+        now = [0.0, 0.0, 0.0, transient]
+        if moment.ended is not None:
+            now[3] = max(0.0, transient - kept[moment.ended].weight_only_block)
+        for stage, in_flight, waiting in moment.counts:
             now[0] += in_flight * kept[stage].full + waiting * kept[stage].weight_only
             now[1] += in_flight * kept[stage].boundary
             now[2] += in_flight * kept[stage].head
         if sum(now) > sum(best):
-            best = (now[0], now[1], now[2])
+            best = (now[0], now[1], now[2], now[3])
     return best
 
 
-Moment = tuple[tuple[int, int, int], ...]
-"""(Stage, micro-batches whose backward has not begun, those whose I is done and whose W waits) of a rank's stages."""
+class Moment(NamedTuple):
+    """What a rank holds after a forward, or after the I of stage `ended`.
+
+    counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits).
+    """
+
+    ended: int | None
+    counts: tuple[tuple[int, int, int], ...]
 
 
 @cache
@@ -163,7 +175,10 @@ def _fullest_moments(program: Program, rank: int) -> tuple[Moment, ...]:
         for action in program.actions_for_batch(rank, batch):
             for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
                 _account(counts[part.stage], part.kind)
-                moment = tuple((stage, counts[stage][0], counts[stage][1]) for stage in stages)
+                if part.kind not in (FORWARD, BACKWARD_INPUT):
+                    continue
+                ended = part.stage if part.kind == BACKWARD_INPUT else None
+                moment = Moment(ended, tuple((stage, counts[stage][0], counts[stage][1]) for stage in stages))
                 if moment not in seen and not any(_holds(other, moment) for other in fullest):
                     fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
                 seen.add(moment)
@@ -171,8 +186,12 @@ def _fullest_moments(program: Program, rank: int) -> tuple[Moment, ...]:
 
 
 def _holds(moment: Moment, other: Moment) -> bool:
-    """Whether `moment` has as many of everything as `other`."""
-    return all(a >= b for mine, theirs in zip(moment, other, strict=True) for a, b in zip(mine, theirs, strict=True))
+    """Whether `moment` is of the same kind and has as many of everything as `other`."""
+    return moment.ended == other.ended and all(
+        a >= b
+        for mine, theirs in zip(moment.counts, other.counts, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def _account(counts: list[int], kind: str) -> None:

@@ -20,7 +20,16 @@ from megalite.planner.cost import LayerTimes, Times, TimeSource, forward_flops_p
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.states import Precision, default_bucket_size, stage_parameters
-from megalite.schedule import Costs, Program, build, estimate_costs, load_program, partition, simulate
+from megalite.schedule import (
+    Costs,
+    Program,
+    build,
+    estimate_costs,
+    load_program,
+    merge_backward,
+    partition,
+    simulate,
+)
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["Prediction", "Steady", "memory_of", "predict", "program_of", "stage_cuts", "steady_state"]
@@ -87,10 +96,10 @@ class Steady:
 
 
 def program_of(config: Config, world_size: int, num_microbatches: int | None = None) -> Program:
-    """The computations of a full batch."""
+    """The computations of a full batch, as they run."""
     parallel = config.parallel
     if parallel.pipeline_schedule_file is not None:
-        return load_program(parallel.pipeline_schedule_file)
+        return merge_backward(load_program(parallel.pipeline_schedule_file))
     m = config.num_microbatches(world_size) if num_microbatches is None else num_microbatches
     chunks, pairs = parallel.virtual_pipeline_model_parallel_size, parallel.chimera_pairs
     return _built(parallel.schedule, parallel.pipeline_model_parallel_size, m, chunks, pairs)
@@ -99,7 +108,7 @@ def program_of(config: Config, world_size: int, num_microbatches: int | None = N
 @cache
 def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
-    return build(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
+    return merge_backward(build(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
 
 
 def stage_cuts(config: Config, program: Program) -> list[range]:
