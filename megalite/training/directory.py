@@ -78,10 +78,22 @@ class RunDirectory:
         )
         if path is None:
             return None
+        if self._goes_on(path):
+            checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
+            self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
         start = open_start(path, finetune=checkpoint.finetune)
         check_model(start.model, self.config.model, f"--load={path}")
         self.config = _with_seed_of(self.config, start)
         return start
+
+    def _goes_on(self, path: Path) -> bool:
+        """Whether this run has begun with `--load` before and `--auto-resume` now takes it up again from `--save`: what
+        was said of `--load` (`--finetune`, `--no-load-optim`, `--no-load-rng`) does not concern its own checkpoints."""
+        settings = self.config.checkpoint
+        if not settings.auto_resume or settings.save is None or settings.load is None:
+            return False
+        save, load = Path(settings.save).resolve(), Path(settings.load).resolve()
+        return load != save and path.resolve().parent == save
 
     def begin(self, iteration: int) -> None:
         """Training starts after `iteration`: writes config.yaml, puts newer checkpoints aside, takes COMPLETED away."""

@@ -142,6 +142,22 @@ def test_the_run_that_begins_is_a_run_of_its_own(models: Path, tmp_path: Path, c
     assert f"--save={save}: holds another run (newest iter_0000002)" in capsys.readouterr().err
 
 
+def test_one_command_begins_with_the_model_and_goes_on_when_requeued(models: Path, tmp_path: Path, capsys: Any) -> None:
+    flags = ("--use-checkpoint-args", "--auto-resume", "--finetune", "--no-load-optim", "--exit-interval", "1")
+    requeued = command(models / "Llama", tmp_path / "run", *flags)
+    for account in ("iteration 0, data order", "iteration 1, 4 samples consumed, weights, optimizer state"):
+        assert pretrain(requeued) == 0
+        assert account in capsys.readouterr().out
+    assert pretrain(command(models / "Llama", tmp_path / "whole", *flags[:-2])) == 0
+    ours, whole = (CheckpointReader(tmp_path / name / "iter_0000002") for name in ("run", "whole"))
+    assert set(ours.names) == set(whole.names)
+    assert all(torch.equal(ours.read(name), whole.read(name)) for name in ours.names)
+
+    line = "--ckpt-step=1: of --load, or of --save (--auto-resume)? let --load name the step's directory"
+    assert pretrain([*requeued, "--ckpt-step", "1"]) == 2
+    assert line in capsys.readouterr().err
+
+
 def test_flags_without_use_checkpoint_args_must_agree(models: Path, tmp_path: Path, capsys: Any) -> None:
     model = models / "Llama"
     shape = (
