@@ -93,7 +93,10 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
             if on and not (settings.auto_resume and flag != "--finetune"):
                 yield f"{flag}: needs --load"
     elif settings.auto_resume and settings.load != settings.save and settings.ckpt_step is not None:
-        yield f"--ckpt-step={settings.ckpt_step}: of --load, or of --save (--auto-resume)? let --load name the step's directory"
+        yield (
+            f"--ckpt-step={settings.ckpt_step}: of --load, or of --save (--auto-resume)? "
+            "let --load name the step's directory"
+        )
 
 
 def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
