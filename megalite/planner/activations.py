@@ -23,6 +23,7 @@ from megalite.planner.states import Precision
 
 __all__ = ["Kept", "block_bytes", "recompute_cost_layers", "stage_activations", "workspace_bytes"]
 
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 LOGIT_CHUNK_CPU, LOGIT_CHUNK_CUDA = 1 << 22, 1 << 26
 
 
@@ -135,13 +136,18 @@ def block_bytes(config: Config, *, on_cpu: bool = False) -> float:
 
 
 def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
-    """(Blocks kept whole, segments that keep their input only, blocks of the longest such segment)."""
+    """(Blocks kept whole, segments that keep their input only, blocks that recomputing brings back beside the rest).
+
+    The first blocks of a stage are recomputed last: whole blocks behind them have gone by then, and one takes their
+    place; where the backward is split, their W keeps most of them.
+    """
     model = config.model
     if model.recompute_granularity != "full" or not blocks:
         return blocks, 0, 0
     number = min(blocks, model.recomputed_layers)
     if model.recompute_method == "block":
-        return blocks - number, number, min(1, number)
+        split = config.parallel.schedule in SPLIT_BACKWARD
+        return blocks - number, number, 1 if number == blocks or (number and split) else 0
     return 0, -(-blocks // number), number
 
 

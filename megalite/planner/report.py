@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from megalite.config import Config
@@ -12,13 +13,13 @@ from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, pareto
 from megalite.planner.space import layout_of
 
-__all__ = ["as_json", "cost_of_training", "layout_text", "limit_of", "summary", "table"]
+__all__ = ["as_json", "budget", "cost_of_training", "layout_text", "limit_of", "stages_text", "summary", "table"]
 
 GIB = 2**30
 
 
 def layout_text(config: Config, world_size: int) -> str:
-    """`tp8 sp pp16 x 6 chunks dp8, interleaved, zero1, micro-batch 1, recompute full`."""
+    """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; how stages differ is told by `stages_text`."""
     layout = layout_of(config)
     dp = world_size // layout.tensor_model_parallel_size // layout.pipeline_model_parallel_size
     parts = [f"tp{layout.tensor_model_parallel_size}" + "+sp" * layout.sequence_parallel]
@@ -27,8 +28,27 @@ def layout_text(config: Config, world_size: int) -> str:
         parts[-1] += f"x{layout.chunks}" if layout.chunks > 1 else ""
         parts[-1] += f" {layout.pipeline_schedule}"
     parts += [f"dp{dp}" + f" zero{layout.zero_stage}" * (layout.zero_stage > 0), f"mb{layout.micro_batch_size}"]
-    parts += [f"recompute {layout.recompute_granularity}"] if layout.recompute_granularity else []
+    listed = _recomputed(config)
+    parts += [f"recompute {listed if len(listed) < 28 else 'by stage'}"] if listed else []
+    parts += ["cut by cost"] if config.parallel.pipeline_model_parallel_layout is not None else []
     return ", ".join(parts)
+
+
+def stages_text(config: Config) -> str:
+    """How stages differ, in full: the recomputed layers of each, the cut; empty where they do not."""
+    cut = config.parallel.pipeline_model_parallel_layout
+    parts = [f"recompute {_recomputed(config)}"] if len(config.model.recompute_num_layers or ()) > 1 else []
+    return "; ".join([*parts, f"stages {cut}"] if cut is not None else parts)
+
+
+def _recomputed(config: Config) -> str:
+    """`full`, `selective`, or the layers of every stage: `4,2,1,0x5 layers`."""
+    model = config.model
+    if model.recompute_granularity != "full" or model.recompute_method != "block":
+        return model.recompute_granularity or ""
+    numbers = model.recompute_num_layers or (1,)
+    runs = [(number, len(list(run))) for number, run in groupby(numbers)]
+    return ",".join(f"{number}x{times}" if times > 1 else str(number) for number, times in runs) + " layers"
 
 
 def limit_of(prediction: Prediction, hardware: Hardware) -> str:
@@ -50,7 +70,7 @@ def limit_of(prediction: Prediction, hardware: Hardware) -> str:
 def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
     """One candidate."""
     return {
-        "layout": layout_of(prediction.config).as_dict(prediction.world_size),
+        "layout": _layout(prediction),
         "step_time_s": prediction.step_time,
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_device": prediction.tflops_per_device,
@@ -63,6 +83,17 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
         "step_time_parts_s": prediction.parts,
         "limited_by": limit_of(prediction, hardware),
     }
+
+
+def _layout(prediction: Prediction) -> dict[str, Any]:
+    """By the names of the flags; the last ones only where stages differ."""
+    model, parallel = prediction.config.model, prediction.config.parallel
+    layout = layout_of(prediction.config).as_dict(prediction.world_size)
+    if model.recompute_method == "block":
+        layout |= {"recompute_method": "block", "recompute_num_layers": list(model.recompute_num_layers or (1,))}
+    if parallel.pipeline_model_parallel_layout is not None:
+        layout["pipeline_model_parallel_layout"] = parallel.pipeline_model_parallel_layout
+    return layout
 
 
 def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
@@ -78,7 +109,7 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
                 f"{prediction.tokens_per_s:,.0f}",
                 f"{prediction.tflops_per_device:.4g}",
                 f"{prediction.mfu:.1%}",
-                f"{prediction.memory_bytes / GIB:.1f}",
+                gib(prediction.memory_bytes),
                 f"{prediction.bubble_over_ideal:.1%}",
                 limit_of(prediction, hardware),
             )
@@ -108,17 +139,46 @@ def summary(found: Found, world_size: int, hardware: Hardware, top: int) -> str:
         f"{hardware.usable_bytes / GIB:.1f} GiB that tensors may use.",
     ]
     memory = best.memory[best.fullest]
-    terms = [f"{name} {value / GIB:.2f}" for name, value in memory.by_term().items() if value]
+    terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]
     lines.append(f"1: GiB on pipeline rank {best.fullest}: {', '.join(terms)}")
     lines.append(f"1: {cost_of_training(best, hardware)}")
+    lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p.config))]
     return "\n".join(lines)
 
 
 def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
     """Time and energy of the whole training."""
-    world = prediction.world_size
-    iterations = prediction.config.train_iterations(world)
-    seconds = iterations * prediction.step_time
-    energy = seconds * world * hardware.power / 3.6e9
-    tokens = prediction.config.total_train_samples(world) * prediction.config.model.seq_length
-    return f"{tokens / 1e9:,.4g} G tokens take {seconds / 86400:,.3g} days and about {energy:,.3g} MWh"
+    days, energy = budget(prediction, hardware)
+    tokens = prediction.config.total_train_samples(prediction.world_size) * prediction.config.model.seq_length
+    return f"{tokens_text(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}"
+
+
+def gib(nbytes: float) -> str:
+    """A column's number of GiB: three digits, and no more than one behind the point of ten and above."""
+    return f"{nbytes / GIB:.1f}" if nbytes >= 10 * GIB else f"{nbytes / GIB:.3g}"
+
+
+def tokens_text(tokens: float) -> str:
+    """`300 G`, `49.2 k`."""
+    unit, name = next(((u, n) for u, n in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if tokens >= u), (1.0, ""))
+    return f"{tokens / unit:,.4g}{name}"
+
+
+def time_text(days: float) -> str:
+    """`22.2 days`, `3.1 hours`, `40 seconds`."""
+    for unit, name in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
+        if days >= 1.5 * unit:
+            return f"{days / unit:,.3g} {name}"
+    return f"{days * 86400:,.3g} seconds"
+
+
+def energy_text(megawatt_hours: float) -> str:
+    """`355 MWh`, `12 kWh`, `0.2 Wh`."""
+    unit, name = next(((u, n) for u, n in ((1.0, "MWh"), (1e-3, "kWh")) if megawatt_hours >= u), (1e-6, "Wh"))
+    return f"{megawatt_hours / unit:,.3g} {name}"
+
+
+def budget(prediction: Prediction, hardware: Hardware) -> tuple[float, float]:
+    """(Days, MWh) of the whole training."""
+    seconds = prediction.config.train_iterations(prediction.world_size) * prediction.step_time
+    return seconds / 86400, seconds * prediction.world_size * hardware.power / 3.6e9

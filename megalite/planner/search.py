@@ -1,7 +1,8 @@
 """The best layouts: closed forms rank all, the simulator prices the best.
 
 all that may be legal ──> seconds and a lower bound of bytes by closed forms ──> what cannot fit is dropped
-    ──> best first: is it legal, does it fit exactly ──> simulate the first ones ──> table, Pareto front
+    ──> best first: is it legal, does it fit exactly ──> simulate the first ones, also with recomputation only where
+    memory binds ──> other cuts for the best of them (uneven.py) ──> table, Pareto front
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from megalite.planner.cost import LayerTimes, TimeSource
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
 from megalite.planner.predict import Prediction, memory_of, predict, program_of, stage_cuts
-from megalite.planner.space import Layout, Sizes, apply, of_shape, reasons_against, shapes
+from megalite.planner.space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
 from megalite.planner.states import Precision, stage_parameters
+from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
 
 __all__ = ["Found", "Misfit", "Quick", "pareto", "search"]
 
@@ -26,6 +28,12 @@ LEAST_SIMULATED = 16
 
 #: Layouts that are counted exactly and do not fit before the search gives up.
 MOST_REJECTED = 100
+
+#: So many of the fastest pipelines are cut anew, and so many of the fastest that do not fit.
+RECUT, RECUT_MISFITS = 4, 2
+
+#: A cut is written out only if a step gains this part by it.
+LEAST_GAIN = 1e-3
 
 #: Sizes whose bound is so many times slower than the best estimate are left out.
 TOO_SLOW = 1.5
@@ -62,14 +70,12 @@ class Quick:
     world_size: int
     hardware: Hardware
     source: TimeSource
-    _layers: dict[tuple[int, int, bool, str | None], tuple[LayerTimes, float, float, Config]] = field(
-        default_factory=dict
-    )
+    _layers: dict[tuple[int, int, bool, str | None], tuple[LayerTimes, float, Config]] = field(default_factory=dict)
     _elements: dict[int, int] = field(default_factory=dict)
     _cuts: dict[int, list[range]] = field(default_factory=dict)
 
-    def _shared(self, layout: Layout) -> tuple[LayerTimes, float, float, Config]:
-        """(Times, bytes a block keeps, its share of recomputed forwards, configuration)."""
+    def _shared(self, layout: Layout) -> tuple[LayerTimes, float, Config]:
+        """(Times, the fewest bytes that a block may keep, configuration)."""
         key = (
             layout.tensor_model_parallel_size,
             layout.micro_batch_size,
@@ -79,10 +85,20 @@ class Quick:
         if key not in self._layers:
             config = apply(self.config, layout)
             blocks = config.model.num_layers
-            kept = stage_activations(config, range(1, blocks + 1), on_cpu=self.hardware.on_cpu)
-            again = recompute_cost_layers(config, blocks) / blocks
-            self._layers[key] = (self.source.layers(config), (kept.full + kept.boundary) / blocks, again, config)
+            lean = config
+            if config.model.recompute_method == "block":  # some stage may recompute all that it has
+                lean = recomputing(config, [blocks], [blocks])
+            kept = stage_activations(lean, range(1, blocks + 1), on_cpu=self.hardware.on_cpu)
+            self._layers[key] = (self.source.layers(config), (kept.full + kept.boundary) / blocks, config)
         return self._layers[key]
+
+    def _again(self, layout: Layout, config: Config) -> float:
+        """The share of blocks whose forward runs again."""
+        blocks, stages = config.model.num_layers, layout.pipeline_model_parallel_size * layout.chunks
+        numbers = config.model.recompute_num_layers or (1,)
+        if config.model.recompute_method != "block":
+            return recompute_cost_layers(config, blocks) / blocks
+        return min(1.0, sum(numbers) * (stages if len(numbers) == 1 else 1) / blocks)
 
     def elements(self, layout: Layout) -> int:
         """Parameters of the whole model on one tensor-parallel rank."""
@@ -93,13 +109,25 @@ class Quick:
             self._elements[tp] = sum(p.numel for p in whole)
         return self._elements[tp]
 
-    def exact_memory(self, config: Config) -> tuple[list[range], tuple[RankMemory, ...]]:
-        """The stages of a legal layout, and the bytes of its pipeline ranks."""
+    def exact_memory(
+        self, config: Config, cuts: list[range] | None = None
+    ) -> tuple[list[range], tuple[RankMemory, ...]]:
+        """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run."""
         program = program_of(config, self.world_size)
         number = program.num_stages
-        if number not in self._cuts:
-            self._cuts[number] = stage_cuts(config, program)
-        return self._cuts[number], memory_of(config, self.world_size, self.hardware, program, self._cuts[number])
+        if cuts is None:
+            if number not in self._cuts:
+                self._cuts[number] = stage_cuts(config, program)
+            cuts = self._cuts[number]
+        return cuts, memory_of(config, self.world_size, self.hardware, program, cuts)
+
+    def predict(self, config: Config, cuts: list[range]) -> Prediction:
+        """The simulated step of a legal layout with these stages."""
+        return predict(config, self.world_size, self.hardware, self.source, cuts)
+
+    def room(self, config: Config) -> Room:
+        """The memory of a layout, rank by rank."""
+        return Room(config, self.world_size, self.hardware, program_of(config, self.world_size))
 
     def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
         """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything
@@ -108,7 +136,7 @@ class Quick:
         zero = self.config.parallel.zero_stage if "zero_stage" in given else 3
         kind = self.config.model.recompute_granularity if "recompute_granularity" in given else None
         layout = Layout(sizes.tensor, sizes.pipeline, None, split, "1f1b", zero, sizes.micro, kind)
-        layers, block_bytes, _, _ = self._shared(layout)
+        layers, block_bytes, _ = self._shared(layout)
         if "recompute_granularity" not in given:
             lean = self._shared(replace(layout, recompute_granularity="full"))
             block_bytes = lean[1]
@@ -121,7 +149,8 @@ class Quick:
         """(Seconds of a step, a lower bound of the bytes of the fullest rank)."""
         p, v = layout.pipeline_model_parallel_size, layout.chunks
         dp = self.world_size // (p * layout.tensor_model_parallel_size)
-        layers, block_bytes, again, config = self._shared(layout)
+        layers, block_bytes, config = self._shared(layout)
+        again = self._again(layout, config)
         number = self.config.model.num_layers
         m = (self.config.training.global_batch_size or 1) // dp // layout.micro_batch_size
         forward, backward = layers.block.forward, layers.block.backward + again * layers.block.forward
@@ -216,6 +245,7 @@ def search(
     given: frozenset[str] = frozenset(),
     stale: bool = False,
     top: int = 10,
+    even: bool = False,
 ) -> Found:
     """The fastest layouts that fit.
 
@@ -224,16 +254,18 @@ def search(
         given: fields (of `space.SEARCHED`) that keep the value they have in `config`.
         stale: also schedules whose gradients are older than the weights (2BW, PipeDream).
         top: how many predictions are wanted.
+        even: no other cuts than those that a run makes by itself.
     """
     quick = Quick(config, world_size, hardware, source)
     ranked = _ranked(quick, given, stale)
     ranked.sort(key=lambda item: (item[0], item[1], str(item[2])))
     fitting = [item for item in ranked if item[1] <= hardware.usable_bytes]
     wanted = max(LEAST_SIMULATED, top)
-    predictions, rejected, why = _simulate(quick, _spread(fitting), wanted)
+    predictions, rejected, why = _simulate(quick, _spread(fitting), wanted, given)
     if not predictions and not rejected:  # nothing may fit: the leanest, for the explanation
         lean = sorted(ranked, key=lambda item: item[1])[:60]
-        predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3)
+        predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3, given)
+    predictions += [] if even else _cut_anew(quick, predictions, rejected, given)
     predictions.sort(key=lambda prediction: (prediction.step_time, prediction.memory_bytes))
     rejected.sort(key=lambda misfit: misfit.fullest.total)
     return Found(len(ranked), tuple(predictions), tuple(rejected), tuple(why))
@@ -249,8 +281,15 @@ def _ranked(quick: Quick, given: frozenset[str], stale: bool) -> list[tuple[floa
         seconds, nbytes = quick.least(shape, given)
         if ranked and (nbytes > 2 * usable or seconds > TOO_SLOW * best):
             continue
+        plain = (0.0, 0.0)
         for layout in of_shape(quick.config, given, shape, stale=stale):
             seconds, nbytes = quick.estimate(layout)
+            if layout.recompute_granularity is None:
+                plain = (seconds, nbytes)
+            elif layout.recompute_granularity == "full" and "recompute_granularity" not in given:
+                # by its best form, which recomputes no more than the fullest rank needs
+                least = min(1.0, max(0.0, plain[1] - usable) / max(1.0, plain[1] - nbytes))
+                seconds = plain[0] + least * (seconds - plain[0])
             if nbytes <= usable:
                 best = min(best, seconds)
             ranked.append((seconds, nbytes, layout))
@@ -273,10 +312,14 @@ def _spread(ranked: list[tuple[float, float, Layout]]) -> list[Layout]:
     return list(order)
 
 
-def _simulate(quick: Quick, ordered: Iterable[Layout], wanted: int) -> tuple[list[Prediction], list[Misfit], list[str]]:
+def _simulate(
+    quick: Quick, ordered: Iterable[Layout], wanted: int, given: frozenset[str]
+) -> tuple[list[Prediction], list[Misfit], list[str]]:
+    """(What fits of the first so many, what does not, why nothing was legal)."""
     predictions: list[Prediction] = []
     rejected: list[Misfit] = []
     why: list[str] = []
+    simulated = 0
     for layout in ordered:
         config = apply(quick.config, layout)
         reasons = reasons_against(quick.config, quick.world_size, layout)
@@ -287,10 +330,62 @@ def _simulate(quick: Quick, ordered: Iterable[Layout], wanted: int) -> tuple[lis
         if max(rank.total for rank in memory) > quick.hardware.usable_bytes:
             rejected.append(Misfit(config, memory))
         else:
-            predictions.append(predict(config, quick.world_size, quick.hardware, quick.source, cuts))
-        if len(predictions) >= wanted or len(rejected) >= MOST_REJECTED:
+            simulated += 1
+            predictions.append(quick.predict(config, cuts))
+            if layout.recompute_granularity == "full" and _is_free(quick, layout, given):
+                sparing = _where_memory_binds(quick, config, cuts)
+                predictions += [quick.predict(sparing, cuts)] if sparing else []
+        if simulated >= wanted or len(rejected) >= MOST_REJECTED:
             break
     return predictions, rejected, why
+
+
+def _is_free(quick: Quick, layout: Layout, given: frozenset[str]) -> bool:
+    """Whether each stage may recompute a number of its own."""
+    fixed = quick.config.parallel.pipeline_schedule_file is not None or layout.recompute_granularity == "selective"
+    return "recompute_granularity" not in given and not fixed
+
+
+def _where_memory_binds(quick: Quick, config: Config, cuts: list[range]) -> Config | None:
+    """The same layout with the fewest recomputed layers; None where that is all of them, or none."""
+    room = quick.room(config)
+    numbers = smallest_numbers(room, cuts)
+    blocks = [room.blocks(cut) for cut in cuts]
+    return recomputing(config, numbers, blocks) if numbers and any(numbers) and list(numbers) != blocks else None
+
+
+def _cut_anew(
+    quick: Quick, predictions: list[Prediction], rejected: list[Misfit], given: frozenset[str]
+) -> list[Prediction]:
+    """Cuts by the costs of the layers: those that make a good pipeline faster, or that alone let a fast one fit."""
+    parallel = quick.config.parallel
+    ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
+    if parallel.pipeline_model_parallel_layout is not None or ends != (None, None):
+        return []
+
+    def shape(config: Config) -> Layout:
+        layout = layout_of(config)
+        return replace(layout, recompute_granularity=None) if _is_free(quick, layout, given) else layout
+
+    times: dict[Layout, float] = {}
+    for prediction in sorted(predictions, key=lambda prediction: prediction.step_time):
+        times.setdefault(shape(prediction.config), prediction.step_time)
+    tried = [layout for layout in times if layout.pipeline_model_parallel_size > 1][:RECUT]
+    misfits = [shape(misfit.config) for misfit in rejected]
+    misfits = [layout for layout in misfits if layout.pipeline_model_parallel_size > 1 and layout not in times]
+    found = []
+    for layout in dict.fromkeys(tried + misfits[:RECUT_MISFITS]):
+        config, flexible = apply(quick.config, layout), _is_free(quick, layout, given)
+        changed = recut(quick.room(config), quick.source.layers(config), flexible=flexible)
+        if changed is None or changed[1] == quick.exact_memory(config)[0]:
+            continue
+        _, memory = quick.exact_memory(*changed)
+        if max(rank.total for rank in memory) > quick.hardware.usable_bytes:
+            continue
+        prediction = quick.predict(*changed)
+        if prediction.step_time < times.get(layout, float("inf")) * (1 - LEAST_GAIN):
+            found.append(prediction)
+    return found
 
 
 def pareto(predictions: Iterable[Prediction]) -> list[Prediction]:

@@ -26,7 +26,7 @@ tests/unit/schedule (closed forms of the papers, random shapes, mutations).
 """
 
 from megalite.schedule.action import Action, parse_action
-from megalite.schedule.partition import Partition, estimate_costs, partition
+from megalite.schedule.partition import Partition, compact_layout, estimate_costs, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Batch, Peak, Program
@@ -61,6 +61,7 @@ __all__ = [
     "Span",
     "Timeline",
     "build",
+    "compact_layout",
     "default_schedule",
     "dump_program",
     "estimate_costs",
@@ -75,6 +76,7 @@ __all__ = [
     "parse_action",
     "parse_program",
     "partition",
+    "partition_of",
     "resolve_chunks",
     "simulate",
     "validate",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from megalite.errors import ScheduleError
 from megalite.schedule.placement import Placement
@@ -178,13 +178,30 @@ def _fixed_ends(num_layers: int, placement: Placement, first: int | None, last: 
 
 
 def _from_counts(num_layers: int, counts: Sequence[int], flags: str) -> Partition:
-    """Stages with these numbers of transformer layers; the embedding joins the first, the head the last."""
     sizes = list(counts)
     sizes[0] += 1
     sizes[-1] += 1
     if 0 in sizes:
         raise ScheduleError(f"{flags}: stage {sizes.index(0)} would hold no layer; use fewer stages, or more layers")
     return Partition(num_layers, _bounds(sizes))
+
+
+def partition_of(num_layers: int, counts: Sequence[int]) -> Partition:
+    """Stages with these numbers of transformer layers; the embedding joins the first, the head the last."""
+    return _from_counts(num_layers, counts, f"stages of {list(counts)} layers")
+
+
+def compact_layout(cut: Partition) -> str:
+    """Megatron's layout string with repetitions, as `parse_layout` reads it: `Et*5|(t*6|)*14t*5L`."""
+    stages = ["".join(_times(letter, len(list(run))) for letter, run in groupby(text)) for text in str(cut).split("|")]
+    parts = [f"{stage}|" for stage in stages[:-1]] + stages[-1:]
+    return "".join(_times(part, len(list(run))) for part, run in groupby(parts))
+
+
+def _times(part: str, number: int) -> str:
+    if number == 1:
+        return part
+    return f"{part}*{number}" if len(part) == 1 else f"({part})*{number}"
 
 
 def _bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -57,6 +57,7 @@ LAYOUTS = [
     "",
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
     "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 1 0",
 ]
 
 

@@ -1,0 +1,218 @@
+"""Stages that differ: recomputation where memory binds, and cuts by the costs of layers under a memory bound.
+
+In 1F1B rank r of p holds the activations of p - r micro-batches, so memory binds the first ranks. To recompute every
+layer everywhere pays for what only they need::
+
+    p=4, 6 layers a stage, usable memory 10         holds        recomputes    numbers
+                                                    rank 0  14   4 layers      --recompute-method block
+                                                    rank 1  11   1             --recompute-num-layers 4 1 0 0
+                                                    rank 2   8   0
+                                                    rank 3   5   0
+
+The slowest stage sets the pace, so layers then move from stages that recompute to stages that do not. A stage of k
+layers costs the seconds of its layers, of the embedding or the head where it has them, and of the fewest recomputed
+layers with which it fits; the cut with the least slowest stage is found over all ways to deal the layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megalite.config import Config
+from megalite.planner.activations import recompute_cost_layers
+from megalite.planner.cost import LayerTimes
+from megalite.planner.hardware import Hardware
+from megalite.planner.memory import rank_memory
+from megalite.schedule import Program, compact_layout, partition_of
+
+__all__ = ["Room", "recomputing", "recut", "smallest_numbers"]
+
+#: A stage between the ends may have so many layers more or less than the mean, or a third of the mean.
+SPREAD = 2
+
+
+def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -> Config:
+    """The configuration whose stage s of blocks[s] layers recomputes numbers[s] of them, in its shortest form."""
+    method, given = "block", tuple(numbers)
+    if len(set(given)) == 1:
+        given = given[:1]
+    if list(numbers) == list(blocks):
+        method, given = "uniform", (1,)
+    if not any(numbers):
+        model = replace(config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    else:
+        model = replace(config.model, recompute_granularity="full", recompute_method=method, recompute_num_layers=given)
+    return replace(config, model=model)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of one layout, asked rank by rank."""
+
+    config: Config
+    world_size: int
+    hardware: Hardware
+    program: Program
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Stages that a rank holds, each once."""
+        return sorted({stage for stage, _ in self.program.placement.stages_of(rank)})
+
+    def blocks(self, cut: range) -> int:
+        """Transformer layers among the items of a stage."""
+        return len(range(max(cut.start, 1), min(cut.stop, self.config.model.num_layers + 1)))
+
+    def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
+        """Whether the stages of `rank` fit. numbers: recomputed layers of every stage; None: as the configuration has
+        it."""
+        config = self.config
+        if numbers is not None:
+            config = recomputing(config, numbers, [self.blocks(cut) for cut in cuts])
+        on_cpu = self.hardware.on_cpu
+        used = rank_memory(config, self.world_size, program=self.program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+        return used.total <= self.hardware.usable_bytes
+
+
+def smallest_numbers(room: Room, cuts: Sequence[range]) -> tuple[int, ...] | None:
+    """The fewest recomputed layers of each stage with which every rank fits; None: not even all are enough."""
+    blocks = [room.blocks(cut) for cut in cuts]
+    numbers = [0] * len(cuts)
+    for rank in range(room.program.num_ranks):
+        stages = room.stages_of(rank)
+        found = _fewest(room, rank, cuts, numbers, _deals(stages, blocks))
+        if found is None:
+            return None
+        numbers = found
+    if room.program.placement.num_replicas > 1:  # a later rank may have changed a stage that an earlier one holds too
+        return tuple(numbers) if all(room.fits(r, cuts, numbers) for r in range(room.program.num_ranks)) else None
+    return tuple(numbers)
+
+
+def _deals(stages: Sequence[int], blocks: Sequence[int]) -> list[dict[int, int]]:
+    """For every total of recomputed layers of a rank: stage -> its part, in proportion to its layers."""
+    whole = sum(blocks[stage] for stage in stages)
+    deals = []
+    for total in range(whole + 1):
+        deal = {stage: blocks[stage] * total // max(1, whole) for stage in stages}
+        for stage in stages:
+            deal[stage] += sum(deal.values()) < total and deal[stage] < blocks[stage]
+        deals.append(deal)
+    return deals
+
+
+def _fewest(
+    room: Room, rank: int, cuts: Sequence[range], numbers: Sequence[int], deals: Sequence[Mapping[int, int]]
+) -> list[int] | None:
+    """`numbers`, raised to the first of `deals` with which `rank` fits."""
+
+    def raised(index: int) -> list[int]:
+        return [max(number, deals[index].get(stage, 0)) for stage, number in enumerate(numbers)]
+
+    def fits(index: int) -> bool:
+        return room.fits(rank, cuts, raised(index))
+
+    if fits(0):
+        return raised(0)
+    index = bisect_left(range(len(deals)), True, lo=1, key=fits)
+    return raised(index) if index < len(deals) else None
+
+
+def recut(room: Room, layers: LayerTimes, *, flexible: bool) -> tuple[Config, list[range]] | None:
+    """The configuration with the cut whose slowest stage is fastest among those that fit, and its stages.
+
+    Args:
+        layers: seconds of the three kinds of layers.
+        flexible: recomputation is free to choose as well.
+    """
+    layer_count, stages = room.config.model.num_layers, room.program.num_stages
+    mean = layer_count / stages
+    spread = max(SPREAD, round(mean / 3))
+    known: dict[tuple[int, int], dict[int, float]] = {}  # inner stages of one rank are alike
+    seconds = []
+    for stage in range(stages):
+        end = stage in (0, stages - 1)
+        key = (stage if end else -1, room.program.placement.rank_of(stage))
+        if key not in known:
+            low, high = 0 if end else max(1, int(mean) - spread), min(layer_count, int(mean) + 1 + spread)
+            options = {count: _seconds(room, layers, stage, count, flexible) for count in range(low, high + 1)}
+            known[key] = {count: value for count, value in options.items() if value is not None}
+        seconds.append(known[key])
+    counts = deal(seconds, layer_count)
+    if counts is None:
+        return None
+    cut = partition_of(layer_count, counts)
+    cuts = [cut.items(stage) for stage in range(stages)]
+    parallel = replace(room.config.parallel, pipeline_model_parallel_layout=compact_layout(cut))
+    config = replace(room.config, parallel=parallel)
+    if flexible:
+        numbers = smallest_numbers(room, cuts)
+        if numbers is None:
+            return None
+        config = recomputing(config, numbers, counts)
+    return config, cuts
+
+
+def _seconds(room: Room, layers: LayerTimes, stage: int, count: int, flexible: bool) -> float | None:
+    """Of one micro-batch in a stage with `count` layers, whose rank's other stages are as long; None: does not fit."""
+    stages, last = room.program.num_stages, room.config.model.num_layers + 1
+    rank = room.program.placement.rank_of(stage)
+
+    def items(index: int, blocks: int) -> range:
+        head = range(last - blocks, last + 1)
+        return range(0, blocks + 1) if index == 0 else head if index == stages - 1 else range(1, blocks + 1)
+
+    own = room.stages_of(rank)
+    cuts = [items(index, count if index == stage else max(1, count)) for index in range(stages)]
+    again = 0
+    if flexible:
+        deals = [{index: min(number, room.blocks(cuts[index])) for index in own} for number in range(count + 1)]
+        found = _fewest(room, rank, cuts, [0] * stages, deals)
+        if found is None:
+            return None
+        again = found[stage]
+    elif not room.fits(rank, cuts, None):
+        return None
+    else:
+        again = recompute_cost_layers(room.config.for_stage(stage), count)
+    block, ends = layers.block, [layers.embedding] * (stage == 0) + [layers.head] * (stage == stages - 1)
+    own_time = count * (block.forward + block.backward) + again * block.forward
+    return own_time + sum(end.forward + end.backward for end in ends)
+
+
+def deal(seconds: Sequence[Mapping[int, float]], total: int) -> list[int] | None:
+    """Counts of layers, one a stage, that sum to `total`: the least slowest stage, then the most even.
+
+    Args:
+        seconds: stage -> its possible counts -> its seconds.
+    """
+    limit = _least(seconds, total, lambda value, rest: max(value, rest))[0].get(total)
+    if limit is None:
+        return None
+    within = [{n: value for n, value in options.items() if value <= limit * (1 + 1e-9)} for options in seconds]
+    _, choices = _least(within, total, lambda value, rest: value * value + rest)
+    counts, rest = [], total
+    for choice in choices:
+        counts.append(choice[rest])
+        rest -= choice[rest]
+    return counts
+
+
+def _least(
+    seconds: Sequence[Mapping[int, float]], total: int, joined: Callable[[float, float], float]
+) -> tuple[dict[int, float], list[dict[int, int]]]:
+    """(Layers left -> least joined value of all stages, for every stage: layers left -> its count)."""
+    best: dict[int, float] = {0: 0.0}
+    choices: list[dict[int, int]] = []
+    for options in reversed(seconds):
+        found: dict[int, float] = {}
+        choice: dict[int, int] = {}
+        for rest, value in best.items():
+            for count, own in options.items():
+                left, together = rest + count, joined(own, value)
+                if left <= total and (left not in found or together < found[left]):
+                    found[left], choice[left] = together, count
+        best = found
+        choices.append(choice)
+    return best, choices[::-1]
