@@ -15,7 +15,10 @@ class CheckpointConfig:
 
     save: str | None = option(None, "run directory for checkpoints, metrics and configuration", metavar="DIR")
     save_interval: int | None = option(
-        None, "iterations between checkpoints; unset: only at the end", ge=1, hint="omit to save only at the end"
+        None,
+        "iterations between checkpoints; unset: only at the end",
+        ge=1,
+        hint="leave it out to save only at the end",
     )
     async_save: bool = option(False, "write checkpoints in the background; the step waits only for the copy")
     keep_last_n: int | None = option(None, "keep only the newest n checkpoints; unset: all", ge=1)

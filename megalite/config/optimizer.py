@@ -20,7 +20,7 @@ class OptimizerConfig:
         "matrix and nothing else",
         choices=("adam", "sgd", "lion", "muon", "adafactor"),
     )
-    lr: float = required("peak learning rate", gt=0)
+    lr: float = required("peak learning rate", gt=0, hint="3e-4 is common")
     min_lr: float = option(0.0, "learning rate after the decay", ge=0)
     lr_decay_style: str = option(
         "linear",
@@ -71,10 +71,10 @@ class OptimizerConfig:
         "torch", "AdamW's kernel: torch's fused one or NVIDIA apex's", choices=("torch", "apex")
     )
     optimizer_cpu_offload: bool = option(False, "keep and update masters and moments in host memory")
-    optimizer_offload_fraction: float = option(1.0, "part of them that goes there", gt=0, le=1)
+    optimizer_offload_fraction: float = option(1.0, "part of them that goes there", gt=0, le=1, hint="1 is all of them")
     store_param_remainders: bool = option(
         False, "keep the masters of bf16 weights as the 16 bits that the weights lack: 2 bytes less each, and exact"
     )
     clip_grad: float = option(
-        1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables"
+        1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables it"
     )

@@ -23,8 +23,9 @@ def option(default: Any, help: str, **facts: Any) -> Any:
     Args:
         default: value when neither a file nor a flag gives one; None means "derived" or "off", as the help says.
         help: one sentence for `--help` and the flag table.
-        facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (added to the message of a
-            broken bound), `saved=False` (left out of a saved config.yaml).
+        facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a
+            broken bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a
+            saved config.yaml).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 

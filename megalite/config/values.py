@@ -72,15 +72,19 @@ def bounds_problem(option: Option, value: Any) -> str | None:
             if not facts["ge"] <= item <= facts["le"]:
                 return f"choose {_either(tuple(str(n) for n in range(facts['ge'], facts['le'] + 1)))}"
             continue
-        for name, sign, holds in (
-            ("ge", ">=", item >= facts.get("ge", item)),
-            ("gt", ">", item > facts.get("gt", -math.inf)),
-            ("le", "<=", item <= facts.get("le", item)),
-            ("lt", "<", item < facts.get("lt", math.inf)),
-        ):
-            if not holds:
-                return f"must be {sign} {facts[name]}" + (f" ({facts['hint']})" if "hint" in facts else "")
+        above = item >= facts.get("ge", item) and item > facts.get("gt", -math.inf)
+        below = item <= facts.get("le", item) and item < facts.get("lt", math.inf)
+        if not above or not below:
+            signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+            bounds = " and ".join(f"{sign} {show(facts[name])}" for name, sign in signs.items() if name in facts)
+            return f"must be {bounds}; {facts.get('hint') or _nearest(option, 'le' if above else 'ge')}"
     return None
+
+
+def _nearest(option: Option, bound: str) -> str:
+    """What to write instead of a value beyond `bound`: the bound where it is legal itself, else the default."""
+    value = option.facts.get(bound, option.default)
+    return "leave it out" if value is None else f"try {show(value)}"
 
 
 def _boolean(text: str) -> bool:

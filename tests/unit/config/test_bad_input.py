@@ -8,6 +8,8 @@ import pytest
 from config_arguments import argv
 
 from megalite.config import parse, parse_with_origins
+from megalite.config.root import all_options
+from megalite.config.values import bounds_problem, show
 from megalite.errors import ConfigError
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -119,7 +121,7 @@ ONE_LINE = [
         2,
         "--chimera-pairs=2: 1f1b has no pairs of opposite pipelines; leave it out, or use --pipeline-schedule=chimera",
     ),
-    ("--num-layers 99999999999999999999", 1, "--num-layers=99999999999999999999: must be <= 10000"),
+    ("--num-layers 99999999999999999999", 1, "--num-layers=99999999999999999999: must be >= 1 and <= 10000; try 10000"),
     ("--zero-stage 4", 1, "--zero-stage=4: choose 0, 1, 2 or 3"),
     (
         "--num-distributed-optimizer-instances 3 --zero-stage 1 --global-batch-size 4",
@@ -138,7 +140,7 @@ ONE_LINE = [
         4,
         "--global-batch-size=16: smaller than --micro-batch-size=8 x data-parallel size 4 = 32",
     ),
-    ("--micro-batch-size 0", 1, "--micro-batch-size=0: must be >= 1"),
+    ("--micro-batch-size 0", 1, "--micro-batch-size=0: must be >= 1; try 1"),
     (
         "--global-batch-size 16 --rampup-batch-size 4 5 100",
         1,
@@ -160,14 +162,14 @@ ONE_LINE = [
         "--global-batch-size=8: excludes --step-batch-size-schedule; give one of them",
     ),
     # length, learning rate, precision
-    ("--lr -1e-4", 1, "--lr=-0.0001: must be > 0"),
+    ("--lr -1e-4", 1, "--lr=-0.0001: must be > 0; 3e-4 is common"),
     ("--lr 3e-4x", 1, "--lr=3e-4x: not a number"),
     ("--lr nan", 1, "--lr=nan: not a finite number"),
     ("--num-layers 2.5", 1, "--num-layers=2.5: not an integer"),
     ("--lr-warmup-iters 2000 --train-iters 1000", 1, "--lr-warmup-iters=2000: not below --train-iters=1000"),
-    ("--train-iters 0", 1, "--train-iters=0: must be >= 1 (use --skip-train to only evaluate)"),
+    ("--train-iters 0", 1, "--train-iters=0: must be >= 1; use --skip-train to only evaluate"),
     ("--train-samples 10", 1, "--train-samples=10: excludes --train-iters; give one of them"),
-    ("--clip-grad -1", 1, "--clip-grad=-1: must be >= 0 (0 disables)"),
+    ("--clip-grad -1", 1, "--clip-grad=-1: must be >= 0; 0 disables it"),
     ("--min-lr 1", 1, "--min-lr=1: above --lr=0.001"),
     ("--lr-decay-style WSD", 1, "--lr-decay-style=WSD: needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"),
     (
@@ -233,7 +235,7 @@ ONE_LINE = [
     ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),
     ("--bf16=maybe", 1, "--bf16: expected true/false, got text 'maybe'"),
     ("--save-interval 5", 1, "--save-interval=5: needs --save"),
-    ("--save d --save-interval 0", 1, "--save-interval=0: must be >= 1 (omit to save only at the end)"),
+    ("--save d --save-interval 0", 1, "--save-interval=0: must be >= 1; leave it out to save only at the end"),
     ("--ckpt-step 5", 1, "--ckpt-step=5: needs --load"),
     ("--async-save", 1, "--async-save: needs --save"),
     ("--use-checkpoint-args", 1, "--use-checkpoint-args: needs --load"),
@@ -343,7 +345,10 @@ YAML = [
         "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it",
     ),
     ("bf16: true\nfp16: true\n", "--fp16: excludes --bf16; choose one [run.yaml:2]"),
-    ("save: x\nsave_interval: 0\n", "--save-interval=0: must be >= 1 (omit to save only at the end) [run.yaml:2]"),
+    (
+        "save: x\nsave_interval: 0\n",
+        "--save-interval=0: must be >= 1; leave it out to save only at the end [run.yaml:2]",
+    ),
 ]
 
 
@@ -390,9 +395,29 @@ def test_all_problems_come_in_one_pass(tmp_path: Path, monkeypatch: pytest.Monke
         "run.yaml:4: bf16: expected true/false, got text 'no'",
         "--seq-length: required (as a flag, or as 'seq_length' in a --config file)",
         "--zero-stage=9: choose 0, 1, 2 or 3",
-        "--clip-grad=-2: must be >= 0 (0 disables)",
+        "--clip-grad=-2: must be >= 0; 0 disables it",
         "--hidden-size=100: not divisible by --num-attention-heads=8; try 96 or 104",
     ]
+
+
+def test_every_broken_bound_names_the_range_and_what_to_do() -> None:
+    """For each bound of each option: a value beyond it, told with a value that is legal or with the option's advice."""
+    seen = 0
+    for option in all_options().values():
+        for name, step in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):
+            if name not in option.facts:
+                continue
+            seen += 1
+            value = option.kind(option.facts[name] + step)
+            what, _, advice = (bounds_problem(option, (value,) if option.many else value) or "").partition("; ")
+            if what.startswith("choose"):
+                continue
+            assert show(option.facts[name]) in what and advice, f"{option.flag}={value}: {what}"
+            if advice.startswith("try "):
+                assert bounds_problem(option, option.kind(advice.removeprefix("try "))) is None, option.flag
+    assert seen > 90
+    (line,) = problems_of(argv("--optimizer-cpu-offload --optimizer-offload-fraction 1.5"))
+    assert line == "--optimizer-offload-fraction=1.5: must be > 0 and <= 1; 1 is all of them"
 
 
 def test_nothing_given_names_what_is_required() -> None:

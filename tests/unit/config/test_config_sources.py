@@ -121,7 +121,7 @@ def test_a_flag_replaces_another_spelling_in_a_file(tmp_path: Path) -> None:
 
 def test_negative_and_attached_values() -> None:
     # argparse would take -1e-4 for a flag.
-    with pytest.raises(ConfigError, match=r"^--lr=-0.0001: must be > 0$"):
+    with pytest.raises(ConfigError, match=r"^--lr=-0.0001: must be > 0; 3e-4 is common$"):
         parse(argv("--lr -1e-4"))
     assert parse(argv("--lr=5e-4 --data_path=a b --no-mock-data", "mock-data"), check_files=False).data.data_path == (
         "a",
@@ -165,7 +165,7 @@ def test_dry_run_is_not_saved(tmp_path: Path) -> None:
     [
         ("model", "num_layers", "8", "m: model.num_layers='8': expected int"),
         ("model", "num_layers", True, "m: model.num_layers=True: expected int"),
-        ("model", "num_layers", 0, "m: model.num_layers=0: must be >= 1"),
+        ("model", "num_layers", 0, "m: model.num_layers=0: must be >= 1 and <= 10000; try 1"),
         ("model", "depth", 3, "m: unknown key 'model.depth'"),
         ("optimizer", "lr", None, "m: optimizer.lr=None: expected a value"),
         ("data", "data_path", "a", "m: data.data_path='a': expected a list"),
