@@ -99,15 +99,13 @@ def test_a_traced_run_takes_what_was_simulated(schedule: str, tmp_path: Path) ->
         flags += ["--clip-grad", "0", "--untie-embeddings-and-output-weights"]
     argv = [*TINY, *flags]
     argv[argv.index("--train-iters") + 1] = str(iterations)
-    errors: list[list[float]] = []
+    errors = []
     for _ in range(ATTEMPTS):
         run_ranks(body_traced, P, argv, iterations)
         plan, run = read(path, 0), read(path, 1)
         assert run.order == plan.order
-        errors.append([run.makespan / plan.makespan - 1])
-        if schedule != "pipedream":  # whose steps, one for each micro-batch, take their time between the actions
-            errors[-1].append(run.makespan / known_makespan(schedule, iterations) - 1)
-        if all(abs(error) < 0.05 for error in errors[-1]):
+        errors.append((run.makespan / plan.makespan - 1, run.makespan / known_makespan(schedule, iterations) - 1))
+        if abs(errors[-1][0]) < 0.05 and abs(errors[-1][1]) < 0.15:  # the work itself is not in what was slept
             return
     pytest.fail(f"measured against its own mean times, and against what was slept: {errors}")
 

@@ -93,7 +93,7 @@ def test_from_megatron_to_hugging_face(case: str, tmp_path: Path) -> None:
     write_checkpoint(source, tmp_path / "ours")
     write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
 
-    again = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    again = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager", dtype="auto").eval()
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
     tokens = torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
