@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from equivalence.layouts import TINY, saved_tensors
+from torch import Tensor
 
 from megalite.comm.world import World
 from megalite.config.cli import parse
@@ -60,20 +61,30 @@ def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, f
             assert torch.equal(found[tensor], value), f"{fault}: {tensor}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_saves_and_exits_0_and_the_resumed_run_is_the_same(number: signal.Signals, tmp_path: Path) -> None:
-    """Through the command line, as a scheduler does it: two local ranks, the signal goes to the launcher."""
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A run of 60 iterations on two local ranks, through the command line."""
+    flags = [flag for flag in command(folder, *more) if flag != "--no-exit-signal-handler"]
+    flags[flags.index("--train-iters") + 1] = "60"
+    flags[flags.index("--save-interval") + 1] = "1000"
+    argv = [sys.executable, "pretrain_gpt.py", *flags, "--nprocs", "2", "--log-interval", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
 
-    def start(folder: Path, *more: str) -> subprocess.Popen:
-        flags = [flag for flag in command(folder, *more) if flag != "--no-exit-signal-handler"]
-        flags[flags.index("--train-iters") + 1] = "60"
-        flags[flags.index("--save-interval") + 1] = "1000"
-        argv = [sys.executable, "pretrain_gpt.py", *flags, "--nprocs", "2", "--log-interval", "1"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
 
-    whole = start(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """What is saved at the end."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    whole = start(folder)
     assert whole.communicate(timeout=300)[0] and whole.returncode == 0
+    return saved_tensors(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_saves_and_exits_0_and_the_resumed_run_is_the_same(
+    number: signal.Signals, tmp_path: Path, never_stopped: dict[str, Tensor]
+) -> None:
+    """As a scheduler does it: the signal goes to the launcher."""
     stopped = start(tmp_path / "stopped")
     assert stopped.stdout is not None
     for line in stopped.stdout:
@@ -88,6 +99,7 @@ def test_signal_saves_and_exits_0_and_the_resumed_run_is_the_same(number: signal
     resumed = start(tmp_path / "stopped", "--auto-resume")
     assert resumed.communicate(timeout=300)[0] and resumed.returncode == 0
     assert (tmp_path / "stopped" / "COMPLETED").exists()
-    expected, found = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "stopped")
-    for tensor, value in expected.items():
+    found = saved_tensors(tmp_path / "stopped")
+    assert found.keys() == never_stopped.keys()
+    for tensor, value in never_stopped.items():
         assert torch.equal(found[tensor], value), tensor
