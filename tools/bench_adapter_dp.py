@@ -10,6 +10,7 @@ clipping. torch.distributed is initialised when it is called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
+from megalite.nn.init import fill
 from megalite.optim import OPTIMIZERS, Hyperparameters
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 
@@ -75,14 +77,16 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     """A data-parallel training step at one ZeRO stage."""
     mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"])
     config = model_config(ctx["cfg"])
-    layer_context = LayerContext(tp=mesh.tp, device=ctx["x"].device)
-    stack = build_stack(config, layer_specs(config), layer_context, init_seed=1)
+    layer_context = LayerContext(tp=mesh.tp, device=ctx["x"].device, deferred=True)
+    stack = build_stack(config, layer_specs(config), layer_context)
     buffers = ParameterBuffers(
         [stack.logical_parameters()],
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
         tp=mesh.tp,
         options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
+        fill=partial(fill, seed=1),
+        device=ctx["x"].device,
     )
     buffers.attach(stack.ordered())
     optimizer = ShardedOptimizer(

@@ -40,15 +40,17 @@ class Done:
 
 
 class _Timed:
-    """A handle whose waiting is counted."""
+    """A handle whose waiting is counted. Once it is over, the message's own memory goes, and waiting again is free."""
 
     def __init__(self, work: Handle, axis: Axis) -> None:
-        self._work = work
+        self._work: Handle | None = work
         self._axis = axis
 
     def wait(self) -> None:
-        with _waiting(self._axis):
-            self._work.wait()
+        if self._work is not None:
+            with _waiting(self._axis):
+                self._work.wait()
+            self._work = None
 
 
 def _wait(work: Handle) -> Handle:

@@ -18,6 +18,8 @@ class LayerContext:
     h]`. dtype, device: of the parameters ('meta' builds shapes only).
     seed: keys dropout. weight_grads: where weight gradients are computed, now or (zero-bubble schedules) later.
     autograd_only: leave all gradients to autograd; for blocks that `torch.compile` is to see through.
+    deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
+    model that is sharded is never whole on any rank.
     """
 
     tp: Axis = field(default_factory=lambda: Axis.single("tp"))
@@ -27,6 +29,7 @@ class LayerContext:
     seed: int = 1234
     weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
     autograd_only: bool = False
+    deferred: bool = False
 
     @property
     def sequence_split(self) -> bool:

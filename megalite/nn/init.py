@@ -18,57 +18,53 @@ from megalite.nn.naming import named_logical_parameters, placement_of
 BLOCK_ELEMENTS = 1 << 20
 
 
-@torch.no_grad()
 def initialize(module: nn.Module, *, prefix: str = "", seed: int) -> None:
-    """Fills all parameters in place: normal weights, constant norms and biases, zero padding rows."""
+    """Fills all parameters in place."""
     for name, parameter in named_logical_parameters(module, prefix):
-        place = placement_of(parameter)
-        if place.init_std is None:
-            parameter.fill_(place.init_value)
-            continue
-        parameter.zero_()
-        valid = place.valid_shape(tuple(parameter.shape))
-        if all(valid):
-            target = parameter[tuple(slice(extent) for extent in valid)]
-            target.copy_(logical_normal(name, place.global_shape, place.offset, valid, std=place.init_std, seed=seed))
+        fill(name, parameter, seed=seed)
+
+
+@torch.no_grad()
+def fill(name: str, parameter: nn.Parameter, *, seed: int) -> None:
+    """Initial values of one parameter: normal weights, constant norms and biases, zero padding rows."""
+    place = placement_of(parameter)
+    if place.init_std is None:
+        parameter.fill_(place.init_value)
+        return
+    parameter.zero_()
+    valid = place.valid_shape(tuple(parameter.shape))
+    if all(valid):
+        target = parameter[tuple(slice(extent) for extent in valid)]
+        logical_normal(name, place.global_shape, place.offset, std=place.init_std, seed=seed, out=target)
 
 
 def logical_normal(
-    name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], *, std: float, seed: int
-) -> Tensor:
-    """The rectangle `offset .. offset + shape` of the logical tensor `name`, fp32 on the CPU."""
+    name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], *, std: float, seed: int, out: Tensor
+) -> None:
+    """out = the rectangle `offset .. offset + out.shape` of the logical tensor `name`, rounded from fp32."""
     *outer, rows, columns = global_shape
     if not outer:
-        return _rectangle(name, rows, columns, offset, shape, std=std, seed=seed)
+        _rectangle(name, rows, columns, offset, std=std, seed=seed, out=out)
+        return
     (parts,) = outer  # stacked projections: one matrix after the other
-    return torch.stack(
-        [
-            _rectangle(name, parts * rows, columns, (part * rows + offset[1], offset[2]), shape[1:], std=std, seed=seed)
-            for part in range(offset[0], offset[0] + shape[0])
-        ]
-    )
+    for part, matrix in enumerate(out, start=offset[0]):
+        begin = part * rows + offset[1]
+        _rectangle(name, parts * rows, columns, (begin, offset[2]), std=std, seed=seed, out=matrix)
 
 
 def _rectangle(
-    name: str,
-    rows: int,
-    columns: int,
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    *,
-    std: float,
-    seed: int,
-) -> Tensor:
+    name: str, rows: int, columns: int, offset: tuple[int, ...], *, std: float, seed: int, out: Tensor
+) -> None:
     height = max(1, BLOCK_ELEMENTS // columns)
-    begin, end = offset[0], offset[0] + shape[0]
-    pieces = []
+    begin, end = offset[0], offset[0] + out.shape[0]
     for block in range(begin // height, math.ceil(end / height)):
         top = block * height
         values = torch.empty(min(height, rows - top), columns).normal_(
             0.0, std, generator=_generator(seed, name, block)
         )
-        pieces.append(values[max(begin - top, 0) : end - top, offset[1] : offset[1] + shape[1]])
-    return torch.cat(pieces)
+        piece = values[max(begin - top, 0) : end - top, offset[1] : offset[1] + out.shape[1]]
+        at = max(top - begin, 0)
+        out[at : at + len(piece)].copy_(piece)
 
 
 def _generator(seed: int, name: str, block: int) -> torch.Generator:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -19,6 +19,7 @@ from megalite.config import Config
 from megalite.gradient import WeightGradQueue
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn.context import LayerContext
+from megalite.nn.init import fill
 from megalite.nn.stack import LayerStack
 from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
 from megalite.optim import Hyperparameters as OptimizerSettings
@@ -135,6 +136,9 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             num_gradients=program.gradient_buffers,
             whole=OPTIMIZERS[config.optimizer.optimizer].whole,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
+            beside=next(iter(buffers.values()), None),
+            fill=partial(fill, seed=config.training.seed),
+            device=device,
         )
         for module in modules:
             buffers[key].attach(module.ordered())
@@ -165,8 +169,9 @@ def _build_module(
         seed=config.training.seed,
         weight_grads=queue,
         autograd_only=config.training.compile,
+        deferred=True,
     )
-    return build_stack(config.model, specs, context, init_seed=config.training.seed)
+    return build_stack(config.model, specs, context)
 
 
 def _replica_axes(mesh: ParallelMesh, placement: Placement) -> dict[int, Axis]:

@@ -17,7 +17,8 @@ class TensorContext(Protocol):
 
     tp: the tensor-parallel axis. sequence_parallel: activations between the parallel regions are `[s/t, b, h]`
     instead of `[s, b, h]`. dtype, device: of the parameters. weight_grads: where weight gradients are computed, now
-    or later. autograd_only: leave all gradients to autograd, so that `torch.compile` sees through the layer.
+    or later. autograd_only: leave all gradients to autograd, so that `torch.compile` sees through the layer. deferred:
+    parameters get their memory and values later, from whoever owns the memory (`ParameterBuffers`).
     """
 
     @property
@@ -32,10 +33,12 @@ class TensorContext(Protocol):
     def weight_grads(self) -> WeightGradQueue: ...
     @property
     def autograd_only(self) -> bool: ...
+    @property
+    def deferred(self) -> bool: ...
 
 
 def new_parameter(local_shape: tuple[int, ...], placement: Placement, ctx: TensorContext) -> nn.Parameter:
-    """An uninitialised parameter of `local_shape` that knows its place (`param.placement`)."""
-    parameter = nn.Parameter(torch.empty(local_shape, dtype=ctx.dtype, device=ctx.device))
+    """An uninitialised parameter of `local_shape` that knows its place (`param.placement`); deferred: no memory."""
+    parameter = nn.Parameter(torch.empty(local_shape, dtype=ctx.dtype, device="meta" if ctx.deferred else ctx.device))
     parameter.placement = placement  # type: ignore[attr-defined]
     return parameter

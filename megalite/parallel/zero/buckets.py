@@ -11,13 +11,14 @@ parameter add into the same gradient.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import all_reduce_
+from megalite.comm.collectives import Handle, all_reduce_
 from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, attach_sink
@@ -25,6 +26,9 @@ from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingS
 from megalite.parallel.zero.layout import Entry, Slot, plan_buckets
 from megalite.parallel.zero.options import ZeroOptions, default_bucket_size
 from megalite.parallel.zero.unshard import BucketWeights, Unsharder
+
+MOST_UNDER_WAY = 2
+"""Reductions of held buckets at a time: more would only queue, and each holds what arrives beside the gradient."""
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
@@ -46,6 +50,9 @@ class ParameterBuffers:
         replica: which of these replicas this is; only replica 0 counts in the norm.
         num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
         whole: which parameters must lie in one shard (`shard rule whole_tensor`: Muon's matrices).
+        beside: another stage of this rank, to share with it the memory that comes and goes.
+        fill: gives a parameter that came without memory ('meta') its values, as soon as it has memory: bucket after
+            bucket, so that weights that are sharded are never whole. device: where (None: where the parameters are).
     """
 
     def __init__(
@@ -62,6 +69,9 @@ class ParameterBuffers:
         replica: int = 0,
         num_gradients: int = 1,
         whole: Callable[[str, nn.Parameter], bool] | None = None,
+        beside: ParameterBuffers | None = None,
+        fill: Callable[[str, nn.Parameter], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         first = versions[0]
         assert all([n for n, _ in v] == [n for n, _ in first] for v in versions), "versions of a stage differ"
@@ -70,7 +80,7 @@ class ParameterBuffers:
         self.counts_tied, self.replica = counts_tied, replica
         self.extra_reduce = tuple(axis for axis in extra_reduce if axis.size > 1)
         self.dtype = first[0][1].dtype if first else torch.float32
-        self.device = first[0][1].device if first else torch.device("cpu")
+        self.device = device or (first[0][1].device if first else torch.device("cpu"))
         assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a stage have one dtype"
         entries = [
             Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p))
@@ -85,13 +95,15 @@ class ParameterBuffers:
             by_layer=options.stage == 3 or (options.stage == 2 and options.bucket_size is None),
         )
         self.buckets = [Bucket(p, stage=options.stage, axis=dp_shard, replicate=dp_replicate) for p in self.plans]
-        self.unsharder = Unsharder(prefetch=options.overlap_param_gather)
+        self.unsharder: Unsharder = beside.unsharder if beside else Unsharder(prefetch=options.overlap_param_gather)
+        self.scratch: ScratchPool = beside.scratch if beside else ScratchPool(self.gradient_dtype, self.device)
         self._weights_of: dict[int, BucketWeights] = {}
         self._attached = False
+        self._under_way: deque[Handle] = deque()
         self._next = 0
         self.numel = self.plans[-1].stop if self.plans else 0
         for version in versions:
-            self._flatten_weights([p for _, p in version])
+            self._flatten_weights([p for _, p in version], fill)
         self._make_gradients([[version[i][1] for version in versions] for i in range(len(first))])
         self._nexts = [0] * num_gradients
         self._selected = 0
@@ -115,7 +127,9 @@ class ParameterBuffers:
     def num_versions(self) -> int:
         return len(self.buckets[0].weights) if self.buckets else 0
 
-    def _flatten_weights(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _flatten_weights(
+        self, parameters: Sequence[nn.Parameter], fill: Callable[[str, nn.Parameter], None] | None
+    ) -> None:
         """Moves one version's parameters into flat memory: one piece, or in stage 3 one a bucket, which comes and
         goes."""
         sharded = self.options.stage == 3 and self.dp_shard.size > 1
@@ -128,7 +142,11 @@ class ParameterBuffers:
                 else flat[plan.start : plan.stop]
             )
             for slot in plan.slots:
-                move_parameter(parameters[slot.entry.index], full[slot.start - plan.start : slot.stop - plan.start])
+                parameter = parameters[slot.entry.index]
+                empty = parameter.is_meta
+                move_parameter(parameter, full[slot.start - plan.start : slot.stop - plan.start])
+                if empty and fill is not None:
+                    fill(slot.entry.name, parameter)
             owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
             weights = BucketWeights(full, owned, axis=self.dp_shard, stage=self.options.stage)
             weights.free()
@@ -146,7 +164,6 @@ class ParameterBuffers:
             flat = torch.zeros(self.numel, dtype=dtype, device=device)
             for bucket in held:
                 bucket.hold(flat[bucket.plan.start : bucket.plan.stop])
-        self.scratch = ScratchPool(max((b.numel for b in streamed), default=0), dtype, device)
         owned = torch.zeros(sum(b.owned_stop - b.owned_start for b in streamed), dtype=dtype, device=device)
         at = 0
         for bucket in streamed:
@@ -169,7 +186,7 @@ class ParameterBuffers:
                 self._launch_ready()
 
         if bucket.streams:
-            return StreamingSink(torch.empty(0), uses=uses, on_ready=ready, on_open=bucket.make_scratch)
+            return StreamingSink(bucket, uses=uses, on_ready=ready)
         begin = slot.start - bucket.plan.start
         view = bucket.full[begin : begin + slot.entry.numel].view(slot.entry.shape)
         return GradSink(view, uses=uses, on_ready=ready)
@@ -180,7 +197,7 @@ class ParameterBuffers:
         weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         grads = [b.full if not b.streams else b.gradient for b in self.buckets]
         held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
-        return {"weights": sum(weights.values()), "gradients": sum(held.values()), "scratch": self.scratch.nbytes}
+        return {"weights": sum(weights.values()), "gradients": sum(held.values()), "scratch": self.scratch.most_bytes}
 
     # ---- several gradients -------------------------------------------------------------------------------------------
 
@@ -252,18 +269,19 @@ class ParameterBuffers:
         while self._next < len(normal) and normal[self._next].missing == 0:
             self._launch(normal[self._next])
             self._next += 1
-        if self._next == len(normal) and self.options.stage >= 2:
-            self._next = 0  # the next micro-batch goes round again
+            if self._next == len(normal) and self.options.stage >= 2:
+                self._next = 0  # the next micro-batch goes round again
 
     def _launch(self, bucket: Bucket) -> None:
         overlap = self.options.overlap_grad_reduce
-        if bucket.streams:
-            for other in self.buckets:  # at most two pieces of scratch: the one that travels and the one that fills
-                if other.streams:
-                    other.finish()
+        if not bucket.streams and bucket.stage:  # what arrives needs memory of its own until it is added up
+            while len(self._under_way) >= MOST_UNDER_WAY:
+                self._under_way.popleft().wait()
         bucket.launch(async_op=overlap)
-        if bucket.streams and not overlap:
+        if not overlap:
             bucket.finish()
+        elif not bucket.streams and bucket.handle is not None:
+            self._under_way.append(bucket.handle)
 
     def _sum_partial_gradients(self) -> None:
         """Adds up over tp what each tensor-parallel rank computed a share of: one small message."""
@@ -345,9 +363,10 @@ def placement_of(name: str, parameter: Tensor) -> Placement:
 
 @torch.no_grad()
 def move_parameter(parameter: nn.Parameter, flat: Tensor) -> None:
-    """Makes the parameter a view of `flat` (same values), the same object as before, with the version counter of
-    `flat`."""
-    flat.copy_(parameter.reshape(-1))
+    """Makes the parameter a view of `flat` (same values, if it has any), the same object as before, with the version
+    counter of `flat`."""
+    if not parameter.is_meta:
+        flat.copy_(parameter.reshape(-1))
     view = nn.Parameter(flat.view(parameter.shape), requires_grad=parameter.requires_grad)
     view.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, view)

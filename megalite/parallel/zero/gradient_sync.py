@@ -26,60 +26,98 @@ class ScratchPool:
     """Memory for gradients that live only until they are reduced: taken and given back many times in a batch, and
     returned to the allocator at its end, so that the next forward can have it.
 
-    `capacity` elements each. How many exist at once is bounded by the buckets in flight (two), which a test asserts.
+    All stages of a rank share one pool, and one reduction at a time is under way in it: a piece that fills and a piece
+    that travels are all there is (a test asserts it).
     """
 
-    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.capacity = capacity
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
-        self.most = 0
-        self._exist = 0
+        self.flying: Bucket | None = None
+        self.most_bytes = 0
+        self._bytes = 0
         self._free: list[Tensor] = []
 
-    def take(self) -> Tensor:
-        if self._free:
-            return self._free.pop()
-        self._exist += 1
-        self.most = max(self.most, self._exist)
-        return torch.empty(self.capacity, dtype=self.dtype, device=self.device)
+    def take(self, numel: int) -> Tensor:
+        """At least `numel` elements, uninitialised."""
+        for place, piece in enumerate(self._free):
+            if piece.numel() >= numel:
+                return self._free.pop(place)
+        self.release()  # too small: it would only lie beside the new piece
+        piece = torch.empty(numel, dtype=self.dtype, device=self.device)
+        self._bytes += piece.nbytes
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return piece
 
-    def give(self, scratch: Tensor) -> None:
-        self._free.append(scratch)
+    def give(self, piece: Tensor) -> None:
+        self._free.append(piece)
+
+    def land(self) -> None:
+        """Returns when no reduction is under way."""
+        if self.flying is not None:
+            self.flying.finish()
 
     def release(self) -> None:
         """Forgets what is not in use."""
-        self._exist -= len(self._free)
+        self._bytes -= sum(piece.nbytes for piece in self._free)
         self._free.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces that ever existed at once."""
-        return self.most * self.capacity * self.dtype.itemsize
 
 
 class StreamingSink(GradSink):
     """The sink of stages 2 and 3: ready as soon as one micro-batch's worth has arrived; what comes before the reduction
     starts joins it.
 
-    (A split backward may bring a bias gradient of the next micro-batch before the weight gradient of this one: sums do
-    not mind.)
+    A split backward brings the gradients of norms with the input's, and those of matrices a few micro-batches later:
+    sums do not mind. But a vector must not open its bucket so early, or all buckets of a stage would be in memory at
+    once: it waits beside it. And what it was ahead counts for the rounds to come, or the last rounds would never be
+    complete.
     """
 
-    __slots__ = ("seen",)
+    __slots__ = ("bucket", "seen", "waiting")
 
-    def __init__(
-        self, grad: Tensor, *, uses: int, on_ready: Callable[[], None] | None, on_open: Callable[[], None] | None
-    ) -> None:
-        super().__init__(grad, uses=uses, on_ready=on_ready, on_open=on_open)
+    def __init__(self, bucket: Bucket, *, uses: int, on_ready: Callable[[], None] | None) -> None:
+        super().__init__(torch.empty(0), uses=uses, on_ready=on_ready, on_open=bucket.make_scratch)
+        self.bucket = bucket
         self.seen = 0
+        self.waiting: Tensor | None = None
+
+    @property
+    def grad(self) -> Tensor:
+        if self.waiting is not None:
+            self.bucket.make_scratch()
+        return super().grad
+
+    @property
+    def received(self) -> bool:
+        """Something has arrived that is not reduced yet."""
+        return not self.fresh or self.waiting is not None
 
     def reopen(self) -> None:
         super().reopen()
         self.seen = 0
 
+    def next_round(self, complete: int) -> None:
+        """What has arrived is being reduced, `complete` micro-batches and perhaps a part of more."""
+        super().reopen()
+        self.seen -= complete * self.uses
+
     def expect(self, contributions: int) -> None:
         """Nothing to count: every micro-batch is reduced by itself."""
+
+    def add(self, gradient: Tensor) -> None:
+        if gradient.dim() > 1 or self.bucket.has_scratch:
+            super().add(gradient)
+            return
+        gradient = gradient.to(self.bucket.gradient.dtype)
+        self.waiting = gradient if self.waiting is None else self.waiting + gradient
+        self.done()
+
+    def settle(self, buffer: Tensor) -> None:
+        """The bucket has memory now."""
+        self.buffer = buffer
+        if self.waiting is not None:
+            self.buffer.copy_(self.waiting)
+            self.fresh, self.waiting = False, None
 
     def done(self) -> None:
         self.seen += 1
@@ -119,7 +157,7 @@ class Bucket:
         self.missing = 0
         self.launched = False
         self.gradient: Tensor = torch.empty(0)
-        self._handle: Handle | None = None
+        self.handle: Handle | None = None
         self._full: Tensor | None = None
         self._arriving: Tensor = self.gradient
         self._pool: ScratchPool | None = None
@@ -141,11 +179,11 @@ class Bucket:
         if index == self._selected:
             return
         states = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
-        self._kept[self._selected] = _Kept(self.full, states, self.missing, self.launched, self._handle)
+        self._kept[self._selected] = _Kept(self.full, states, self.missing, self.launched, self.handle)
         self._selected, kept = index, self._kept[index]
         assert kept is not None
         self.hold(kept.full)
-        self.missing, self.launched, self._handle = kept.missing, kept.launched, kept.handle
+        self.missing, self.launched, self.handle = kept.missing, kept.launched, kept.handle
         for sink, (buffer, fresh, remaining) in zip(self.sinks, kept.sinks, strict=True):
             sink.buffer, sink.fresh, sink.remaining = buffer, fresh, remaining
 
@@ -177,7 +215,7 @@ class Bucket:
     def begin_batch(self, microbatches: int | None) -> None:
         """Forgets the last batch's gradient. microbatches: how many will contribute (None: `arm` says when the last one
         comes)."""
-        assert self._scratch is None and self._handle is None, "the last batch was never finished"
+        assert self._scratch is None and self.handle is None, "the last batch was never finished"
         self.launched, self._accumulated = False, False
         self._reopen()
         if microbatches is not None:
@@ -193,17 +231,26 @@ class Bucket:
         if self._pool is None or self._scratch is not None:
             return
         self.finish()
-        self._scratch = self._pool.take()
+        self._scratch = self._pool.take(self.numel)
         self._full = self._scratch[: self.numel]
-        for sink, slot in zip(self.sinks, self.plan.slots, strict=True):
+        for sink, slot in zip(self._streaming_sinks, self.plan.slots, strict=True):
             begin = slot.start - self.plan.start
-            sink.buffer = self._full[begin : begin + slot.entry.numel].view(slot.entry.shape)
+            sink.settle(self._full[begin : begin + slot.entry.numel].view(slot.entry.shape))
         self._zero_gaps()
+
+    @property
+    def has_scratch(self) -> bool:
+        """Whether the memory of a streaming bucket exists now."""
+        return self._scratch is not None
 
     @property
     def opened(self) -> bool:
         """Something has arrived that is not reduced yet."""
-        return any(not sink.fresh for sink in self.sinks)
+        return any(sink.received for sink in self._streaming_sinks)
+
+    @property
+    def _streaming_sinks(self) -> list[StreamingSink]:
+        return [sink for sink in self.sinks if isinstance(sink, StreamingSink)]
 
     def close(self) -> None:
         """Parameters that received nothing count as zero."""
@@ -214,27 +261,28 @@ class Bucket:
 
     def launch(self, *, async_op: bool) -> None:
         """Starts the reduction of what has arrived. A streaming bucket may be filled again at once (with other
-        scratch)."""
+        scratch), after the one that is under way has landed."""
+        if self._pool is not None:
+            self._pool.land()
         self.close()
         self.launched = True
         if self.stage == 0:
-            self._handle = all_reduce_(self.full, self.axis, async_op=async_op)
+            self.handle = all_reduce_(self.full, self.axis, async_op=async_op)
             return
         self._arriving = self.full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
-        self._handle = reduce_scatter_into(self._arriving, self.full, self.axis, async_op=async_op)
+        self.handle = reduce_scatter_into(self._arriving, self.full, self.axis, async_op=async_op)
         if self._pool is not None:
             self._flying, self._scratch, self._full = self._scratch, None, None
-            self._reopen()
-            for sink in self.sinks:  # a view of the scratch would keep it alive
-                sink.buffer = self.gradient[:0]
+            self._pool.flying = self
+            self._next_round()
 
     def finish(self) -> None:
         """Waits for what was launched; a streaming bucket adds what arrived to its gradient and gives its scratch
         back."""
-        if self._handle is None:
+        if self.handle is None:
             return
-        self._handle.wait()
-        self._handle = None
+        self.handle.wait()
+        self.handle = None
         if self._pool is None or self._flying is None:
             return
         if self._accumulated:
@@ -243,7 +291,7 @@ class Bucket:
             self.gradient.copy_(self._arriving)
         self._accumulated = True
         self._pool.give(self._flying)
-        self._flying = None
+        self._flying = self._pool.flying = None
         self._arriving = self.gradient  # a view of the scratch would keep it alive
 
     def finish_batch(self) -> None:
@@ -251,6 +299,14 @@ class Bucket:
         self.finish()
         if self._pool is not None and not self._accumulated:
             self.gradient.zero_()
+
+    def _next_round(self) -> None:
+        sinks = self._streaming_sinks
+        complete = min(sink.seen // sink.uses for sink in sinks)
+        for sink in sinks:
+            sink.next_round(complete)
+            sink.buffer = self.gradient[:0]  # a view of the scratch would keep it alive
+        self.missing = sum(sink.seen < sink.uses for sink in sinks)
 
     def _reopen(self) -> None:
         self.missing = len(self.sinks)

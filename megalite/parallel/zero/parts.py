@@ -1,6 +1,6 @@
 """Segments and the update rule that steps them, on the device or on the host.
 
-    device      gradient -------------------> update
+    device      gradient -------------------> update          a bucket at a time where bf16 gradients are widened for it
     remainder   join -> update -> split, a bucket at a time
     host        gradient --copy to host--+
                 (bucket by bucket)       +--> update --copy back-->
@@ -10,7 +10,7 @@ Copies to the host run on a stream of their own: behind the device's update, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -150,16 +150,25 @@ class RemainderPart(DevicePart):
 
 
 def make_parts(segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> list[DevicePart]:
-    """What is on the device first, in one piece or a bucket at a time; then one part a bucket for the host."""
-    parts: list[DevicePart] = []
-    plain = [s for s in segments if not s.offloaded and s.remainder is None]
-    if plain:
-        parts.append(DevicePart(plain, make_optimizer))
-    for bucket in dict.fromkeys(id(s.bucket) for s in segments if s.remainder is not None):
-        parts.append(RemainderPart([s for s in segments if id(s.bucket) == bucket], make_optimizer))
-    for bucket in dict.fromkeys(id(s.bucket) for s in segments if s.offloaded):
-        parts.append(HostPart([s for s in segments if id(s.bucket) == bucket], make_optimizer))
+    """What is on the device first, in one piece, or a bucket at a time where something exists for the step only
+    (masters that are put together, gradients that are widened); then one part a bucket for the host."""
+    here = [s for s in segments if not s.offloaded]
+    plain = [s for s in here if s.remainder is None and s.gradient.dtype == s.master.dtype]
+    parts = [DevicePart(plain, make_optimizer)] if plain else []
+    for members in _by_bucket(s for s in here if s.remainder is None and s.gradient.dtype != s.master.dtype):
+        parts.append(DevicePart(members, make_optimizer))
+    for members in _by_bucket(s for s in here if s.remainder is not None):
+        parts.append(RemainderPart(members, make_optimizer))
+    for members in _by_bucket(s for s in segments if s.offloaded):
+        parts.append(HostPart(members, make_optimizer))
     return parts
+
+
+def _by_bucket(segments: Iterable[Segment]) -> list[list[Segment]]:
+    groups: dict[int, list[Segment]] = {}
+    for segment in segments:
+        groups.setdefault(id(segment.bucket), []).append(segment)
+    return list(groups.values())
 
 
 def find_homes(segments: Sequence[Segment]) -> list[Home]:

@@ -5,8 +5,8 @@
     backward   use(2) | use(1)  | use(0)            the same in the other direction; the last layer is still there
 
 A layer is given back when another one needs the room, not when its forward ends: so a layer whose backward follows its
-forward (the last one, or a recomputed one) is not gathered twice. In stages 1 and 2 the same hooks wait for the gather
-of updated weights that runs behind the first forward after a step.
+forward (the last two of a stage, or a recomputed one) is not gathered twice. All stages of a rank share the room. In
+stages 1 and 2 the same hooks wait for the gather of updated weights that runs behind the first forward after a step.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Unsharder:
     def __init__(self, *, prefetch: bool) -> None:
         self.prefetch = prefetch
         self._present: list[BucketWeights] = []
+        self._last: Sequence[BucketWeights] = []
         self._in_backward: Sequence[BucketWeights] | None = None
 
     def attach(self, layers: Sequence[nn.Module], weights: Sequence[Sequence[BucketWeights]]) -> None:
@@ -100,9 +101,10 @@ class Unsharder:
         self._in_backward = wanted if backward else None
         if recomputed and all(bucket.resident for bucket in wanted):
             return  # inside its own backward: what comes next is the layer before, and that is on its way
+        # where nothing comes next, the turn does: the layer before is the next that is needed
+        self._give_back([*wanted, *(ahead or self._last)] if self.prefetch else wanted)
+        self._last = wanted
         ahead = ahead if self.prefetch else []
-        keep = [*wanted, *ahead]
-        self._give_back(keep)
         for bucket in wanted:
             if not bucket.resident:
                 self._start(bucket, async_op=False)
@@ -113,7 +115,7 @@ class Unsharder:
 
     def give_back_all(self) -> None:
         """Frees everything that is not pinned."""
-        self._in_backward = None
+        self._in_backward, self._last = None, []
         self._give_back([])
 
     def _start(self, bucket: BucketWeights, *, async_op: bool) -> None:
