@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from equivalence.layouts import Layout, compare
 
 from megalite.comm.world import World
 from megalite.config import parse
@@ -67,3 +68,9 @@ def test_cpu_offloading_num_layers(tmp_path: Path) -> None:
     moved, _, entered = losses(tmp_path / "moved", "--cpu-offloading-num-layers 2")
     assert plain == moved
     assert none == 0 and entered == 2 * 2 * 3, "two layers, two micro-batches, three iterations"
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_two_instances_of_two_ranks_train_what_one_process_trains(stage: str) -> None:
+    flags = ("--micro-batch-size", "1", "--zero-stage", stage, "--num-distributed-optimizer-instances", "2")
+    compare(Layout(("--num-layers", "4"), flags, 4))

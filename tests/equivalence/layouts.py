@@ -146,4 +146,5 @@ def _draw(rng: random.Random) -> Layout:
         [[], ["--recompute-activations"], ["--recompute-granularity", "full", "--recompute-method", "uniform"]]
     )
     layout += pick([[], ["--no-overlap-grad-reduce"], ["--ddp-bucket-size", "3000"]])
+    layout += ["--num-distributed-optimizer-instances", "2"] if dp > 2 and rng.random() < 0.5 else []
     return Layout(tuple(model), tuple(layout), tp * pp * dp, delay=int(schedule == "2bw"))
