@@ -20,17 +20,17 @@ if __package__ in (None, ""):
 
 from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
-from megalite.config.legal import problems
 from megalite.config.saved import dump_yaml
 from megalite.errors import ConfigError, MegaliteError
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.fit import explain, remedy
 from megalite.planner.hardware import Hardware, available, load_hardware
+from megalite.planner.plot import check, draw
 from megalite.planner.profile import load_profile
 from megalite.planner.report import as_json, summary
 from megalite.planner.search import Found, pareto, search
-from megalite.planner.space import SEARCHED
-from megalite.planner.what_if import QUESTIONS, answer
+from megalite.planner.space import SEARCHED, layout_of, reasons_against
+from megalite.planner.what_if import QUESTIONS, sweep, table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--free", default="", metavar="NAME,...", help="fields to search although a file gives them; `all` of them"
     )
     p.add_argument("--what-if", choices=sorted(QUESTIONS), help="a question about the cluster instead of a plan")
+    p.add_argument("--plot", metavar="FILE.svg|png", help="draw the answer of --what-if (needs matplotlib)")
     return p
 
 
@@ -63,8 +64,7 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
     if unknown:
         raise ConfigError(f"--free={unknown[0]}: not searched; names are {', '.join(SEARCHED)}, or all")
     given = frozenset(name for name in SEARCHED if name in origins) - freed
-    if "virtual_pipeline_model_parallel_size" in freed and "pipeline_schedule" not in given:
-        config = replace(config, parallel=replace(config.parallel, virtual_pipeline_model_parallel_size=None))
+    config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
         known = {"GPT2BPETokenizer": 50257}
         size = known.get(config.data.tokenizer_type or "")
@@ -76,12 +76,23 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
     return replace(config, parallel=replace(config.parallel, nprocs=None)), given
 
 
+def _forget(config: Config, freed: set[str], given: frozenset[str]) -> Config:
+    """Without what belongs to a freed field and has no sense beside another value of it."""
+    parallel, model = config.parallel, config.model
+    if "virtual_pipeline_model_parallel_size" in freed and "pipeline_schedule" not in given:
+        parallel = replace(parallel, virtual_pipeline_model_parallel_size=None)
+    if "pipeline_model_parallel_size" in freed:
+        parallel = replace(parallel, pipeline_model_parallel_layout=None)
+    if "recompute_granularity" in freed:
+        model = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    return replace(config, parallel=parallel, model=model)
+
+
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
     args, rest = parser().parse_known_args(argv)
     try:
-        if args.num_devices < 1 or args.top < 1:
-            raise ConfigError(f"--num-devices={args.num_devices} --top={args.top}: both must be 1 or more")
+        _check(args)
         hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
         source: TimeSource = Roofline(hardware)
         if args.profile:
@@ -89,7 +100,7 @@ def main(argv: list[str]) -> int:
             hardware = profile.hardware
         config, given = resolve(rest, args.free)
         if args.what_if:
-            print(answer(args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw))
+            _answer(args, config, hardware, source, given)
             return 0
         found = search(config, args.num_devices, hardware, source, given=given, stale=args.allow_2bw, top=args.top)
         if not found.predictions:
@@ -102,6 +113,32 @@ def main(argv: list[str]) -> int:
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """The tool's own flags, before anything is worked out."""
+    if args.num_devices < 1 or args.top < 1:
+        raise ConfigError(f"--num-devices={args.num_devices} --top={args.top}: both must be 1 or more")
+    if args.plot is not None:
+        if args.what_if is None:
+            raise ConfigError(f"--plot={args.plot}: draws a sweep; add --what-if {'|'.join(sorted(QUESTIONS))}")
+        check(args.plot)
+    if args.what_if == "upgrades" and args.profile:
+        raise ConfigError(
+            f"--profile={args.profile}: measured times know no upgrade; leave it out of --what-if upgrades"
+        )
+    for flag, value in (("--write-config", args.write_config), ("--json", args.json)):
+        if args.what_if and value:
+            raise ConfigError(f"{flag}: belongs to a plan; leave it out of --what-if {args.what_if}")
+
+
+def _answer(
+    args: argparse.Namespace, config: Config, hardware: Hardware, source: TimeSource, given: frozenset[str]
+) -> None:
+    answer = sweep(args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw)
+    print(table(answer))
+    if args.plot is not None:
+        draw(answer, args.plot)
 
 
 def _json(found: Found, args: argparse.Namespace, hardware: Hardware) -> str:
@@ -124,11 +161,12 @@ def _why_nothing(
 ) -> list[str]:
     """Lines about a search that found nothing."""
     if not found.rejected:
-        return list(found.problems) or problems(config, world_size) or ["no layout of this cluster is legal"]
+        here = reasons_against(config, world_size, layout_of(config))
+        return list(found.problems) or here or ["no layout of this cluster is legal"]
     misfit = found.rejected[0]
     change = remedy(misfit, world_size, hardware, source, stale=stale)
-    advice = f"smallest change that fits: {change}" if change else "no cluster of this hardware up to 64 times as large"
-    return [f"{explain(misfit, hardware)}; {advice}"]
+    advice = f"smallest change that fits: {change}" if change else "nor does it on 64 times as many devices"
+    return [f"{explain(misfit, world_size, hardware)}; {advice}"]
 
 
 def _write(config: Config, world_size: int, path: str) -> None:

@@ -9,10 +9,11 @@ from megalite.config import Config
 from megalite.planner.cost import TimeSource
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import TERMS
+from megalite.planner.report import layout_text
 from megalite.planner.search import Misfit, Quick, search
 from megalite.planner.space import SEARCHED, Layout, apply, layout_of, layouts, reasons_against
 
-__all__ = ["Remedy", "explain", "remedy"]
+__all__ = ["Remedy", "explain", "remedy", "shortage"]
 
 GIB = 2**30
 
@@ -31,56 +32,90 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Remedy:
-    """changes: field -> value of the smallest change that fits; devices: of the cluster, if more are needed."""
+    """changes: field -> value of the smallest change that fits; devices: of the cluster, if more are needed; layout: on
+    them, in words."""
 
     changes: dict[str, object]
     devices: int
+    layout: str = ""
 
     def __str__(self) -> str:
-        flags = [f"--{name.replace('_', '-')}={_value(value)}" for name, value in self.changes.items()]
-        return " ".join(flags) or f"{self.devices} devices"
+        flags = [_flag(name, value) for name, value in self.changes.items()]
+        return " ".join(flags) or f"{self.devices:,} devices ({self.layout})"
 
 
-def _value(value: object) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _flag(name: str, value: object) -> str:
+    """As it is typed."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"(and no --{name})" if value is None else f"--{name}={value}"
 
 
-def explain(misfit: Misfit, hardware: Hardware) -> str:
+def explain(misfit: Misfit, world_size: int, hardware: Hardware) -> str:
     """One line: by how much it does not fit, and on which term."""
     rank = misfit.memory.index(misfit.fullest)
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
     largest = max(terms, key=lambda name: terms[name])
-    over = misfit.fullest.total - hardware.usable_bytes
+    needed, usable = misfit.fullest.total / GIB, hardware.usable_bytes / GIB
     return (
-        f"does not fit: pipeline rank {rank} needs {misfit.fullest.total / GIB:.1f} GiB, "
-        f"{over / GIB:.1f} GiB more than the {hardware.usable_bytes / GIB:.1f} GiB of a {hardware.name}; "
+        f"does not fit: {layout_text(misfit.config, world_size)}: pipeline rank {rank} needs {needed:,.1f} GiB, "
+        f"{needed - usable:,.1f} GiB more than the {usable:.1f} GiB of a {hardware.name}; "
         f"the largest term is {largest} with {terms[largest] / GIB:.1f} GiB"
     )
+
+
+def shortage(misfit: Misfit, hardware: Hardware) -> str:
+    """A few words: by how much it does not fit, and on which term."""
+    over = misfit.fullest.total - hardware.usable_bytes
+    terms = {name: getattr(misfit.fullest, name) for name in TERMS}
+    return f"does not fit: {over / GIB:,.1f} GiB too much, most of it {max(terms, key=lambda name: terms[name])}"
 
 
 def remedy(
     misfit: Misfit, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool = False
 ) -> Remedy | None:
-    """The smallest change: the fewest fields of the layout, then the least intrusive, then the fastest; if no layout
-    of this cluster fits, the smallest cluster (in doublings) on which one does. None: none up to 64 times as large."""
+    """The smallest change: the fewest flags, then the least intrusive, then the fastest, of the layout, or to keep
+    optimizer states on the host; if nothing fits this cluster, the smallest one (in doublings) on which a layout does.
+    None: none up to 64 times as large."""
     config = misfit.config
-    here = layout_of(config)
-    quick = Quick(config, world_size, hardware, source)
-    ranked = sorted(_changes(quick, here, stale), key=lambda item: item[:3])
-    for *_, layout, changed in ranked[:400]:
-        if reasons_against(config, world_size, layout):
-            continue
-        _, memory = quick.exact_memory(apply(config, layout))
-        if max(rank.total for rank in memory) <= hardware.usable_bytes:
-            return Remedy({name: getattr(layout, name) for name in changed}, world_size)
+    offloaded = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
+    moved: dict[str, object] = {"optimizer_cpu_offload": True}
+    may_move = not hardware.on_cpu and not config.optimizer.optimizer_cpu_offload
+    changes = _smallest(Quick(config, world_size, hardware, source), stale)
+    if may_move and (changes is None or len(changes) > 1):
+        host = Quick(offloaded, world_size, hardware, source)
+        if _fits(host, layout_of(config)):
+            changes = moved
+        elif changes is None and (more := _smallest(host, stale)) is not None:
+            changes = more | moved
+    if changes is not None:
+        return Remedy(changes, world_size)
     for factor in (2, 4, 8, 16, 32, 64):
-        if _fits_lean(_roomy(config, world_size * factor), world_size * factor, hardware, source):
-            return Remedy({}, world_size * factor)
+        roomy = _roomy(config, world_size * factor)
+        if found := _lean(roomy, world_size * factor, hardware, source):
+            return Remedy({}, world_size * factor, layout_text(apply(roomy, found), world_size * factor))
     return None
 
 
-def _fits_lean(config: Config, world_size: int, hardware: Hardware, source: TimeSource) -> bool:
-    """Whether a layout fits that shards and recomputes everything, one sample at a time."""
+def _smallest(quick: Quick, stale: bool) -> dict[str, object] | None:
+    """The smallest change of the layout that fits."""
+    ranked = sorted(_changes(quick, layout_of(quick.config), stale), key=lambda item: item[:3])
+    for *_, layout, changed in ranked[:400]:
+        if _fits(quick, layout):
+            return {name: getattr(layout, name) for name in changed}
+    return None
+
+
+def _fits(quick: Quick, layout: Layout) -> bool:
+    if reasons_against(quick.config, quick.world_size, layout):
+        return False
+    _, memory = quick.exact_memory(apply(quick.config, layout))
+    return max(rank.total for rank in memory) <= quick.hardware.usable_bytes
+
+
+def _lean(config: Config, world_size: int, hardware: Hardware, source: TimeSource) -> Layout | None:
+    """A layout that fits and shards and recomputes everything, one sample at a time."""
     leanest = replace(
         layout_of(config),
         sequence_parallel=True,
@@ -91,7 +126,8 @@ def _fits_lean(config: Config, world_size: int, hardware: Hardware, source: Time
         recompute_granularity="full",
     )
     given = frozenset(SEARCHED) - {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
-    return bool(search(apply(config, leanest), world_size, hardware, source, given=given, top=1).predictions)
+    found = search(apply(config, leanest), world_size, hardware, source, given=given, top=1, even=True)
+    return layout_of(found.predictions[0].config) if found.predictions else None
 
 
 def _roomy(config: Config, world_size: int) -> Config:

@@ -47,6 +47,8 @@ def _recomputed(config: Config) -> str:
     if model.recompute_granularity != "full" or model.recompute_method != "block":
         return model.recompute_granularity or ""
     numbers = model.recompute_num_layers or (1,)
+    if len(numbers) == 1:
+        return f"{numbers[0]} layer{'s' * (numbers[0] > 1)} a stage"
     runs = [(number, len(list(run))) for number, run in groupby(numbers)]
     return ",".join(f"{number}x{times}" if times > 1 else str(number) for number, times in runs) + " layers"
 
@@ -168,14 +170,19 @@ def time_text(days: float) -> str:
     """`22.2 days`, `3.1 hours`, `40 seconds`."""
     for unit, name in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
         if days >= 1.5 * unit:
-            return f"{days / unit:,.3g} {name}"
-    return f"{days * 86400:,.3g} seconds"
+            return f"{_digits(days / unit)} {name}"
+    return f"{_digits(days * 86400)} seconds"
 
 
 def energy_text(megawatt_hours: float) -> str:
     """`355 MWh`, `12 kWh`, `0.2 Wh`."""
     unit, name = next(((u, n) for u, n in ((1.0, "MWh"), (1e-3, "kWh")) if megawatt_hours >= u), (1e-6, "Wh"))
-    return f"{megawatt_hours / unit:,.3g} {name}"
+    return f"{_digits(megawatt_hours / unit)} {name}"
+
+
+def _digits(number: float) -> str:
+    """Three digits, no exponent."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def budget(prediction: Prediction, hardware: Hardware) -> tuple[float, float]:

@@ -1,28 +1,63 @@
-"""Questions about a cluster: the smallest one for a model, the largest model for one, which upgrade pays.
+"""Questions about a cluster: the smallest for a model, the largest model for one, time and energy of a token budget,
+and which upgrade pays.
 
-Each answer is a sweep of whole searches, printed as a table with bars.
+    smallest-cluster    N, N/2, ... until the model does not fit, then between the last two
+    largest-model       wider and deeper until it does not fit
+    token-budget        the training's tokens on N/4 to 4N devices
+    upgrades            memory, links, rates of the device, one at a time
+
+Each answer is a sweep of whole searches: a table, and a picture of it (`plot.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megalite.config import Config
 from megalite.config.arithmetic import count_parameters
+from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline, TimeSource
+from megalite.planner.fit import shortage
 from megalite.planner.hardware import Hardware, Link
 from megalite.planner.predict import Prediction
-from megalite.planner.report import layout_text
+from megalite.planner.report import budget, energy_text, gib, layout_text, time_text, tokens_text
 from megalite.planner.search import search
 
-__all__ = ["QUESTIONS", "answer"]
+__all__ = ["QUESTIONS", "Row", "Sweep", "sweep", "table"]
 
-BAR = 30
+BAR = 24
+
+#: Searches between the last cluster on which a model fits and the first on which it does not.
+REFINED = 3
 
 
-def answer(
+@dataclass(frozen=True)
+class Row:
+    """One search. value: where it stands on the sweep's axis. why: what stands against it, if nothing was found."""
+
+    name: str
+    value: float
+    found: Prediction | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The answer to a question. axis: what the rows' values are; empty where they have no order."""
+
+    question: str
+    title: str
+    axis: str
+    hardware: Hardware
+    rows: tuple[Row, ...]
+
+
+Try = Callable[[str, float, Config, int, Hardware, TimeSource], Row]
+
+
+def sweep(
     question: str,
     config: Config,
     world_size: int,
@@ -31,39 +66,50 @@ def answer(
     given: frozenset[str],
     *,
     stale: bool = False,
-) -> str:
-    """The table that answers one of `QUESTIONS`."""
+) -> Sweep:
+    """The answer to one of `QUESTIONS`."""
 
-    def best(changed: Config, devices: int, machine: Hardware, times: TimeSource) -> Prediction | None:
+    def attempt(name: str, value: float, changed: Config, devices: int, machine: Hardware, times: TimeSource) -> Row:
         found = search(changed, devices, machine, times, given=given, stale=stale, top=1)
-        return found.predictions[0] if found.predictions else None
+        if found.predictions:
+            return Row(name, value, found.predictions[0])
+        why = shortage(found.rejected[0], machine) if found.rejected else "".join(found.problems[:1])
+        return Row(name, value, None, why or "no layout of so many devices is legal")
 
-    return QUESTIONS[question](config, world_size, hardware, source, best)
-
-
-Best = Callable[[Config, int, Hardware, TimeSource], Prediction | None]
-
-
-def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, source: TimeSource, best: Best) -> str:
-    rows = []
-    devices = world_size
-    while devices >= 1:
-        found = best(config, devices, hardware, source)
-        rows.append((f"{devices:,} devices", found))
-        if found is None:
-            break
-        devices //= 2
-    return _table("smallest cluster (halved until the model does not fit)", rows)
+    return QUESTIONS[question](config, world_size, hardware, source, attempt)
 
 
-def _largest_model(config: Config, world_size: int, hardware: Hardware, source: TimeSource, best: Best) -> str:
+def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
+    def on(devices: int) -> Row:
+        name = f"{devices:,} device{'s' * (devices > 1)}"
+        return attempt(name, devices, config, devices, hardware, source)
+
+    rows = [on(world_size)]
+    while rows[-1].found and rows[-1].value > 1:
+        rows.append(on(int(rows[-1].value) // 2))
+    if rows[-1].found is None and len(rows) > 1:
+        enough, little = int(rows[-2].value), int(rows[-1].value)
+        for _ in range(REFINED):
+            unit = hardware.devices_per_node if enough - little >= 2 * hardware.devices_per_node else 1
+            middle = (enough + little) // 2 // unit * unit
+            if middle <= little:
+                break
+            rows.append(on(middle))
+            enough, little = (middle, little) if rows[-1].found else (enough, middle)
+    rows.sort(key=lambda row: -row.value)
+    return Sweep("smallest-cluster", "smallest cluster that holds the model", "devices", hardware, tuple(rows))
+
+
+def _largest_model(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
     """Width and depth grow together, as model families do."""
     rows = []
     model = config.model
     for _ in range(12):
-        found = best(replace(config, model=model), world_size, hardware, source)
-        rows.append((f"{count_parameters(model) / 1e9:,.3g} G parameters", found))
-        if found is None:
+        size = count_parameters(model)
+        grown = replace(config, model=model)
+        name = f"{size / 1e9:,.3g} G parameters"
+        rows.append(attempt(name, float(size), grown, world_size, hardware, source))
+        if rows[-1].found is None:
             break
         heads = model.num_attention_heads * 5 // 4 // 8 * 8 or model.num_attention_heads * 2
         scale = max(heads, model.num_attention_heads + 1)
@@ -77,10 +123,22 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
             if model.ffn_hidden_size is None
             else model.ffn_size * scale // model.num_attention_heads,
         )
-    return _table("largest model (wider and deeper until it does not fit)", rows)
+    title = f"largest model on {world_size:,} devices"
+    return Sweep("largest-model", title, "parameters", hardware, tuple(rows))
 
 
-def _upgrades(config: Config, world_size: int, hardware: Hardware, source: TimeSource, best: Best) -> str:
+def _token_budget(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
+    if not config.train_iterations(world_size):
+        raise ConfigError("--what-if=token-budget: how long is the training? give --train-tokens")
+    rows = []
+    for devices in (world_size // 4, world_size // 2, world_size, 2 * world_size, 4 * world_size):
+        if devices:
+            rows.append(attempt(f"{devices:,} devices", devices, config, devices, hardware, source))
+    tokens = config.total_train_samples(world_size) * config.model.seq_length
+    return Sweep("token-budget", f"{tokens_text(tokens)} tokens", "devices", hardware, tuple(rows))
+
+
+def _upgrades(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
     def wider(link: Link) -> Link:
         return replace(link, bandwidth=2 * link.bandwidth)
 
@@ -94,28 +152,42 @@ def _upgrades(config: Config, world_size: int, hardware: Hardware, source: TimeS
             hardware, matrix_flops={name: 2 * rate for name, rate in hardware.matrix_flops.items()}
         ),
     }
-    rows = [(name, best(config, world_size, machine, Roofline(machine))) for name, machine in machines.items()]
-    return _table("which upgrade pays", rows)
+    rows = [
+        attempt(name, float(turn), config, world_size, machine, Roofline(machine))
+        for turn, (name, machine) in enumerate(machines.items())
+    ]
+    return Sweep("upgrades", f"which upgrade of {world_size:,} devices pays", "", hardware, tuple(rows))
 
 
-def _table(title: str, rows: Sequence[tuple[str, Prediction | None]]) -> str:
-    most = max((found.tokens_per_s for _, found in rows if found), default=1.0)
-    width = max(len(name) for name, _ in rows)
-    lines = [title]
-    for name, found in rows:
-        if found is None:
-            lines.append(f"  {name:<{width}}  does not fit")
+def table(answer: Sweep) -> str:
+    """One line a row: rate, MFU, days and energy of the whole training, memory, the layout, and a bar of the rate."""
+    fits = [row.found for row in answer.rows if row.found]
+    most = max((found.tokens_per_s for found in fits), default=1.0)
+    lines = [f"{answer.title} ({answer.hardware.name})"]
+    head = f"{'tokens/s':>12}  {'MFU':>6}  {'time':>13}  {'energy':>9}  {'GiB':>6}"
+    width = max(len(row.name) for row in answer.rows)
+    lines.append(f"  {'':<{width}}  {head}")
+    for row in answer.rows:
+        if row.found is None:
+            lines.append(f"  {row.name:<{width}}  {row.why}")
             continue
-        bar = "#" * max(1, round(BAR * found.tokens_per_s / most))
+        days, energy = budget(row.found, answer.hardware)
+        bar = "#" * max(1, round(BAR * row.found.tokens_per_s / most))
         lines.append(
-            f"  {name:<{width}}  {found.tokens_per_s:>14,.0f} tokens/s  {found.mfu:>6.1%} MFU  {bar:<{BAR}}  "
-            f"{layout_text(found.config, found.world_size)}"
+            f"  {row.name:<{width}}  {row.found.tokens_per_s:>12,.0f}  {row.found.mfu:>6.1%}  {time_text(days):>13}  "
+            f"{energy_text(energy):>9}  {gib(row.found.memory_bytes):>6}  {bar:<{BAR}}  "
+            f"{layout_text(row.found.config, row.found.world_size)}"
         )
     return "\n".join(lines)
 
 
-Question = Callable[[Config, int, Hardware, TimeSource, Best], str]
+Question = Callable[[Config, int, Hardware, TimeSource, Try], Sweep]
 
 QUESTIONS: Mapping[str, Question] = MappingProxyType(
-    {"smallest-cluster": _smallest_cluster, "largest-model": _largest_model, "upgrades": _upgrades}
+    {
+        "smallest-cluster": _smallest_cluster,
+        "largest-model": _largest_model,
+        "token-budget": _token_budget,
+        "upgrades": _upgrades,
+    }
 )

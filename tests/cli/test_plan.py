@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megalite.config.cli import read_unjudged
+from megalite.errors import ConfigError
+from megalite.planner.cost import Roofline
+from megalite.planner.hardware import load_hardware
+from megalite.planner.plot import check, draw
+from megalite.planner.what_if import sweep, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -63,6 +74,8 @@ def test_errors_are_one_line_with_status_two() -> None:
         "--free=lr: not searched": ["--free", "lr"],
         "--profile=nowhere.json: not a profile": ["--profile", "nowhere.json"],
         "--tensor-model-parallel-size=3": ["--tensor-model-parallel-size", "3"],
+        "--plot=a.svg: draws a sweep": ["--plot", "a.svg"],
+        "--plot=a.gif: not a kind of picture": ["--plot", "a.gif", "--what-if", "upgrades"],
     }
     for message, flags in cases.items():
         done = _plan(*SMALL, "--num-devices", "2", *flags)
@@ -77,10 +90,35 @@ def test_a_model_that_cannot_fit_is_explained() -> None:
     assert "smallest change that fits: --" in done.stderr
 
 
-def test_what_if_sweeps_give_a_table() -> None:
-    done = _plan(*SMALL, "--num-devices", "4", "--hardware", "cpu-2core", "--what-if", "upgrades")
+def test_what_if_sweeps_give_a_table_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "upgrades.svg"
+    flags = ["--num-devices", "4", "--hardware", "cpu-2core", "--what-if", "upgrades", "--plot", str(path)]
+    done = _plan(*SMALL, *flags)
     assert done.returncode == 0, done.stderr
     assert "links between nodes x 2" in done.stdout and "#" in done.stdout
+    texts = "".join(ElementTree.parse(path).getroot().itertext())
+    assert "which upgrade of 4 devices pays, CPU, 2 cores" in texts and "links between nodes x 2" in texts
+
+
+@pytest.mark.parametrize("question", ["smallest-cluster", "largest-model", "token-budget"])
+def test_every_sweep_is_drawn(question: str, tmp_path: Path) -> None:
+    """In this process: a process for each would only start Python again."""
+    pytest.importorskip("matplotlib")
+    config, _ = read_unjudged(SMALL, optional=["micro_batch_size"])
+    hardware = replace(load_hardware("cpu-2core"), memory_bytes=3e6, reserved_bytes=0.0)
+    answer = sweep(question, config, 4, hardware, Roofline(hardware), frozenset())
+    assert any(row.found is None and "does not fit: " in row.why for row in answer.rows) or question == "token-budget"
+    text = table(answer)
+    assert all(row.name in text for row in answer.rows)
+    draw(answer, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"--plot: needs the package matplotlib; pip install 'megalite\[plot\]'"):
+        check("picture.svg")
 
 
 def test_a_profile_of_this_machine_replaces_the_roofline(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would_help() -> None:
     found = _search(config, 1, hardware, given)
     assert not found.predictions
     misfit = found.rejected[0]
-    text = explain(misfit, hardware)
+    text = explain(misfit, 1, hardware)
     assert "GiB more than the 7.5 GiB" in text and "the largest term is activations" in text
     change = remedy(misfit, 1, hardware, Roofline(hardware))
     assert change is not None and change.devices == 1
