@@ -60,8 +60,8 @@ def explain(misfit: Misfit, world_size: int, hardware: Hardware) -> str:
     needed, usable = misfit.fullest.total / GIB, hardware.usable_bytes / GIB
     return (
         f"does not fit: {layout_text(misfit.config, world_size)}: pipeline rank {rank} needs {needed:,.1f} GiB, "
-        f"{needed - usable:,.1f} GiB more than the {usable:.1f} GiB of a {hardware.name}; "
-        f"the largest term is {largest} with {terms[largest] / GIB:.1f} GiB"
+        f"{needed - usable:,.1f} GiB more than the {usable:.1f} GiB of one {hardware.name}; "
+        f"the largest term is {largest} with {terms[largest] / GIB:,.1f} GiB"
     )
 
 

@@ -156,6 +156,8 @@ def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool
     splits = [here.sequence_parallel] if "sequence_parallel" in given else [False, True] if tp > 1 else [False]
     zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp > 1 else [0]
     kinds: list[str | None] = [None, "full"] if config.model.attention_dropout == 0 else [None, "selective", "full"]
+    if here.recompute_granularity not in kinds:
+        kinds = [here.recompute_granularity, *kinds]
     if "recompute_granularity" in given:
         kinds = [here.recompute_granularity]
     for name, chunks in _schedules(config, given, here, pp, m, stale):

@@ -33,14 +33,18 @@ def _search(config: Config, devices: int, hardware: Hardware, given: frozenset[s
     return search(config, devices, hardware, Roofline(hardware), given=given)
 
 
-@pytest.mark.parametrize("devices", [1, 4, 6])
-def test_no_legal_layout_is_missed(devices: int) -> None:
+@pytest.mark.parametrize(
+    ("devices", "flags"),
+    [(1, ""), (4, ""), (6, ""), (4, "--num-query-groups 2 --attention-dropout 0.1 --num-layers 5 --seq-length 18")],
+)
+def test_no_legal_layout_is_missed(devices: int, flags: str) -> None:
     """Every combination of values, judged by the validator alone, against the search's own list."""
-    config = _config()
+    config = _config(flags)
+    kinds = [None, "full"] if not flags else [None, "selective", "full"]
     tensor = pipeline = range(1, devices + 1)
     brute = set()
     for tp, pp, chunks, split, name, zero, micro, kind in itertools.product(
-        tensor, pipeline, [None, 2, 3, 4], [False, True], SCHEDULES, range(4), range(1, 9), [None, "full"]
+        tensor, pipeline, [None, 2, 3, 4], [False, True], SCHEDULES, range(4), range(1, 9), kinds
     ):
         if devices % (tp * pp):
             continue
@@ -110,7 +114,7 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would_help() -> None:
     assert not found.predictions
     misfit = found.rejected[0]
     text = explain(misfit, 1, hardware)
-    assert "GiB more than the 7.5 GiB" in text and "the largest term is activations" in text
+    assert "GiB more than the 7.5 GiB of one CPU, 2 cores" in text and "the largest term is activations" in text
     change = remedy(misfit, 1, hardware, Roofline(hardware))
     assert change is not None and change.devices == 1
     fixed = replace(
