@@ -5,9 +5,11 @@ One process, `--nprocs N` local ranks, or whatever torchrun, SLURM or mpirun has
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megalite.comm.launch import Place, launch, print_error, read_place
 from megalite.config import Config
@@ -75,5 +77,14 @@ def configure_logging(rank: int) -> None:
     logging.basicConfig(level=level, format=f" {name}%(message)s", stream=sys.stdout, force=True)
 
 
+def leave(status: int) -> NoReturn:
+    """Ends the process at once. What is to be kept is on disk by now, and the interpreter's own way out takes a torch
+    process a second of computing, which is a minute on a starved machine."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it has gone
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

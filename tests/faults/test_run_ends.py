@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from megalite.testing import run_ranks, run_single
 from megalite.training.observers import read_metrics
 from megalite.training.run import open_run, run
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
     "dp": (),
     "tp": ("--tensor-model-parallel-size", "2"),
@@ -59,6 +63,17 @@ def test_interval_stops_saves_and_the_last_multiple_completes(tmp_path: Path) ->
     assert records(tmp_path, "summary")[-1]["status"] == "completed"
     assert saved(tmp_path) == ["iter_0000003", "iter_0000006"] and (tmp_path / "COMPLETED").exists()
     assert [record["iteration"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_waits_for_the_interpreters_end_does_not_hold_up_a_run_that_is_done(tmp_path: Path) -> None:
+    """Neither a library's last words nor the tearing down of torch: "completed" is followed by the exit."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n")
+    offload = ["--zero-stage", "2", "--optimizer-cpu-offload", "--cpu-offloading-num-layers", "1", "--num-workers", "2"]
+    argv = [sys.executable, "pretrain_gpt.py", *command(tmp_path / "run", *offload, steps=1), "--nprocs", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "completed at iteration 1" in done.stdout, done.stderr
+    assert (tmp_path / "run" / "COMPLETED").exists()
 
 
 def test_duration_stops_all_ranks(tmp_path: Path) -> None:
