@@ -183,7 +183,7 @@ Key = tuple[str, int, int, int]
 
 def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, Key]]:
     """(rank, key) of the computations whose results `action` needs."""
-    own = set(produced(action))
+    own = set(produced(action)) if action.kind == OVERLAP else ()
     for part in action.computations():
         stage, replica, k = part.stage, part.replica, part.microbatch
         if part.kind == FORWARD:
@@ -198,11 +198,13 @@ def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, Ke
                 yield placement.rank_of(at, replica), key
 
 
-def produced(action: Action) -> Iterable[Key]:
+def produced(action: Action) -> list[Key]:
     """Keys of the results of a computation; a whole backward gives what I and W give."""
+    keys: list[Key] = []
     for part in action.computations():
         kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if part.kind == BACKWARD else (part.kind,)
-        yield from ((kind, part.stage, part.replica, part.microbatch) for kind in kinds)
+        keys += [(kind, part.stage, part.replica, part.microbatch) for kind in kinds]
+    return keys
 
 
 class _Norms:
