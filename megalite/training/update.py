@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megalite.comm.collectives import Done, Handle
+from megalite.comm.collectives import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim.precision import LossScaler
@@ -92,7 +92,7 @@ class Updater:
         self._update_of = update_of
         self._norm_is_global = norm_is_global
         self._arrived: dict[str, set[StageKey]] = {"REDUCE": set(), "NORM": set(), "STEP": set()}
-        self._tied: Handle = Done()
+        self._tied: dict[int, Handle] = {}
         self._norm: PendingNorm | None = None
         self.results: list[UpdateResult] = []
 
@@ -114,19 +114,19 @@ class Updater:
         if self._is_last("REDUCE", stage):
             self._select(update)
             tied = [gradient for buffers in self._buffers.values() for gradient in buffers.tied_gradients()]
-            self._tied = self._shared.start_sum(tied)
+            self._tied[update] = self._shared.start_sum(tied)
 
     def norm(self, stage: StageKey, update: int) -> None:
         if self._is_last("NORM", stage):
             self._select(update)
-            self._norm = self._start_norm()
+            self._norm = self._start_norm(update)
 
     def step(self, stage: StageKey, update: int) -> None:
         """Takes the step when the last of this rank's stages has come to it."""
         if not self._is_last("STEP", stage):
             return
         self._select(update)
-        norm = self._norm or self._start_norm()
+        norm = self._norm or self._start_norm(update)
         self._norm = None
         self._apply(update, self._policy(update), norm.wait())
         for buffers in self._buffers.values():
@@ -153,8 +153,9 @@ class Updater:
         for buffers in self._buffers.values():
             buffers.select_gradients(update)
 
-    def _start_norm(self) -> PendingNorm:
-        self._tied.wait()
+    def _start_norm(self, update: int) -> PendingNorm:
+        # The sum of the next update may be under way already: at m = p-1 the last rank reduces t + 1 before step t.
+        self._tied.pop(update).wait()
         everybody = self._buffers.values()
         for buffers in everybody:
             buffers.start_tied_reduce()

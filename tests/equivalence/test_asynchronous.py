@@ -52,11 +52,17 @@ def test_2bw_composes(flags: tuple[str, ...]) -> None:
     compare(Layout(tied_and_clipped, layout, size, delay=1), steps=4)
 
 
-@pytest.mark.parametrize("m", [2, 3])
-def test_2bw_sums_tied_embeddings_while_the_next_batch_runs(m: int) -> None:
-    """With few micro-batches a rank begins the sum of batch t + 1 before the loss of batch t, its peer after it."""
-    layout = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw", "--micro-batch-size", "1")
-    compare(Layout(("--num-layers", "4", "--global-batch-size", str(m)), layout, 2, delay=1), steps=6)
+@pytest.mark.parametrize(
+    ("p", "m", "zero"), [(2, 1, None), (2, 2, None), (2, 3, None), (3, 2, None), (2, 1, 0), (2, 1, 1)]
+)
+def test_2bw_sums_tied_embeddings_while_the_next_batch_runs(p: int, m: int, zero: int | None) -> None:
+    """With few micro-batches a rank begins the sum of batch t + 1 before the loss of batch t, its peer after it; with
+    p-1 of them even before the norm of batch t. zero: the stage of ZeRO with two replicas, None for one replica."""
+    dp = 1 if zero is None else 2
+    layout = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", "2bw", "--micro-batch-size", "1"]
+    layout += [] if zero is None else ["--zero-stage", str(zero)]
+    model = ("--num-layers", "4", "--global-batch-size", str(m * dp))
+    compare(Layout(model, tuple(layout), p * dp, delay=1), steps=6)
 
 
 def test_2bw_holds_both_versions_and_resumes_bitwise(tmp_path: Path) -> None:
