@@ -45,6 +45,7 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_bitwise(
     layout = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", schedule]
     layout += ["--virtual-pipeline-model-parallel-size", CHUNKS[schedule]] if schedule in CHUNKS else []
     layout += ["--num-layers", "8", "--untie-embeddings-and-output-weights"]
+    layout += ["--clip-grad", "0"] if schedule == "pipedream" else []
     run_ranks(whole_run, p, command(tmp_path / "whole", *layout))
 
     rng = random.Random(f"{schedule} {p}")
