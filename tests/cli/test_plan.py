@@ -56,11 +56,16 @@ def test_json_has_the_promised_keys() -> None:
 
 
 def test_the_written_configuration_passes_a_dry_run(tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    flags = ["--pipeline-model-parallel-size", "2", "--hardware", "cpu-2core", "--write-config", str(path)]
+    """On devices so small that the first stage must recompute and the second need not."""
+    path, hardware = tmp_path / "plan.yaml", tmp_path / "small.yaml"
+    text = (ROOT / "megalite" / "planner" / "hardware" / "cpu-2core.yaml").read_text()
+    hardware.write_text(text.replace("memory_bytes: 4.0e9", "memory_bytes: 2.7e6").replace("0.4e9", "0"))
+    fixed = "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --micro-batch-size 2 --zero-stage 0".split()
+    flags = [*fixed, "--hardware", str(hardware), "--write-config", str(path)]
     done = _plan(*SMALL, "--num-devices", "2", *flags)
     assert done.returncode == 0 and not done.stderr
     assert "Pareto front" in done.stdout and "limited by" in done.stdout
+    assert "recompute_num_layers: [1, 0]" in path.read_text()
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--config", str(path), "--dry-run"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -196,6 +196,33 @@ def test_cuts_follow_the_costs_of_the_ends(tmp_path) -> None:
     assert [(p.pipeline_model_parallel_layout, p.decoder_first_pipeline_num_layers) for p in plans] == [(None, 4)]
 
 
+def _ways(total: int, parts: int) -> list[tuple[int, ...]]:
+    return [
+        way for way in itertools.product(range(total + 1), repeat=parts) if sum(way) == total and 0 not in way[1:-1]
+    ]
+
+
+@pytest.mark.parametrize("vocabulary", [512, 16384])
+def test_no_other_cut_would_be_much_faster(vocabulary: int) -> None:
+    """Every way to deal the layers, with the fewest recomputed layers that fit, simulated."""
+    config = _config(f"--vocab-size {vocabulary} --pipeline-model-parallel-size 3")
+    _, cuts = _room(config, 1.0)
+    plain, lean = max(_totals(config, cuts)), max(_totals(_full(config), cuts))
+    usable = lean + 0.4 * (plain - lean)
+    room, _ = _room(config, usable)
+    times = []
+    for counts in _ways(8, 3):
+        cut = partition_of(8, counts)
+        stages = [cut.items(stage) for stage in range(3)]
+        numbers = smallest_numbers(room, stages)
+        if numbers is not None:
+            tried = recomputing(config, numbers, counts)
+            times.append(predict(tried, 3, room.hardware, Roofline(room.hardware), stages).step_time)
+    assert len(times) > 2
+    found = _search(config, 3, usable, "recompute_granularity").predictions[0]
+    assert min(times) <= found.step_time * (1 + 1e-9) <= 1.05 * min(times)
+
+
 def test_a_cut_may_be_the_only_one_that_fits() -> None:
     config = _config("--vocab-size 512 --pipeline-model-parallel-size 4 --seq-length 512")
     _, cuts = _room(config, 1.0)
