@@ -26,7 +26,7 @@ def test_a_beat_is_seen_whole() -> None:
     finally:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
-    assert -1.0 < min(ages) and max(ages) < 10.0
+    assert -1.0 < min(ages) and max(ages) < 60.0  # of zeros the age would be that of the machine
 
 
 @pytest.mark.parametrize("letter", ["a", "\u6f22", "\0", '"'])
