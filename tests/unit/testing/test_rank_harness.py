@@ -86,9 +86,9 @@ def body_works_in_steps(world: World) -> None:
     ],
 )
 def test_each_fault_is_bounded_and_blamed_on_its_rank(action: str, account: str) -> None:
-    case = try_ranks(body_works_in_steps, 2, faults=[f"{action}@test.step:rank=1:step=1"], timeout=15, peer_timeout=2.5)
+    case = try_ranks(body_works_in_steps, 2, faults=[f"{action}@test.step:rank=1:step=1"], peer_timeout=2.5)
     assert case.outcome.culprit is not None
-    assert case.outcome.seconds < 10
+    assert case.outcome.seconds < 30  # 3 s on a quiet machine; without a bound it would be the default, 120 s
     assert re.search(account, case.describe()), case.describe()
 
 
@@ -99,7 +99,7 @@ def body_sleeps(world: World) -> None:
 def test_time_out_ends_all_and_shows_stacks() -> None:
     case = try_ranks(body_sleeps, 2, timeout=1.0)
     assert case.outcome.timed_out
-    assert case.outcome.seconds < 6
+    assert case.outcome.seconds < 30  # 1.4 s on a quiet machine
     assert "in body_sleeps" in case.describe()
 
 
