@@ -138,7 +138,7 @@ def summary(found: Found, world_size: int, hardware: Hardware, top: int) -> str:
         table(shown, hardware),
         "",
         f"* Pareto front of time against memory. {FLOPS_CONVENTION}. Memory: of the fullest rank, of "
-        f"{hardware.usable_bytes / GIB:.1f} GiB that tensors may use.",
+        f"{gib(hardware.usable_bytes)} GiB that tensors may use.",
     ]
     memory = best.memory[best.fullest]
     terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]
