@@ -12,13 +12,13 @@ from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
 from megalite.config.legal import problems
 from megalite.config.saved import dump_yaml, load_yaml
-from megalite.planner.cost import Roofline
+from megalite.planner.cost import LayerTimes, Roofline, Times
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.memory import rank_memory
 from megalite.planner.predict import predict, program_of, stage_cuts
 from megalite.planner.search import Found, search
 from megalite.planner.space import SEARCHED
-from megalite.planner.uneven import Room, deal, recomputing, smallest_numbers
+from megalite.planner.uneven import Room, deal, recomputing, recut, smallest_numbers
 from megalite.schedule import SCHEDULES, build, compact_layout, legal, partition, partition_of
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from megalite.schedule.placement import loop
@@ -194,6 +194,16 @@ def test_cuts_follow_the_costs_of_the_ends(tmp_path) -> None:
     kept = _config(f"{'--vocab-size 65536'} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4")
     plans = [p.config.parallel for p in _search(kept, 2, 80e9).predictions]
     assert [(p.pipeline_model_parallel_layout, p.decoder_first_pipeline_num_layers) for p in plans] == [(None, 4)]
+
+
+def test_the_time_source_says_what_a_layer_costs() -> None:
+    """Whatever the FLOPs are: an embedding as slow as a layer, a head as slow as three (as a profile may find them)."""
+    config = _config("--vocab-size 512 --pipeline-model-parallel-size 2")
+    room, _ = _room(config, 80e9)
+    measured = LayerTimes(embedding=Times(1.0, 1.0, 1.0), block=Times(1.0, 1.0, 1.0), head=Times(3.0, 3.0, 3.0))
+    found = recut(room, measured, flexible=False)
+    assert found is not None and found[0].parallel.pipeline_model_parallel_layout == "Et*5|t*3L"
+    assert found[1] == [range(0, 6), range(6, 10)]
 
 
 def _ways(total: int, parts: int) -> list[tuple[int, ...]]:
