@@ -100,8 +100,9 @@ def test_random_layouts_in_other_number_formats(name: str, full: bool) -> None:
             found = run_ranks(train_body, case.world_size, [*argv, *case.layout], 3, timeout=60)
             expected = run_ranks(train_body, 1, [*argv, "--micro-batch-size", "1"], 3, timeout=60)
             try:
-                for (mine, theirs), what in zip(zip(found[0], expected[0], strict=True), ("loss", "norm"), strict=True):
-                    assert_close(mine, theirs, tolerance, what)
+                assert_close(found[0][0], expected[0][0], tolerance, "loss")
+                # Adam's first steps are as large for a rounding as for a gradient: bf16 alone is 2 % off fp32's norm
+                assert_close(found[0][1], expected[0][1], 3 * tolerance, "norm")
             except BaseException:
                 print(f"seed {seed}, configuration {number}: {case.command}, in {name}")
                 raise
