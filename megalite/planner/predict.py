@@ -19,7 +19,7 @@ from megalite.planner.communication import Group
 from megalite.planner.cost import LayerTimes, Times, TimeSource, forward_flops_per_block, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
-from megalite.planner.states import Precision, default_bucket_size, stage_parameters
+from megalite.planner.states import Precision, default_bucket_size, stage_elements
 from megalite.schedule import (
     Costs,
     Program,
@@ -295,7 +295,7 @@ class _Stages:
 
     @cached_property
     def _elements(self) -> tuple[int, ...]:
-        return tuple(sum(p.numel for p in stage_parameters(self.config, cut, len(self.cuts))) for cut in self.cuts)
+        return tuple(stage_elements(self.config, cut, len(self.cuts)) for cut in self.cuts)
 
     def rank_elements(self, program: Program, rank: int) -> int:
         return sum(self.elements(stage) for stage, _ in program.placement.stages_of(rank))

@@ -10,13 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.config.arithmetic import layer_shapes, parameter_shapes
 from megalite.config.model import ModelConfig
 
-__all__ = ["Precision", "StateBytes", "StageParameter", "default_bucket_size", "stage_parameters", "state_bytes"]
+__all__ = [
+    "Precision",
+    "StateBytes",
+    "StageParameter",
+    "default_bucket_size",
+    "stage_elements",
+    "stage_parameters",
+    "state_bytes",
+]
 
 ALIGNMENT = 64
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -117,6 +126,21 @@ def default_bucket_size(config: Config, data_parallel_size: int, *, on_cpu: bool
     return 8_000_000 if on_cpu else max(40_000_000, 1_000_000 * data_parallel_size)
 
 
+def _alike(config: Config, items: range) -> range:
+    """The first stage of the same layers: blocks are alike, so what is counted of one holds for the other."""
+    return items if 0 in items or config.model.num_layers + 1 in items else range(1, 1 + len(items))
+
+
+def stage_elements(config: Config, items: range, num_stages: int) -> int:
+    """Elements of the parameters of a stage on one tensor-parallel rank."""
+    return _stage_elements(config, _alike(config, items), num_stages)
+
+
+@lru_cache
+def _stage_elements(config: Config, items: range, num_stages: int) -> int:
+    return sum(parameter.numel for parameter in stage_parameters(config, items, num_stages))
+
+
 def state_bytes(
     config: Config, world_size: int, items: range, *, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
 ) -> StateBytes:
@@ -127,6 +151,13 @@ def state_bytes(
         versions: weight versions alive at once. num_gradients: updates whose gradients are in memory at once.
         on_cpu: whether the ranks are CPU processes (the default bucket is smaller there).
     """
+    return _state_bytes(config, world_size, _alike(config, items), num_stages, versions, num_gradients, on_cpu)
+
+
+@lru_cache
+def _state_bytes(
+    config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
+) -> StateBytes:
     size, zero = Precision.of(config), config.parallel.zero_stage
     dp = config.data_parallel_size(world_size)
     shards = max(1, dp // config.parallel.num_distributed_optimizer_instances)

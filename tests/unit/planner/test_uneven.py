@@ -103,8 +103,8 @@ def test_the_fullest_moments_are_those_of_a_walk(name: str) -> None:
     from megalite.planner.memory import _peak
 
     rng = random.Random(name)
-    shapes = [(p, m, v) for p in (2, 3, 4) for m in (4, 6, 12) for v in (None, 2, 3) if not legal(name, p, m, v)]
-    for p, m, v in rng.sample(shapes, min(6, len(shapes))):
+    shapes = [(p, m, v) for p in (2, 3, 4) for m in (4, 6, 12, 23) for v in (None, 2, 3) if not legal(name, p, m, v)]
+    for p, m, v in rng.sample(shapes, min(8, len(shapes))):
         program = build(name, p, m, v)
         kept = {stage: Kept(*(rng.uniform(0, 9) for _ in range(5))) for stage in range(program.num_stages)}
         transient = rng.uniform(0, 9)
