@@ -97,8 +97,8 @@ def test_random_layouts_in_other_number_formats(name: str, full: bool) -> None:
             while case.delay:
                 case = draw(rng)
             argv = [*base, *case.model]
-            found = run_ranks(train_body, case.world_size, [*argv, *case.layout], 3, timeout=60)
-            expected = run_ranks(train_body, 1, [*argv, "--micro-batch-size", "1"], 3, timeout=60)
+            found = run_ranks(train_body, case.world_size, [*argv, *case.layout], 3)
+            expected = run_ranks(train_body, 1, [*argv, "--micro-batch-size", "1"], 3)
             try:
                 assert_close(found[0][0], expected[0][0], tolerance, "loss")
                 # Adam's first steps are as large for a rounding as for a gradient: bf16 alone is 2 % off fp32's norm
