@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.architecture import Offer, ReadOffer, contradictions, is_left_open, offered_values
-from megalite.config.files import missing_files
+from megalite.config.files import missing_files, schedule_file
 from megalite.config.legal import placeholder, problems, warnings
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.config.reader import COMMAND_LINE, Given, Reader
@@ -106,6 +106,7 @@ def parse_with_origins(
     checks = problems(config, world, broken=frozenset(broken))
     if check_files:
         checks += missing_files(config)
+        checks += [] if found or checks else schedule_file(config, world)
     found += [_with_place(line, origins) for line in checks]
     if found:
         raise ConfigError(_unique(found))

@@ -1,4 +1,7 @@
-"""Do the files that a configuration names exist on this machine, and can --save be a directory? No content is read."""
+"""Do the files that a configuration names exist on this machine, and can --save be a directory?
+
+Of a schedule file the content is read too: it is small, and what is wrong with it is known before a rank starts.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,41 @@ import os
 from collections.abc import Iterator
 
 from megalite.config.root import Config
+from megalite.config.rules.layout import batches_in_micro_batches
+from megalite.errors import ScheduleError
+from megalite.schedule.text import load_program
 
-__all__ = ["missing_files"]
+__all__ = ["missing_files", "schedule_file"]
 
 
 def missing_files(config: Config) -> list[str]:
     """List the files that are named but absent, one line each."""
     return [*_data_files(config), *_tokenizer_files(config), *_other_files(config)]
+
+
+def schedule_file(config: Config, world_size: int) -> Iterator[str]:
+    """Is --pipeline-schedule-file a legal schedule, for this run's ranks and micro-batches? The rest must be legal."""
+    path, ranks = config.parallel.pipeline_schedule_file, config.parallel.pipeline_model_parallel_size
+    if path is None:
+        return
+    try:
+        program = load_program(path)
+    except ScheduleError as error:
+        yield str(error)
+        return
+    flag = f"--pipeline-schedule-file={path}"
+    if program.num_ranks != ranks:
+        yield (
+            f"{flag}: is written for {program.num_ranks} ranks, not {ranks}; "
+            f"use --pipeline-model-parallel-size={program.num_ranks}"
+        )
+    batches = batches_in_micro_batches(config, world_size)
+    others = [(count, samples) for count, samples in batches if count != program.num_microbatches]
+    for count, samples in others[:1]:
+        fix = f"use --global-batch-size={samples // count * program.num_microbatches}"
+        if len(batches) > 1:
+            fix = "a batch size that changes needs a --pipeline-schedule"
+        yield f"{flag}: is written for {program.num_microbatches} micro-batches per batch, not {count}; {fix}"
 
 
 def _data_files(config: Config) -> Iterator[str]:

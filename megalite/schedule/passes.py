@@ -235,7 +235,8 @@ def _place_receives(program: Program, rank: int, batch: Batch, wanted: list[_Mes
         else:
             sent = (send for action in program.order(source, batch) for send in sends(action, program.placement))
             place = {matching_recv(send, source): number for number, send in enumerate(sent) if send.peer == rank}
-            messages.sort(key=lambda message: place[message.recv])
+            # What nobody sends (a file may forget a computation) waits at the end: the validator names it.
+            messages.sort(key=lambda message: place.get(message.recv, len(place)))
         position, turn = messages[-1].position, messages[-1].rank_in_user_order
         for message in reversed(messages):
             position, turn = min((position, turn), (message.position, message.rank_in_user_order))

@@ -18,7 +18,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.errors import ScheduleError
-from megalite.schedule.action import COMMUNICATION_KINDS, NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, parse_action
+from megalite.schedule.action import (
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    NORM,
+    REDUCE,
+    RESHARD,
+    STEP,
+    UNSHARD,
+    Action,
+    parse_action,
+)
 from megalite.schedule.memory import activation_counts
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Peak, Program, flush_program
@@ -101,6 +111,10 @@ def _assemble(fields: dict[str, str], replicas: list[tuple[int, ...]], lists: di
             f"{len(replicas[0])} stages)"
         )
     computations = {rank: [action for action in lists[rank] if action.kind not in _INSERTED] for rank in lists}
+    for rank in range(p):
+        for action in computations[rank]:
+            for part in action.parts or (action,):
+                _check_place(part, rank, replicas)
 
     def rank_order(rank: int, size: int) -> list[Action]:
         if size != m:
@@ -113,6 +127,21 @@ def _assemble(fields: dict[str, str], replicas: list[tuple[int, ...]], lists: di
         return Peak(whole, max(max((sum(count) for count in counts), default=0) - whole, 0))
 
     return flush_program(name, Placement("user", p, tuple(replicas)), m, rank_order, peak)
+
+
+def _check_place(action: Action, rank: int, replicas: list[tuple[int, ...]]) -> None:
+    """Is it a computation, of a stage that this rank holds? The passes and the validator take that for granted."""
+    if action.kind not in COMPUTE_KINDS:
+        raise ScheduleError(f"rank {rank}: {action}: no computation; write F, B, I or W, the rest is inserted")
+    if action.replica >= len(replicas) or action.stage >= len(replicas[0]):
+        raise ScheduleError(
+            f"rank {rank}: {action}: no such stage ({len(replicas)} x {len(replicas[0])} in `stages:`, counted from 0)"
+        )
+    holder = replicas[action.replica][action.stage]
+    if holder != rank:
+        raise ScheduleError(
+            f"rank {rank}: {action}: that stage is on rank {holder}; move it to its list, or change `stages:`"
+        )
 
 
 def dump_program(program: Program) -> str:

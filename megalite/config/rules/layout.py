@@ -12,7 +12,16 @@ from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_
 from megalite.config.values import show
 from megalite.errors import ScheduleError
 
-__all__ = ["batch", "pipeline_schedule", "pipeline_stages", "stage_layers", "tensor_parallel", "warnings", "world"]
+__all__ = [
+    "batch",
+    "batches_in_micro_batches",
+    "pipeline_schedule",
+    "pipeline_stages",
+    "stage_layers",
+    "tensor_parallel",
+    "warnings",
+    "world",
+]
 
 
 def world(config: Config, world_size: int) -> Iterator[str]:
@@ -97,7 +106,7 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     layout = parallel.pipeline_model_parallel_layout
     given = (first is not None or last is not None, layout is not None)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    batches = _micro_batches(config, world_size)
+    batches = batches_in_micro_batches(config, world_size)
     if sum(given) != 1 or size == 1 or parallel.pipeline_schedule_file is not None or not batches:
         return
     micro_batches = batches[-1][0]
@@ -122,7 +131,7 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         if parallel.pipeline_schedule is not None:
             yield f"--pipeline-schedule={name}: excludes --pipeline-schedule-file; give one of them"
         return
-    for micro_batches, samples in _micro_batches(config, world_size):
+    for micro_batches, samples in batches_in_micro_batches(config, world_size):
         reasons = schedules.legal(name, size, micro_batches, given, num_pairs=parallel.chimera_pairs)
         for reason in reasons:
             yield reason + _enough_samples(parallel, micro_batches, samples)
@@ -146,7 +155,7 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         yield f"--zero-stage={parallel.zero_stage}: not with --pipeline-schedule={name}: {excluded}; legal: {legal}"
 
 
-def _micro_batches(config: Config, world_size: int) -> list[tuple[int, int]]:
+def batches_in_micro_batches(config: Config, world_size: int) -> list[tuple[int, int]]:
     """(Micro-batches, samples) of every batch size that occurs, where they come out even."""
     unit = config.training.micro_batch_size * max(1, config.data_parallel_size(world_size))
     try:
@@ -228,7 +237,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
     if config.optimizer.lr > 0.1 and config.optimizer.optimizer == "adam":
         lines.append(f"--lr={show(config.optimizer.lr)}: unusually high for adam; 1e-4 to 1e-3 is common")
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
-        for micro_batches, _ in _micro_batches(config, world_size):
+        for micro_batches, _ in batches_in_micro_batches(config, world_size):
             lines += schedules.warnings(
                 parallel.schedule,
                 parallel.pipeline_model_parallel_size,

@@ -308,6 +308,26 @@ def test_missing_files(changes: str, line: str, tmp_path: Path, monkeypatch: pyt
     assert line in problems_of(argv(changes, without="mock-data"))
 
 
+def test_a_schedule_file_is_for_its_ranks_and_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = "ranks: 2\nstages: 0 1\nmicrobatches: 3\nrank 0: 0F0 0F1 0B0 0F2 0B1 0B2\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2\n"
+    (tmp_path / "own.txt").write_text(own)
+    fits = "--pipeline-schedule-file own.txt --nprocs 2 --pipeline-model-parallel-size 2 --micro-batch-size 2"
+    flag = "--pipeline-schedule-file=own.txt: "
+    parse(argv(f"{fits} --global-batch-size 6"))
+    more = f"{flag}is written for 3 micro-batches per batch, not 4; use --global-batch-size=6"
+    assert problems_of(argv(f"{fits} --global-batch-size 8")) == [more]
+    ramp = (
+        f"{flag}is written for 3 micro-batches per batch, not 1; a batch size that changes needs a --pipeline-schedule"
+    )
+    assert problems_of(argv(f"{fits} --global-batch-size 6 --rampup-batch-size 2 4 10")) == [ramp]
+    alone = argv("--pipeline-schedule-file own.txt --micro-batch-size 2 --global-batch-size 6")
+    assert problems_of(alone) == [f"{flag}is written for 2 ranks, not 1; use --pipeline-model-parallel-size=2"]
+    (tmp_path / "own.txt").write_text(own.replace("1B1", "1X1"))
+    (line,) = problems_of(argv(f"{fits} --global-batch-size 6"))
+    assert line.startswith(f"{flag}rank 1: 1X1: no computation")
+
+
 @pytest.mark.parametrize(("place", "what"), [("notes.txt", "is no directory"), ("notes.txt/run", "{} is no directory")])
 def test_a_save_that_can_not_be_a_directory(place: str, what: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")

@@ -65,6 +65,10 @@ def test_messages_and_steps_in_a_file_are_placed_by_the_passes() -> None:
         ("stages: 0 1", "stages: 0 2", r"ranks with stages: \[0, 2\]"),
         ("stages: 0 1", "stages: 0 1\nstages: 1", "must have the same length"),
         ("0B1 0B2", "0B1 0X", "line 6: cannot read the action '0X'"),
+        ("0B1 0B2", "0B1 0X2", "rank 0: 0X2: no computation; write F, B, I or W"),
+        ("0B1 0B2", "0B1 2B2", "rank 0: 2B2: no such stage .1 x 2 in `stages:`"),
+        ("0B1 0B2", "0B1 0.1B2", "rank 0: 0.1B2: no such stage"),
+        ("0B1 0B2", "[0B1+1B2]", "rank 0: 1B2: that stage is on rank 1; move it"),
         ("rank 1:", "rank 0:", "line 7: rank 0 has two lists"),
         ("rank 1:", "rank1:", "line 7: unknown key 'rank1'"),
         ("name: my-own", "my-own", "line 2: 'my-own' has no colon"),
@@ -82,6 +86,9 @@ def test_a_wrong_order_is_drawn(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="own.txt: schedule my-own is refused: V2 no circle") as error:
         load_program(path)
     assert str(error.value).count("<-- HERE") == 2
+    path.write_text(OWN.replace("1F0 1B0", "1F0"))
+    with pytest.raises(ScheduleError, match="V1 .*: micro-batch 0 has no B or I on stage 1"):
+        load_program(path)
     assert not validate(parse_program(OWN.replace("1F0 1B0 1F1 1B1", "1F1 1F0 1B1 1B0"))).in_order
     with pytest.raises(ScheduleError, match="--pipeline-schedule-file=.*missing.txt: cannot be read"):
         load_program(tmp_path / "missing.txt")
