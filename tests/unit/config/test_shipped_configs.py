@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,21 @@ def load(name: str) -> tuple[Config, int, str]:
     flags = BROUGHT.get(kind[1], [])
     config = parse(["--config", str(CONFIGS / name), *flags], world_size=world_size, check_files=False)
     return with_vocab_size(config, vocabulary) if vocabulary else config, world_size, text
+
+
+def readme_commands() -> list[list[str]]:
+    """Arguments of the commands of README.md that train with a shipped file."""
+    text = (CONFIGS.parent / "README.md").read_text().replace("\\\n", " ")
+    commands = [
+        shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("python pretrain_gpt")
+    ]
+    return [words[2:] for words in commands if "..." not in words]
+
+
+@pytest.mark.parametrize("argv", readme_commands(), ids=" ".join)
+def test_commands_of_the_readme_are_legal(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS.parent)
+    parse(argv, check_files=False)
 
 
 def comment_of(text: str) -> str:
