@@ -31,13 +31,13 @@ from megalite.planner.report import as_json, summary
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import SEARCHED, layout_of, reasons_against
 from megalite.planner.what_if import QUESTIONS, sweep, table
+from megalite.training.tool import ToolParser
 
 
 def parser() -> argparse.ArgumentParser:
     """The tool's own flags; everything else is the training's."""
-    p = argparse.ArgumentParser(
-        prog="plan.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = ToolParser(__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--num-devices", type=int, required=True, metavar="N", help="ranks of the run")
     p.add_argument(
         "--hardware", default="h100", metavar="NAME|FILE", help=f"{', '.join(available())}, or a YAML file like theirs"
@@ -90,8 +90,8 @@ def _forget(config: Config, freed: set[str], given: frozenset[str]) -> Config:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
-    args, rest = parser().parse_known_args(argv)
     try:
+        args, rest = parser().parse_known_args(argv)
         _check(args)
         hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
         source: TimeSource = Roofline(hardware)
@@ -123,6 +123,8 @@ def _check(args: argparse.Namespace) -> None:
         if args.what_if is None:
             raise ConfigError(f"--plot={args.plot}: draws a sweep; add --what-if {'|'.join(sorted(QUESTIONS))}")
         check(args.plot)
+    if args.write_config is not None and not Path(args.write_config).absolute().parent.is_dir():
+        raise ConfigError(f"--write-config={args.write_config}: no such folder; make it first")
     if args.what_if == "upgrades" and args.profile:
         raise ConfigError(
             f"--profile={args.profile}: measured times know no upgrade; leave it out of --what-if upgrades"

@@ -22,13 +22,14 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.errors import MegaliteError, ScheduleError
+from megalite.errors import ConfigError, MegaliteError, ScheduleError
 from megalite.schedule import SCHEDULES, Costs, Program, Timeline, build, load_program, simulate, validate
 from megalite.schedule.registry import find, warnings
 from megalite.schedule.render_svg import render_html, render_svg
 from megalite.schedule.render_text import render_text
 from megalite.schedule.report import comparison, figures, summary
 from megalite.schedule.trace import render_trace
+from megalite.training.tool import ToolParser
 
 ASYNCHRONOUS_BATCHES = 4
 """Batches drawn when a schedule does not drain after each: enough to see the steady state."""
@@ -36,7 +37,8 @@ ASYNCHRONOUS_BATCHES = 4
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(description="Draw, price and prove a pipeline schedule.")
+    p = ToolParser("Draw, price and prove a pipeline schedule.")
+    p.formatter_class = argparse.HelpFormatter  # the defaults are named below
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     what.add_argument("--pipeline-schedule-file", metavar="FILE", help="a schedule of your own as text")
@@ -117,7 +119,7 @@ def _compare(args: argparse.Namespace) -> str:
         try:
             program = _program(schedule.name, args)
         except ScheduleError as error:
-            rows.append((schedule.name, str(error)))
+            rows.append((schedule.name, _own_flags(str(error))))
             continue
         timelines.append(simulate(program, _costs(args), batches=batches, global_norm=True))
         rows.append(figures(program, timelines[-1]))
@@ -137,10 +139,15 @@ def _compare(args: argparse.Namespace) -> str:
     return head + comparison(rows) + "\n"
 
 
+def _own_flags(text: str) -> str:
+    """A line about a training's flags in the words of this tool."""
+    return text.replace("--pipeline-schedule=", "--schedule=").replace("--global-batch-size", "--num-microbatches")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print or write what is asked for; 2 and one line per problem on standard error if it is illegal."""
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         text = _compare(args) if args.compare else _show(args)
         if args.schedule:
             for line in warnings(
@@ -150,15 +157,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.virtual_pipeline_model_parallel_size,
                 num_pairs=args.chimera_pairs,
             ):
-                print(f"warning: {line}", file=sys.stderr)
+                print(f"warning: {_own_flags(line)}", file=sys.stderr)
+        _write(text, args.output)
     except MegaliteError as error:
-        print(error, file=sys.stderr)
+        for line in _own_flags(str(error)).split("\n"):
+            print(f"error: {line}", file=sys.stderr)
         return error.exit_code
-    if args.output is None:
-        sys.stdout.write(text)
-    else:
-        args.output.write_text(text, encoding="utf-8")
     return 0
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output={output}: can not be written ({error.strerror}); choose another") from error
 
 
 if __name__ == "__main__":

@@ -131,7 +131,10 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     options = all_options()
     reader = Reader(options)
     files, flags = reader.read_argv(argv)
-    merged = _merge([_file_level(reader, path) or [] for path in files] + [flags], reader)
+    read = [_file_level(reader, path) for path in files]
+    merged = _merge([level or [] for level in read] + [flags], reader)
+    if None in read:  # as above
+        raise ConfigError(_unique(reader.problems))
     values = {name: given.value for name, given in merged.items()}
     origins = {name: given.where for name, given in merged.items()}
     _apply_family(values, origins)

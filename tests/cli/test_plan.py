@@ -80,12 +80,17 @@ def test_errors_are_one_line_with_status_two() -> None:
         "--profile=nowhere.json: not a profile": ["--profile", "nowhere.json"],
         "--tensor-model-parallel-size=3": ["--tensor-model-parallel-size", "3"],
         "--plot=a.svg: draws a sweep": ["--plot", "a.svg"],
+        "--write-config=none/a.yaml: no such folder": ["--write-config", "none/a.yaml"],
+        "--top: invalid int value": ["--top", "many"],
         "--plot=a.gif: not a kind of picture": ["--plot", "a.gif", "--what-if", "upgrades"],
     }
     for message, flags in cases.items():
         done = _plan(*SMALL, "--num-devices", "2", *flags)
         assert done.returncode == 2 and message.split(":")[0] in done.stderr, (message, done.stderr)
-        assert "Traceback" not in done.stderr
+        assert all(line.startswith("error: ") for line in done.stderr.splitlines()), done.stderr
+    done = _plan("--config", "none.yaml", "--num-devices", "2")  # what it lacks may stand in the file
+    assert done.returncode == 2 and done.stderr.startswith("error: --config=none.yaml: no such file")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_model_that_cannot_fit_is_explained() -> None:

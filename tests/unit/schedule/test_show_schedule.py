@@ -71,7 +71,7 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     assert rows["gpipe"][2] == rows["1f1b"][2] == "21"
     assert float(rows["2bw"][2]) < float(rows["interleaved"][2]) < 21
-    assert "zb-h2: --pipeline-schedule=zb-h2: m = 4" in out
+    assert "zb-h2: --schedule=zb-h2: m = 4" in out
     table = as_json(capsys, "--compare", "all", *shape(4, 8))
     assert len(table) == 12 and all("refused" in row or row["num_batches"] == 8 for row in table)
     # With exact clipping the zero-bubble schedules pay their skew per batch, 2BW hides the norm in its slack.
@@ -87,14 +87,28 @@ def test_refusals_end_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path
     assert main(["--compare", "1f1b,nope"]) == 2
     assert main(["--compare", "1f1b", "--format", "svg"]) == 2
     assert main(["--pipeline-schedule-file", str(tmp_path / "none.txt")]) == 2
-    with pytest.raises(SystemExit) as stop:
-        main(["--schedule", "1f1b", "--cost-forward", "-1"])
-    assert stop.value.code == 2
+    capsys.readouterr()
+    wrong = {
+        ("--cost-forward", "-1"): "error: --cost-forward: -1: a time cannot be negative\n",
+        ("--output", "none/a.txt"): "error: --output=none/a.txt: can not be written (No such file or directory); "
+        "choose another\n",
+        ("--schedul", "1f1b"): "error: unknown flag --schedul; did you mean --schedule?\n",
+        tuple(shape(4, 0)): "error: --schedule=1f1b: micro-batches per batch = 0, must be 1 or more\n",
+    }
+    for flags, line in wrong.items():
+        assert main(["--schedule", "1f1b", *flags]) == 2
+        assert capsys.readouterr().err == line
+
+
+def test_refusals_name_the_flags_of_this_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schedule", "zb-h1", *shape(4, 2)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --schedule=zb-h1: ") and "raise --num-microbatches, or use --schedule=1f1b" in error
 
 
 def test_the_price_of_no_slack_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedule", "2bw", *shape(4, 3)]) == 0
-    assert "warning: --pipeline-schedule=2bw: m = p-1 = 3 leaves no slack" in capsys.readouterr().err
+    assert "warning: --schedule=2bw: m = p-1 = 3 leaves no slack" in capsys.readouterr().err
 
 
 def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
