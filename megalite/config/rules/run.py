@@ -69,7 +69,7 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
         decay, train = getattr(optimizer, f"lr_decay_{unit}"), getattr(training, f"train_{unit}")
         flag, end = (f"--lr-decay-{unit}", decay) if decay is not None else (f"--train-{unit}", train)
         if end is not None and warmup and warmup >= end:
-            yield f"--lr-warmup-{unit}={warmup}: not below {flag}={end}"
+            yield f"--lr-warmup-{unit}={warmup}: not below {flag}={end}; use {end // 10}, or train longer"
     yield from _wsd(config)
 
 

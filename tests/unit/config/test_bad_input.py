@@ -166,7 +166,11 @@ ONE_LINE = [
     ("--lr 3e-4x", 1, "--lr=3e-4x: not a number"),
     ("--lr nan", 1, "--lr=nan: not a finite number"),
     ("--num-layers 2.5", 1, "--num-layers=2.5: not an integer"),
-    ("--lr-warmup-iters 2000 --train-iters 1000", 1, "--lr-warmup-iters=2000: not below --train-iters=1000"),
+    (
+        "--lr-warmup-iters 2000 --train-iters 1000",
+        1,
+        "--lr-warmup-iters=2000: not below --train-iters=1000; use 100, or train longer",
+    ),
     ("--train-iters 0", 1, "--train-iters=0: must be >= 1; use --skip-train to only evaluate"),
     ("--train-samples 10", 1, "--train-samples=10: excludes --train-iters; give one of them"),
     ("--clip-grad -1", 1, "--clip-grad=-1: must be >= 0; 0 disables it"),
