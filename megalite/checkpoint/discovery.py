@@ -71,7 +71,7 @@ def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
     """
     root = Path(load)
     if not os.path.exists(root):
-        raise CheckpointError(f"--load={load}: no such directory; omit --load to start fresh")
+        raise CheckpointError(f"--load={load}: no such directory; give a run's --save, or train without --load")
     if os.path.isfile(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
@@ -87,7 +87,9 @@ def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
         raise CheckpointError(f"--ckpt-step={ckpt_step}: no committed checkpoint of that step in {load} (has: {steps})")
     if found:
         return found[-1]
-    raise CheckpointError(f"--load={load}: no committed checkpoint{_what_else(root)}; omit --load to start fresh")
+    raise CheckpointError(
+        f"--load={load}: no committed checkpoint{_what_else(root)}; give a run's --save, or train without --load"
+    )
 
 
 def is_huggingface(root: Path | str) -> bool:

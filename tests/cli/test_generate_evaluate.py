@@ -105,7 +105,11 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
     [
         ("generate_text.py", [], "the following arguments are required: --load"),
         ("generate_text.py", ["--load", "{run}", "--promt", "x"], "unknown flag --promt; did you mean --prompt?"),
-        ("generate_text.py", ["--load", "/nowhere"], "--load=/nowhere: no such directory; omit --load to start fresh"),
+        (
+            "generate_text.py",
+            ["--load", "/nowhere"],
+            "--load=/nowhere: no such directory; give a run's --save, or train without --load",
+        ),
         ("generate_text.py", ["--load", "{run}", "--max-new-tokens", "0"], "--max-new-tokens=0: must be >= 1"),
         (
             "generate_text.py",

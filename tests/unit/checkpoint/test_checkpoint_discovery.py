@@ -42,13 +42,19 @@ def test_latest_is_found_by_looking_not_by_the_tracker(tmp_path: Path) -> None:
 
 def test_errors_say_what_was_found(tmp_path: Path) -> None:
     cases: list[tuple[str, int | None, str]] = []
-    cases.append((str(tmp_path / "no"), None, f"--load={tmp_path}/no: no such directory; omit --load to start fresh"))
+    cases.append(
+        (
+            str(tmp_path / "no"),
+            None,
+            f"--load={tmp_path}/no: no such directory; give a run's --save, or train without --load",
+        )
+    )
     (tmp_path / "empty").mkdir()
     cases.append(
         (
             str(tmp_path / "empty"),
             None,
-            f"--load={tmp_path}/empty: no committed checkpoint (empty); omit --load to start fresh",
+            f"--load={tmp_path}/empty: no committed checkpoint (empty); give a run's --save, or train without --load",
         )
     )
     (tmp_path / "torn" / "iter_0000100.tmp-a1f3").mkdir(parents=True)
@@ -57,7 +63,7 @@ def test_errors_say_what_was_found(tmp_path: Path) -> None:
             str(tmp_path / "torn"),
             None,
             f"--load={tmp_path}/torn: no committed checkpoint (found iter_0000100.tmp-a1f3, interrupted); "
-            "omit --load to start fresh",
+            "give a run's --save, or train without --load",
         )
     )
     (tmp_path / "foreign" / "iter_0000007").mkdir(parents=True)
@@ -66,7 +72,7 @@ def test_errors_say_what_was_found(tmp_path: Path) -> None:
             str(tmp_path / "foreign"),
             None,
             f"--load={tmp_path}/foreign: no committed checkpoint (iter_0000007 has no COMMITTED file: damaged, or "
-            "written by another program); omit --load to start fresh",
+            "written by another program); give a run's --save, or train without --load",
         )
     )
     saver_in(tmp_path / "run").save(7, shards(), {})
