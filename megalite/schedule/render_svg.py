@@ -3,7 +3,8 @@
 One lane per rank, one box per action: forward blue, backward green, input gradient teal, weight gradient amber. Idle
 time is hatched. The second chunk of a rank (or the upward pipeline of Chimera) is drawn darker; the batches of an
 asynchronous run alternate between two depths, so that one sees a batch begin before the last one ends; a tick under a
-lane is an optimizer step. Hovering over a box names the action. No script, no font, no link: one text file.
+lane is the end of an optimizer step, grey where its time was measured. Hovering over a box names the action. No script,
+no font, no link: one text file.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ COLOURS = {
 """Kind -> fill of the first and of the second chunk."""
 NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input gradient", BACKWARD_WEIGHT: "weight gradient"}
 INK, MUTED, PAPER, LANE_FILL, HATCH = "#1d2433", "#69738a", "#ffffff", "#f3f5f9", "#dfe4ee"
+OPTIMIZER = "#b4bccd"
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -133,6 +135,11 @@ def _span(canvas: _Canvas, span: Span) -> Iterator[str]:
     times = f"{float(span.start):g} to {float(span.end):g} {canvas.timeline.unit}".rstrip()
     tip = f"<title>{escape(str(span.action))}: {times}</title>"
     if span.action.kind == STEP:
+        if right - left > 1.2:  # measured; a plan's takes no time
+            yield (
+                f'<rect x="{left + 0.6:.2f}" y="{y + 0.6:.2f}" width="{right - left - 1.2:.2f}" '
+                f'height="{LANE - 1.2:.2f}" rx="{min(BOX_RADIUS, (right - left) / 3):.1f}" fill="{OPTIMIZER}"/>'
+            )
         yield (
             f'<g>{tip}<path d="M{right:.1f} {y + LANE + 1:.1f}l-4 6h8z" fill="{INK}"/>'
             f'<path d="M{right:.1f} {y:.1f}v{LANE}" stroke="{INK}" stroke-width="1.6"/></g>'
@@ -214,7 +221,8 @@ def _legend(canvas: _Canvas, height: float) -> Iterator[str]:
         notes.append("darker: second chunk of the rank")
     if len(canvas.timeline.batch_starts) > 1:
         notes.append("paler: every second batch")
-    if any(span.action.kind == STEP for span in canvas.timeline.spans):
-        notes.append("▲ optimizer step")
+    steps = [span for span in canvas.timeline.spans if span.action.kind == STEP]
+    if steps:
+        notes.append("grey up to ▲: optimizer step" if any(s.end > s.start for s in steps) else "▲ optimizer step")
     notes.append("hatched: idle")
     yield f'<text x="{x:.0f}" y="{y + 11:.1f}" font-size="12" fill="{MUTED}">{escape("  ·  ".join(notes))}</text>'

@@ -13,7 +13,7 @@ from schedule_shapes import build_shape, random_shapes
 
 from megalite.schedule import SCHEDULES, Costs, Timeline, build, simulate
 from megalite.schedule.action import Action
-from megalite.schedule.render_svg import render_html, render_svg
+from megalite.schedule.render_svg import OPTIMIZER, render_html, render_svg
 from megalite.schedule.render_text import render_text
 from megalite.schedule.trace import render_trace
 
@@ -122,6 +122,9 @@ def test_measured_runs_are_drawn_like_plans() -> None:
         (1, Action("B", 1, 0), 0.02, 0.04),
     ]
     run = Timeline.measured(spans, title="real")
-    assert "rank 1" in render_text(run) and "<svg" in render_svg(run)
+    assert "rank 1" in render_text(run) and "<svg" in render_svg(run) and "optimizer step" not in render_svg(run)
+    stepped = render_svg(Timeline.measured([*spans, (0, Action("STEP", 0, 0), 0.05, 0.06)]))
+    assert OPTIMIZER in stepped and "grey up to ▲: optimizer step" in stepped  # it is no idleness
+    assert OPTIMIZER not in render_svg(simulate(build("1f1b", 2, 2)))  # a plan's takes no time
     assert run.num_ranks == 2 and run.busy_per_rank == pytest.approx((11.0, 28.0))
     assert Timeline.measured([]).makespan == 0 and "<svg" in render_svg(Timeline.measured([]))
