@@ -24,8 +24,9 @@ from megalite.schedule.trace import render_trace
 
 logger = logging.getLogger(__name__)
 
-# An asynchronous schedule shows its steady state only where it has not just begun and does not end.
-ASYNCHRONOUS_ITERATIONS = 3
+# An asynchronous schedule shows its steady state only where it has not just begun and does not end; and its forwards
+# run ahead of the step of the iteration, so that the first iteration shows hardly any of its own batch.
+ASYNCHRONOUS_ITERATIONS = 4
 
 
 class PipelineTracer:
@@ -75,9 +76,11 @@ class PipelineTracer:
     def _plan(self, program: Program, measured: Timeline) -> Timeline:
         """The same batches simulated with the mean times that were measured, stage by stage and kind by kind.
 
-        On paper the pipeline is empty before the first of them.
+        On paper the pipeline is empty before the first of them: so of a pipeline that runs ahead of its steps, those
+        batches whose forwards have been seen.
         """
-        first, *others = self._batches
+        begun = {part.microbatch for span in measured.spans for part in span.action.computations() if part.kind == "F"}
+        first, *others = [batch for batch in self._batches if batch.start in begun] or self._batches
         return simulate(program, mean_costs(measured), batches=[first._replace(first=True), *others])
 
 
