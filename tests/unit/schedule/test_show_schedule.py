@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megalite.schedule import SCHEDULES
 from tools.show_schedule import main
 
 
@@ -115,3 +116,10 @@ def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "own.txt"
     path.write_text("name: own\nranks: 1\nstages: 0\nmicrobatches: 2\nrank 0: 0F0 0B0 0F1 0I1 0W1\n")
     assert as_json(capsys, "--pipeline-schedule-file", str(path))["makespan"] == 6
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_gallery_in_the_docs_is_what_the_tool_draws(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schedule", name, *shape(4, 8), "--format", "svg"]) == 0
+    page = Path(__file__).parents[3] / "docs" / "schedules" / f"{name}.svg"
+    assert page.read_text(encoding="utf-8") == capsys.readouterr().out
