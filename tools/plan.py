@@ -33,6 +33,8 @@ from megalite.planner.space import SEARCHED, layout_of, reasons_against
 from megalite.planner.what_if import QUESTIONS, sweep, table
 from megalite.training.tool import ToolParser
 
+NOTHING_LEGAL = "no layout that keeps what the files and flags give of it is legal; --free all searches that too"
+
 
 def parser() -> argparse.ArgumentParser:
     """The tool's own flags; everything else is the training's."""
@@ -104,7 +106,10 @@ def main(argv: list[str]) -> int:
             return 0
         found = search(config, args.num_devices, hardware, source, given=given, stale=args.allow_2bw, top=args.top)
         if not found.predictions:
-            raise ConfigError(_why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw))
+            why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
+            if not found.rejected and given:
+                why.append(f"--num-devices={args.num_devices}: {NOTHING_LEGAL}")
+            raise ConfigError(why)
         print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
         if args.write_config:
             _write(found.predictions[0].config, args.num_devices, args.write_config)

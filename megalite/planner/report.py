@@ -112,7 +112,7 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
                 f"{prediction.tflops_per_device:.4g}",
                 f"{prediction.mfu:.1%}",
                 gib(prediction.memory_bytes),
-                f"{prediction.bubble_over_ideal:.1%}",
+                f"{max(prediction.bubble_over_ideal, 0.0):.1%}",  # rounding may leave less than nothing
                 limit_of(prediction, hardware),
             )
         )
@@ -138,7 +138,8 @@ def summary(found: Found, world_size: int, hardware: Hardware, top: int) -> str:
         table(shown, hardware),
         "",
         f"* Pareto front of time against memory. {FLOPS_CONVENTION}. Memory: of the fullest rank, of "
-        f"{gib(hardware.usable_bytes)} GiB that tensors may use.",
+        f"{gib(hardware.usable_bytes)} GiB that tensors may use. Bubble: idle time over work. "
+        "Limits: shares of the step.",
     ]
     memory = best.memory[best.fullest]
     terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]

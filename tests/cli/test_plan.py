@@ -88,6 +88,8 @@ def test_errors_are_one_line_with_status_two() -> None:
         done = _plan(*SMALL, "--num-devices", "2", *flags)
         assert done.returncode == 2 and message.split(":")[0] in done.stderr, (message, done.stderr)
         assert all(line.startswith("error: ") for line in done.stderr.splitlines()), done.stderr
+    done = _plan("--config", "configs/gpt3_175b.yaml", "--num-devices", "8")  # laid out for 128 and more
+    assert done.returncode == 2 and "--num-devices=8: no layout" in done.stderr and "--free all" in done.stderr
     done = _plan("--config", "none.yaml", "--num-devices", "2")  # what it lacks may stand in the file
     assert done.returncode == 2 and done.stderr.startswith("error: --config=none.yaml: no such file")
     assert done.stderr.count("\n") == 1
