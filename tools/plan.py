@@ -21,7 +21,7 @@ if __package__ in (None, ""):
 from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
 from megalite.config.saved import dump_yaml
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.fit import explain, remedy
 from megalite.planner.hardware import Hardware, available, load_hardware
@@ -31,7 +31,7 @@ from megalite.planner.report import as_json, summary
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import SEARCHED, layout_of, reasons_against
 from megalite.planner.what_if import QUESTIONS, sweep, table
-from megalite.training.tool import ToolParser
+from megalite.training.tool import ToolParser, run_tool
 
 NOTHING_LEGAL = "no layout that keeps what the files and flags give of it is legal; --free all searches that too"
 
@@ -92,32 +92,30 @@ def _forget(config: Config, freed: set[str], given: frozenset[str]) -> Config:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
-    try:
-        args, rest = parser().parse_known_args(argv)
-        _check(args)
-        hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
-        source: TimeSource = Roofline(hardware)
-        if args.profile:
-            source = profile = load_profile(args.profile, hardware)
-            hardware = profile.hardware
-        config, given = resolve(rest, args.free)
-        if args.what_if:
-            _answer(args, config, hardware, source, given)
-            return 0
-        found = search(config, args.num_devices, hardware, source, given=given, stale=args.allow_2bw, top=args.top)
-        if not found.predictions:
-            why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
-            if not found.rejected and given:
-                why.append(f"--num-devices={args.num_devices}: {NOTHING_LEGAL}")
-            raise ConfigError(why)
-        print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
-        if args.write_config:
-            _write(found.predictions[0].config, args.num_devices, args.write_config)
-    except MegaliteError as error:
-        for line in str(error).split("\n"):
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_tool(_run, argv)
+
+
+def _run(argv: list[str]) -> None:
+    args, rest = parser().parse_known_args(argv)
+    _check(args)
+    hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
+    source: TimeSource = Roofline(hardware)
+    if args.profile:
+        source = profile = load_profile(args.profile, hardware)
+        hardware = profile.hardware
+    config, given = resolve(rest, args.free)
+    if args.what_if:
+        _answer(args, config, hardware, source, given)
+        return
+    found = search(config, args.num_devices, hardware, source, given=given, stale=args.allow_2bw, top=args.top)
+    if not found.predictions:
+        why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
+        if given and any(line.startswith("world size") for line in why):
+            why.append(f"--num-devices={args.num_devices}: {NOTHING_LEGAL}")
+        raise ConfigError(why)
+    print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
+    if args.write_config:
+        _write(found.predictions[0].config, args.num_devices, args.write_config)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megalite.config import Config
+from megalite.config.files import schedule_file
 from megalite.config.legal import problems
 from megalite.config.root import all_options
 from megalite.schedule import SCHEDULES, legal, resolve_chunks
@@ -199,7 +200,8 @@ def legal_layouts(config: Config, world_size: int, given: frozenset[str], *, sta
 
 def reasons_against(config: Config, world_size: int, layout: Layout) -> list[str]:
     """What the product's validator says of this layout; data, checkpoints and logging are not what is planned."""
-    return problems(apply(config, layout), world_size, broken=_not_planned())
+    config = apply(config, layout)
+    return problems(config, world_size, broken=_not_planned()) or list(schedule_file(config, world_size))
 
 
 @cache

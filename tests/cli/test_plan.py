@@ -95,6 +95,16 @@ def test_errors_are_one_line_with_status_two() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_schedule_file_is_priced_for_its_own_micro_batches_only(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    path.write_text("ranks: 2\nstages: 0 1\nmicrobatches: 2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n")
+    flags = ["--num-devices", "2", "--hardware", "cpu-2core", "--pipeline-schedule-file", str(path)]
+    assert _plan(*SMALL, *flags, "--micro-batch-size", "4").returncode == 0
+    done = _plan(*SMALL, *flags, "--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "is written for 2 micro-batches per batch, not 4; use --global-batch-size=4" in done.stderr
+
+
 def test_a_model_that_cannot_fit_is_explained() -> None:
     done = _plan("--config", "configs/gpt3_175b.yaml", "--num-devices", "128", "--hardware", "v100")
     assert done.returncode == 2
