@@ -49,7 +49,12 @@ def schedule_file(config: Config, world_size: int) -> Iterator[str]:
 def _data_files(config: Config) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         flag = "--" + name.replace("_", "-")
-        for path in _paths(getattr(config.data, name)):
+        paths = _paths(getattr(config.data, name))
+        weight = next((path for path in paths if _is_number(path) and not _exists(path)), None)
+        if weight is not None and len(paths) > 1:
+            yield f"{flag}={' '.join(paths)}: {weight} is no prefix; a blend has a weight before each: 0.7 A 0.3 B"
+            continue
+        for path in paths:
             if path.endswith((".bin", ".idx")) or os.path.isfile(path):
                 continue  # a prefix mistaken for a file has its own message; a raw file is tokenised on first use
             missing = [path + ending for ending in (".idx", ".bin") if not os.path.isfile(path + ending)]
@@ -64,6 +69,10 @@ def _paths(values: tuple[str, ...]) -> list[str]:
     if len(values) % 2 == 0 and all(_is_number(value) for value in values[::2]):
         return list(values[1::2])
     return list(values)
+
+
+def _exists(path: str) -> bool:
+    return os.path.isfile(path) or os.path.isfile(path + ".idx")
 
 
 def _is_number(text: str) -> bool:

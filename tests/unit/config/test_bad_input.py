@@ -296,6 +296,10 @@ PATHS = [
         "--data-path 0.3 corpus 0.7 corpus",
         "--data-path=corpus: corpus.idx not found (nor a text file corpus); run tools/preprocess_data.py",
     ),
+    (
+        "--data-path 0.3 corpus 0.7",
+        "--data-path=0.3 corpus 0.7: 0.3 is no prefix; a blend has a weight before each: 0.7 A 0.3 B",
+    ),
     ("--data-path .", "--data-path=.: is a directory; give a file or the prefix of .bin and .idx files"),
     (
         "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok.json",
