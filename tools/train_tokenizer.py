@@ -62,9 +62,12 @@ def main(argv: list[str]) -> None:
     train = train_bpe if args.model_type == "bpe" else train_sentencepiece
     tokenizer = train(texts_of(args), args.vocab_size)
     folder = Path(args.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in tokenizer.files().items():
-        (folder / name).write_bytes(content)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in tokenizer.files().items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--output={folder}: can not be written ({error.strerror}); choose another") from error
     name = next(iter(tokenizer.files()))
     print(tokenizer.describe())
     print(f"wrote {folder / name}; use it with --tokenizer-type {tokenizer.kind} --tokenizer-model {folder / name}")
