@@ -182,7 +182,7 @@ def batch(config: Config, world_size: int) -> Iterator[str]:
     rule = f"--micro-batch-size={training.micro_batch_size} x data-parallel size {replicas} = {unit}"
     size = training.global_batch_size
     if size is not None and size < unit:
-        yield f"--global-batch-size={size}: smaller than {rule}"
+        yield f"--global-batch-size={size}: smaller than {rule}; use {unit}, or a smaller --micro-batch-size"
     elif size is not None and size % unit:
         yield f"--global-batch-size={size}: not divisible by {rule}; nearest {multiples_around(size, unit)}"
     if training.rampup_batch_size is not None and training.step_batch_size_schedule is not None:
@@ -249,4 +249,6 @@ def warnings(config: Config, world_size: int) -> list[str]:
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
     if not any(named):
         lines.append("--data-path: not given; the text is the Python standard library's own sources")
+    if source.split != type(source)().split and not source.data_path and source.data_args_path is None:
+        lines.append(f"--split={source.split}: has no effect without --data-path; drop it, or give --data-path")
     return list(dict.fromkeys(lines))

@@ -138,7 +138,8 @@ ONE_LINE = [
     (
         "--global-batch-size 16 --micro-batch-size 8",
         4,
-        "--global-batch-size=16: smaller than --micro-batch-size=8 x data-parallel size 4 = 32",
+        "--global-batch-size=16: smaller than --micro-batch-size=8 x data-parallel size 4 = 32; use 32, or a smaller "
+        "--micro-batch-size",
     ),
     ("--micro-batch-size 0", 1, "--micro-batch-size=0: must be >= 1; try 1"),
     (
@@ -460,6 +461,7 @@ def test_nothing_given_names_what_is_required() -> None:
     ("changes", "world_size", "begin"),
     [
         ("--sequence-parallel", 1, "--sequence-parallel: has no effect"),
+        ("--split 90,5", 1, "--split=90,5: has no effect without --data-path"),
         ("--fp16 --device cpu", 1, "--fp16: slow on a CPU"),
         ("--lr 1.5", 1, "--lr=1.5: unusually high"),
         (f"--pipeline-schedule 2bw {PP} 4 --global-batch-size 3", 4, "--pipeline-schedule=2bw: m = p-1 = 3"),
