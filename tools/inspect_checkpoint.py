@@ -79,7 +79,7 @@ def find(directory: Path, step: int | None) -> Path:
         return resolve(directory, step)
     except CheckpointError as error:
         raise CheckpointError(
-            str(error).replace("--load=", "", 1).replace("; omit --load to start fresh", "")
+            str(error).replace("--load=", "", 1).replace("; give a run's --save, or train without --load", "")
         ) from None
 
 
