@@ -61,19 +61,20 @@ class _BlockedAttention(Function):
             scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
             weights.append(torch.softmax(scores, -1, out=scores))
             torch.bmm(scores, v[:, :end], out=context[:, rows])
-        ctx.save_for_backward(qkv, context, *weights)
-        return _to_tokens(context, s, r).reshape(s, b, g * r * d)
+        y = _to_tokens(context, s, r).reshape(s, b, g * r * d)
+        ctx.save_for_backward(qkv, y, *weights)  # the layer behind keeps y too
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        qkv, context, *weights = ctx.saved_tensors
+        qkv, y, *weights = ctx.saved_tensors
         s, b, g, parts, d = qkv.shape
         r, scale = parts - 2, d**-0.5
         q, k, v = _heads(qkv)
         dcontext = _by_head(dy.reshape(s, b * g, r, d))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        inner = (dcontext * context).sum(-1, keepdim=True)
+        inner = _by_head((dy * y).view(s, b * g, r, d).sum(-1, keepdim=True))
         # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
         for (begin, end), part in zip(reversed(_blocks(s)), reversed(weights), strict=True):
             rows, sums = slice(begin * r, end * r), 0 if end == s else 1

@@ -25,8 +25,9 @@ class MLP(nn.Module):
         h, f, bias = config.hidden_size, config.ffn_size, config.add_bias_linear
         parts = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=config.init_method_std, ctx=ctx)
-        self.activation = ACTIVATIONS[config.activation]
-        self.fc2 = RowParallelLinear(f, h, bias=bias, init_std=output_std(config), ctx=ctx)
+        self.fc2 = RowParallelLinear(
+            f, h, bias=bias, init_std=output_std(config), ctx=ctx, activation=ACTIVATIONS[config.activation]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+        return self.fc2(self.fc1(x))

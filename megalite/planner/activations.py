@@ -5,7 +5,7 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
 
     two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
-    MLP                  fc1 e T f/t, activation e T f/t; gated: gate, value, silu(gate), product 4 e T f/t
+    MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
 
 Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights, and so does half of
 them what a CPU does with 128 to 1,024 tokens. With full
@@ -93,8 +93,7 @@ def _attention_bytes(config: Config, on_cpu: bool) -> float:
             log_sums += tokens * (q + kv) * size.wide
     if on_cpu and _blocked(config):
         kept = product * tokens * (q + 2 * kv) + model.qk_layernorm * e * tokens * (q + 2 * kv)
-        # the context by heads; tokens first it is another tensor, unless every head has keys of its own
-        kept += product * tokens * q + context * (widened or grouped)
+        kept += product * tokens * q + context * widened
         return kept + product * heads * config.training.micro_batch_size * _block_area(model.seq_length)
     if on_cpu and (grouped or widened):  # queries, and keys and values of every head, are copies
         operands = product * tokens * (3 * q if grouped else q + 2 * kv)
@@ -124,7 +123,7 @@ def _block_area(length: int) -> int:
 
 def _mlp_bytes(config: Config) -> float:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    widths = 4 if model.gated else 2
+    widths = 2 if model.gated else 1
     return Precision.of(config).compute * _tokens(config) * widths * model.ffn_size / tp
 
 
@@ -213,9 +212,9 @@ def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tu
         logits = float(step * rows * (2 * size.wide + (size.compute if size.compute != size.wide else 0)))
     block = 0.0
     if blocks:
-        width = (2 if model.gated else 1) * model.ffn_size / tp
+        again = width = (2 if model.gated else 1) * model.ffn_size / tp  # gated: silu(gate) and the product
         _, _, longest = _segments(config, blocks)
-        block = size.compute * tokens * (model.hidden_size + 2 * width)
+        block = size.compute * tokens * (model.hidden_size + again + 2 * width)
         if longest:  # made again, and let go as the backward goes through it; its input is there already
             entrance = tokens / _outer(config) * model.hidden_size * _residual_bytes(config)
             block += longest * block_bytes(config, on_cpu=on_cpu) - entrance - size.compute * tokens * width

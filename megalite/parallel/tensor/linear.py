@@ -9,10 +9,14 @@ that work token by token.
 Backward hides the messages: while the gradient of the input travels, the weight gradient is computed and added
 straight into the parameter's main-gradient buffer (`GradSink`), unless the executor has asked for it to be put aside
 (`WeightGradQueue`).
+
+A nonlinearity before a row-parallel layer is part of it: what it computes is the larger half of what a block would keep
+for backward, and costs next to nothing to compute again there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +32,9 @@ from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, WeightGradQueue, sink_of, sum_widened
 from megalite.parallel.tensor.context import TensorContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
+
+Activation = Callable[[Tensor], Tensor]
+"""Token by token, elementwise in what each rank holds: `[..., parts * n]` -> `[..., n]`."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -71,11 +78,22 @@ class RowParallelLinear(nn.Module):
     """y = sum over ranks of x_i B_i^T, plus b: `[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence
     parallelism).
 
-    The bias enters the first rank's product, so that the sum contains it once and costs nothing of its own.
+    The bias enters the first rank's product, so that the sum contains it once and costs nothing of its own. With
+    `activation`, x_i is that of the input, which alone is kept.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, init_std: float, ctx: TensorContext) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init_std: float,
+        ctx: TensorContext,
+        activation: Activation | None = None,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
         self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
@@ -90,13 +108,22 @@ class RowParallelLinear(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence parallelism)."""
+        """`[s, b, in/t]` (what `activation` takes, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
+        parallelism)."""
         if self.autograd_only:
+            x = x if self.activation is None else self.activation(x)
             y = linear(x, self.weight, None, self.product_dtype)
             y = scatter_sum_sequence(y, self.tp) if self.sequence_parallel else reduce_from_axis(y, self.tp)
             return y if self.bias is None else y + self.bias
         return _RowLinear.apply(
-            x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads, self.product_dtype
+            x,
+            self.weight,
+            self.bias,
+            self.activation,
+            self.tp,
+            self.sequence_parallel,
+            self.weight_grads,
+            self.product_dtype,
         )
 
 
@@ -152,6 +179,7 @@ class _RowLinear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        activation: Activation | None,
         axis: Axis,
         sequence: bool,
         queue: WeightGradQueue,
@@ -159,8 +187,9 @@ class _RowLinear(Function):
     ) -> Tensor:
         ctx.axis, ctx.sequence, ctx.queue, ctx.dtype = axis, sequence and axis.size > 1, queue, dtype
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+        ctx.activation = activation
         ctx.save_for_backward(x, weight, bias)
-        y = linear(x, weight, bias if axis.rank == 0 else None, dtype)
+        y = linear(x if activation is None else activation(x), weight, bias if axis.rank == 0 else None, dtype)
         if ctx.sequence:
             return collectives.reduce_scatter(y, axis)
         collectives.all_reduce_(y, axis)
@@ -170,6 +199,11 @@ class _RowLinear(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
+        before = x
+        if ctx.activation is not None:
+            with torch.enable_grad():
+                before = x.detach().requires_grad_(ctx.needs_input_grad[0])
+                x = ctx.activation(before)
         dbias = None
         if bias is not None and ctx.needs_input_grad[2]:  # before the gather: each rank sums its own tokens
             dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
@@ -177,7 +211,9 @@ class _RowLinear(Function):
             dy = collectives.all_gather(dy, ctx.axis)
         dx = input_gradient(dy, weight, ctx.dtype) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
-        return dx, dweight, dbias, None, None, None, None
+        if dx is not None and before is not x:
+            (dx,) = torch.autograd.grad(x, before, dx)
+        return dx, dweight, dbias, None, None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -80,6 +80,7 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         "--seq-length 192",
         "--seq-length 192 --model-type llama --num-query-groups 2 --bf16",
         "--seq-length 192 --qk-layernorm",
+        "--seq-length 192 --model-type llama --num-query-groups 2",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ],
