@@ -54,21 +54,21 @@ class GradSink:
     `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer of
     the same stage). After `expect(n)` the n-th contribution calls `on_ready`: nothing more will come in this batch. A
     contribution that comes all the same is an error of the caller's count, and raises rather than being lost behind a
-    finished reduction. `on_open` is called before the first contribution (a buffer that exists only while it is needed
-    is made there).
+    finished reduction. `on_open` is called before the first contribution; a buffer that exists only while it is needed
+    is made there, and put in place by `settle`.
     """
 
     __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open")
 
     def __init__(
         self,
-        grad: Tensor,
+        grad: Tensor | None = None,
         *,
         uses: int = 1,
         on_ready: Callable[[], None] | None = None,
         on_open: Callable[[], None] | None = None,
     ) -> None:
-        self.buffer = grad
+        self.buffer = torch.empty(0) if grad is None else grad
         self.uses = uses
         self.on_ready = on_ready
         self.on_open = on_open
@@ -82,6 +82,10 @@ class GradSink:
             self._open()
             self.buffer.zero_()
         return self.buffer
+
+    def settle(self, buffer: Tensor) -> None:
+        """`buffer`, uninitialised, is where the gradient goes from here on."""
+        self.buffer = buffer
 
     def reopen(self) -> None:
         """A batch begins: the next contribution overwrites, and any number may follow."""

@@ -87,6 +87,7 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
         options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
         fill=partial(fill, seed=1),
         device=ctx["x"].device,
+        keep_gradients=False,
     )
     buffers.attach(stack.ordered())
     optimizer = ShardedOptimizer(

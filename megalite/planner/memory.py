@@ -94,9 +94,12 @@ def rank_memory(
     logits, block = (max(space[i] for space in spaces.values()) for i in (0, 1))
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
     message = _message_bytes(config) if program.num_ranks > 1 else 0.0
+    gradients = float(states.gradients)
+    if config.parallel.zero_stage >= 2 and not program.keeps_gradients:  # they come as the activations go
+        gradients = max(0.0, gradients - full - boundary - head)
     return RankMemory(
         weights=states.weights,
-        gradients=states.gradients,
+        gradients=gradients,
         master=states.master,
         moments=states.moments,
         activations=full,

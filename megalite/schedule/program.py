@@ -115,6 +115,11 @@ class Program:
         return self.placement.chunks_per_rank
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Some micro-batch runs forward while a gradient waits for more: its memory is needed all the time."""
+        return self.num_microbatches > 1 or self.asynchronous
+
+    @property
     def activation_unit(self) -> Fraction:
         """One chunk in units of "one micro-batch through all layers of one rank": 1/v."""
         return Fraction(self.num_ranks, self.num_stages)

@@ -134,6 +134,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             counts_tied=key == (0, 0),
             replica=key[1],
             num_gradients=program.gradient_buffers,
+            keep_gradients=program.keeps_gradients,
             whole=OPTIMIZERS[config.optimizer.optimizer].whole,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
             beside=next(iter(buffers.values()), None),

@@ -23,7 +23,8 @@ from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, attach_sink
 from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
-from megalite.parallel.zero.layout import Entry, Slot, plan_buckets
+from megalite.parallel.zero.host_memory import prefer_own_pages
+from megalite.parallel.zero.layout import BucketPlan, Entry, plan_buckets
 from megalite.parallel.zero.options import ZeroOptions, default_bucket_size
 from megalite.parallel.zero.unshard import BucketWeights, Unsharder
 
@@ -48,6 +49,8 @@ class ParameterBuffers:
         extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have been summed over
         them already.
         replica: which of these replicas this is; only replica 0 counts in the norm.
+        keep_gradients: sharded gradients stay in memory between batches. False where a batch is one micro-batch: from
+            the step to the first backward they only lie beside the activations. (Stages 0 and 1 always keep them.)
         num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
         whole: which parameters must lie in one shard (`shard rule whole_tensor`: Muon's matrices).
         beside: another stage of this rank, to share with it the memory that comes and goes.
@@ -68,6 +71,7 @@ class ParameterBuffers:
         extra_reduce: Sequence[Axis] = (),
         replica: int = 0,
         num_gradients: int = 1,
+        keep_gradients: bool = True,
         whole: Callable[[str, nn.Parameter], bool] | None = None,
         beside: ParameterBuffers | None = None,
         fill: Callable[[str, nn.Parameter], None] | None = None,
@@ -94,9 +98,11 @@ class ParameterBuffers:
             tied=tied,
             by_layer=options.stage == 3 or (options.stage == 2 and options.bucket_size is None),
         )
-        self.buckets = [Bucket(p, stage=options.stage, axis=dp_shard, replicate=dp_replicate) for p in self.plans]
         self.unsharder: Unsharder = beside.unsharder if beside else Unsharder(prefetch=options.overlap_param_gather)
         self.scratch: ScratchPool = beside.scratch if beside else ScratchPool(self.gradient_dtype, self.device)
+        if options.stage >= 2:
+            prefer_own_pages(self.device)
+        self.buckets = [self._make_bucket(plan, keep_gradients or options.stage < 2) for plan in self.plans]
         self._weights_of: dict[int, BucketWeights] = {}
         self._attached = False
         self._under_way: deque[Handle] = deque()
@@ -104,11 +110,16 @@ class ParameterBuffers:
         self.numel = self.plans[-1].stop if self.plans else 0
         for version in versions:
             self._flatten_weights([p for _, p in version], fill)
-        self._make_gradients([[version[i][1] for version in versions] for i in range(len(first))])
+        self._make_sinks([[version[i][1] for version in versions] for i in range(len(first))])
         self._nexts = [0] * num_gradients
         self._selected = 0
-        for _ in range(1, num_gradients):
-            self._add_gradients()
+        assert num_gradients == 1 or options.stage < 2, "gradients that are streamed cannot be kept for two updates"
+        for bucket in self.buckets:
+            for _ in range(1, num_gradients):
+                bucket.add_gradient()
+            for index in reversed(range(num_gradients if bucket.keep else 0)):
+                bucket.select(index)
+                _ = bucket.gradient  # makes its memory
         self.begin_batch()  # the first batch is reduced as every other
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -153,31 +164,28 @@ class ParameterBuffers:
             bucket.weights.append(weights)
             self._weights_of.update({id(parameters[slot.entry.index]): weights for slot in plan.slots})
 
-    def _make_gradients(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Gives the parameters (by forward index, then version) their place in the gradient buffer."""
-        held = [b for b in self.buckets if self.options.stage < 2 or b.plan.tied]
-        streamed = [b for b in self.buckets if b not in held]
-        dtype, device = self.gradient_dtype, self.device
-        for bucket in held if self.options.stage >= 2 else []:
-            bucket.hold(torch.zeros(bucket.numel, dtype=dtype, device=device))
-        if self.options.stage < 2:
-            flat = torch.zeros(self.numel, dtype=dtype, device=device)
-            for bucket in held:
-                bucket.hold(flat[bucket.plan.start : bucket.plan.stop])
-        owned = torch.zeros(sum(b.owned_stop - b.owned_start for b in streamed), dtype=dtype, device=device)
-        at = 0
-        for bucket in streamed:
-            size = bucket.owned_stop - bucket.owned_start
-            bucket.stream(self.scratch, owned[at : at + size])
-            at += size
+    def _make_bucket(self, plan: BucketPlan, keep: bool) -> Bucket:
+        return Bucket(
+            plan,
+            stage=self.options.stage,
+            axis=self.dp_shard,
+            replicate=self.dp_replicate,
+            dtype=self.gradient_dtype,
+            device=self.device,
+            pool=None if self.options.stage < 2 or plan.tied else self.scratch,
+            keep=keep,
+        )
+
+    def _make_sinks(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Gives the parameters (by forward index, then version) their place in the gradients."""
         for bucket in self.buckets:
             for slot in bucket.plan.slots:
-                sink = self._make_sink(bucket, slot, parameters[slot.entry.index][0])
+                sink = self._make_sink(bucket, parameters[slot.entry.index][0])
                 bucket.sinks.append(sink)
                 for parameter in parameters[slot.entry.index]:
                     attach_sink(parameter, sink)
 
-    def _make_sink(self, bucket: Bucket, slot: Slot, parameter: nn.Parameter) -> GradSink:
+    def _make_sink(self, bucket: Bucket, parameter: nn.Parameter) -> GradSink:
         uses: int = getattr(parameter, "sink_uses", 1)
 
         def ready() -> None:
@@ -187,25 +195,17 @@ class ParameterBuffers:
 
         if bucket.streams:
             return StreamingSink(bucket, uses=uses, on_ready=ready)
-        begin = slot.start - bucket.plan.start
-        view = bucket.full[begin : begin + slot.entry.numel].view(slot.entry.shape)
-        return GradSink(view, uses=uses, on_ready=ready)
+        return GradSink(uses=uses, on_ready=ready, on_open=bucket.open)
 
     def memory(self) -> dict[str, int]:
         """Bytes held by this rank for weights and gradients, and for scratch (which exists only in stages 2 and 3)."""
         tensors = [t for b in self.buckets for w in b.weights for t in (w.shard, w.full)]
         weights = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        grads = [b.full if not b.streams else b.gradient for b in self.buckets]
+        grads = [gradient for bucket in self.buckets for gradient in bucket.held()]
         held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
         return {"weights": sum(weights.values()), "gradients": sum(held.values()), "scratch": self.scratch.most_bytes}
 
     # ---- several gradients -------------------------------------------------------------------------------------------
-
-    def _add_gradients(self) -> None:
-        assert self.options.stage < 2, "gradients that are streamed cannot be kept for two updates"
-        flat = torch.zeros(self.numel, dtype=self.gradient_dtype, device=self.device)
-        for bucket in self.buckets:
-            bucket.add_gradient(flat[bucket.plan.start : bucket.plan.stop])
 
     def select_gradients(self, update: int) -> None:
         """Backwards, reductions and the optimizer work on the gradient of this update from here on."""

@@ -5,6 +5,9 @@
     stage 2, 3   scratch while needed     reduce-scatter after every micro-batch, added into the owned slice
 
 The sum is plain: the factor 1 / (micro-batches * data-parallel size) is in the loss already.
+
+Between a batch's step and the first backward of the next nobody needs a gradient. With one micro-batch this is while
+the activations grow, so stages 2 and 3 give its memory back for that time (`release`); with more it stays where it is.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from megalite.comm.collectives import Handle, all_reduce_, reduce_scatter_into
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink
+from megalite.parallel.zero.host_memory import give_back_freed_memory
 from megalite.parallel.zero.layout import BucketPlan
 from megalite.parallel.zero.unshard import BucketWeights
 
@@ -43,7 +47,9 @@ class ScratchPool:
         for place, piece in enumerate(self._free):
             if piece.numel() >= numel:
                 return self._free.pop(place)
-        self.release()  # too small: it would only lie beside the new piece
+        if self._free:  # too small: they would only lie beside the new piece
+            self.release()
+            give_back_freed_memory(self.device)
         piece = torch.empty(numel, dtype=self.dtype, device=self.device)
         self._bytes += piece.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
@@ -76,7 +82,7 @@ class StreamingSink(GradSink):
     __slots__ = ("bucket", "seen", "waiting")
 
     def __init__(self, bucket: Bucket, *, uses: int, on_ready: Callable[[], None] | None) -> None:
-        super().__init__(torch.empty(0), uses=uses, on_ready=on_ready, on_open=bucket.make_scratch)
+        super().__init__(uses=uses, on_ready=on_ready, on_open=bucket.open)
         self.bucket = bucket
         self.seen = 0
         self.waiting: Tensor | None = None
@@ -84,7 +90,7 @@ class StreamingSink(GradSink):
     @property
     def grad(self) -> Tensor:
         if self.waiting is not None:
-            self.bucket.make_scratch()
+            self.bucket.open()
         return super().grad
 
     @property
@@ -108,13 +114,12 @@ class StreamingSink(GradSink):
         if gradient.dim() > 1 or self.bucket.has_scratch:
             super().add(gradient)
             return
-        gradient = gradient.to(self.bucket.gradient.dtype)
+        gradient = gradient.to(self.bucket.dtype)
         self.waiting = gradient if self.waiting is None else self.waiting + gradient
         self.done()
 
     def settle(self, buffer: Tensor) -> None:
-        """The bucket has memory now."""
-        self.buffer = buffer
+        super().settle(buffer)
         if self.waiting is not None:
             self.buffer.copy_(self.waiting)
             self.fresh, self.waiting = False, None
@@ -129,7 +134,7 @@ class StreamingSink(GradSink):
 class _Kept:
     """A gradient of a bucket that is not the selected one: its memory, its sinks' states, its reduction."""
 
-    full: Tensor
+    full: Tensor | None
     sinks: list[tuple[Tensor, bool, int | None]]
     missing: int
     launched: bool
@@ -144,45 +149,59 @@ class Bucket:
 
     weights[v]: the parameters of the bucket in weight version v.
     gradient: the owned slice of the gradient (all of it in stage 0), valid after `finish`.
+    pool: where the scratch of a bucket that is reduced after every micro-batch comes from (None: the full gradient is
+    held, stages 0 and 1, tied parameters in any stage). keep: the gradient stays in memory between batches.
     """
 
-    def __init__(self, plan: BucketPlan, *, stage: int, axis: Axis, replicate: Axis) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        *,
+        stage: int,
+        axis: Axis,
+        replicate: Axis,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: ScratchPool | None,
+        keep: bool,
+    ) -> None:
         self.plan = plan
         self.stage = stage
         self.axis = axis
         self.replicate = replicate
+        self.dtype = dtype
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if stage else (plan.start, plan.stop)
         self.weights: list[BucketWeights] = []
         self.sinks: list[GradSink] = []
         self.missing = 0
         self.launched = False
-        self.gradient: Tensor = torch.empty(0)
         self.handle: Handle | None = None
+        self._nothing = torch.empty(0, dtype=dtype, device=device)
         self._full: Tensor | None = None
-        self._arriving: Tensor = self.gradient
-        self._pool: ScratchPool | None = None
+        self._gradient: Tensor | None = None
+        self._arriving: Tensor = self._nothing
+        self._pool = pool
+        self.keep = keep
         self._scratch: Tensor | None = None
         self._flying: Tensor | None = None
         self._accumulated = False
         self._kept: list[_Kept | None] = [None]
         self._selected = 0
 
-    def add_gradient(self, full: Tensor) -> None:
-        """One more gradient, of another update, in the memory `full`; it is not selected."""
-        views = [full[slot.start - self.plan.start : slot.stop - self.plan.start] for slot in self.plan.slots]
-        states: list[tuple[Tensor, bool, int | None]]
-        states = [(view.view(slot.entry.shape), True, None) for view, slot in zip(views, self.plan.slots, strict=True)]
-        self._kept.append(_Kept(full, states, len(self.sinks), False, None))
+    def add_gradient(self) -> None:
+        """One more gradient, of another update; it is not selected."""
+        self._kept.append(_Kept(None, [(self._nothing, True, None) for _ in self.sinks], len(self.sinks), False, None))
 
     def select(self, index: int) -> None:
         """Everything below works on gradient number `index` from here on; the sinks stay the same objects."""
         if index == self._selected:
             return
         states = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
-        self._kept[self._selected] = _Kept(self.full, states, self.missing, self.launched, self.handle)
+        self._kept[self._selected] = _Kept(self._full, states, self.missing, self.launched, self.handle)
         self._selected, kept = index, self._kept[index]
         assert kept is not None
-        self.hold(kept.full)
+        self._full = kept.full
+        self._gradient = None if kept.full is None else self._owned(kept.full)
         self.missing, self.launched, self.handle = kept.missing, kept.launched, kept.handle
         for sink, (buffer, fresh, remaining) in zip(self.sinks, kept.sinks, strict=True):
             sink.buffer, sink.fresh, sink.remaining = buffer, fresh, remaining
@@ -202,21 +221,39 @@ class Bucket:
         assert self._full is not None, "the bucket's gradient is not in memory"
         return self._full
 
-    def hold(self, full: Tensor) -> None:
-        """Uses persistent memory for the full gradient (stages 0 and 1; tied parameters in any stage)."""
-        self._full = full
-        self.gradient = full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
+    @property
+    def gradient(self) -> Tensor:
+        """The owned slice of the reduced gradient; zero where there is none yet."""
+        if self._gradient is None and self.streams:
+            self._gradient = self._nothing.new_zeros(self.owned_stop - self.owned_start)
+        elif self._gradient is None:
+            self.open()
+            self.full.zero_()
+        assert self._gradient is not None
+        return self._gradient
 
-    def stream(self, pool: ScratchPool, owned: Tensor) -> None:
-        """Uses scratch for the full gradient and accumulates the reduced slices in `owned` (stages 2 and 3)."""
-        self._pool = pool
-        self.gradient = owned
+    def held(self) -> list[Tensor]:
+        """The gradients that are in memory now, scratch excepted."""
+        others = [kept.full for kept in self._kept if kept is not None]
+        return [t for t in (self._gradient if self.streams else self._full, *others) if t is not None]
+
+    def release(self) -> None:
+        """Gives the memory of the gradient back until something arrives."""
+        self._full = self._gradient = None
+        self._arriving = self._nothing
+        for sink in self.sinks:
+            sink.buffer = self._nothing
+
+    def _owned(self, full: Tensor) -> Tensor:
+        return full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
 
     def begin_batch(self, microbatches: int | None) -> None:
         """Forgets the last batch's gradient. microbatches: how many will contribute (None: `arm` says when the last one
         comes)."""
         assert self._scratch is None and self.handle is None, "the last batch was never finished"
         self.launched, self._accumulated = False, False
+        if not self.keep:
+            self.release()
         self._reopen()
         if microbatches is not None:
             for sink in self.sinks:
@@ -226,14 +263,18 @@ class Bucket:
         for sink in self.sinks:
             sink.arm()
 
-    def make_scratch(self) -> None:
-        """Called by the first sink of a streaming bucket that receives something."""
-        if self._pool is None or self._scratch is not None:
+    def open(self) -> None:
+        """Makes the memory of the full gradient, uninitialised; called by the first sink that receives something."""
+        if self._full is not None:
             return
-        self.finish()
-        self._scratch = self._pool.take(self.numel)
-        self._full = self._scratch[: self.numel]
-        for sink, slot in zip(self._streaming_sinks, self.plan.slots, strict=True):
+        if self._pool is None:
+            self._full = self._nothing.new_empty(self.numel)
+            self._gradient = self._owned(self._full)
+        else:
+            self.finish()
+            self._scratch = self._pool.take(self.numel)
+            self._full = self._scratch[: self.numel]
+        for sink, slot in zip(self.sinks, self.plan.slots, strict=True):
             begin = slot.start - self.plan.start
             sink.settle(self._full[begin : begin + slot.entry.numel].view(slot.entry.shape))
         self._zero_gaps()
@@ -254,7 +295,7 @@ class Bucket:
 
     def close(self) -> None:
         """Parameters that received nothing count as zero."""
-        self.make_scratch()
+        self.open()
         for sink in self.sinks:
             if sink.fresh:
                 _ = sink.grad
@@ -269,7 +310,7 @@ class Bucket:
         if self.stage == 0:
             self.handle = all_reduce_(self.full, self.axis, async_op=async_op)
             return
-        self._arriving = self.full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
+        self._arriving = self._owned(self.full)
         self.handle = reduce_scatter_into(self._arriving, self.full, self.axis, async_op=async_op)
         if self._pool is not None:
             self._flying, self._scratch, self._full = self._scratch, None, None
@@ -285,14 +326,16 @@ class Bucket:
         self.handle = None
         if self._pool is None or self._flying is None:
             return
-        if self._accumulated:
-            self.gradient.add_(self._arriving)
+        if self._gradient is None:
+            self._gradient = self._arriving.clone()
+        elif self._accumulated:
+            self._gradient.add_(self._arriving)
         else:
-            self.gradient.copy_(self._arriving)
+            self._gradient.copy_(self._arriving)
         self._accumulated = True
         self._pool.give(self._flying)
         self._flying = self._pool.flying = None
-        self._arriving = self.gradient  # a view of the scratch would keep it alive
+        self._arriving = self._nothing  # a view of the scratch would keep it alive
 
     def finish_batch(self) -> None:
         """Waits; a streaming bucket that never received anything has gradient zero."""
@@ -305,7 +348,7 @@ class Bucket:
         complete = min(sink.seen // sink.uses for sink in sinks)
         for sink in sinks:
             sink.next_round(complete)
-            sink.buffer = self.gradient[:0]  # a view of the scratch would keep it alive
+            sink.buffer = self._nothing  # a view of the scratch would keep it alive
         self.missing = sum(sink.seen < sink.uses for sink in sinks)
 
     def _reopen(self) -> None:

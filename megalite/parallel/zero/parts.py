@@ -153,9 +153,9 @@ def make_parts(segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> li
     """What is on the device first, in one piece, or a bucket at a time where something exists for the step only
     (masters that are put together, gradients that are widened); then one part a bucket for the host."""
     here = [s for s in segments if not s.offloaded]
-    plain = [s for s in here if s.remainder is None and s.gradient.dtype == s.master.dtype]
+    plain = [s for s in here if s.remainder is None and s.bucket.dtype == s.master.dtype]
     parts = [DevicePart(plain, make_optimizer)] if plain else []
-    for members in _by_bucket(s for s in here if s.remainder is None and s.gradient.dtype != s.master.dtype):
+    for members in _by_bucket(s for s in here if s.remainder is None and s.bucket.dtype != s.master.dtype):
         parts.append(DevicePart(members, make_optimizer))
     for members in _by_bucket(s for s in here if s.remainder is not None):
         parts.append(RemainderPart(members, make_optimizer))

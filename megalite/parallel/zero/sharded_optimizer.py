@@ -78,6 +78,8 @@ class ShardedOptimizer:
             part.fetch()
             part.update(lr=0.0, weight_decay=0.0, grad_scale=1.0)
         self._set_step_count(0.0)
+        for buffers in self.buffers:
+            buffers.begin_batch()
 
     def memory(self) -> dict[str, int]:
         """Bytes of separate master weights and of optimizer state on the device, and of both in host memory."""
