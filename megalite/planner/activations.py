@@ -217,5 +217,5 @@ def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tu
         block = size.compute * tokens * (model.hidden_size + again + 2 * width)
         if longest:  # made again, and let go as the backward goes through it; its input is there already
             entrance = tokens / _outer(config) * model.hidden_size * _residual_bytes(config)
-            block += longest * block_bytes(config, on_cpu=on_cpu) - entrance - size.compute * tokens * width
+            block += longest * block_bytes(config, on_cpu=on_cpu) - entrance
     return logits, block
