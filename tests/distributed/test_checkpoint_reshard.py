@@ -61,7 +61,7 @@ def test_copies_are_written_once_and_by_all_ranks(tmp_path: Path) -> None:
     names = run_ranks(copies, 4, str(tmp_path))[0]
     assert names == [f"rank_{r:05d}.safetensors" for r in range(4)]
     sizes = [(tmp_path / "iter_0000001" / name).stat().st_size for name in names]
-    assert sum(sizes) < 3 * 2**20 + 4 * 2000 and max(sizes) - min(sizes) < 2000
+    assert sum(sizes) <= 3 * 2**20 + 4 * 4096 and max(sizes) - min(sizes) < 2000
 
 
 def one_rank_has_a_problem(world: World, directory: str, what: str) -> str:
