@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
+from megalite.nn.attention_blocked import register_operator
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.context import LayerContext
 from megalite.nn.dropout import site_key
@@ -38,6 +39,8 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(
             config.query_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
         )
+        if ctx.autograd_only:
+            register_operator()
         split = ctx.tp.size > 1
         self.q_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
         self.k_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None

@@ -14,6 +14,8 @@ The softmax's weights are kept for backward, half of s x s for each head.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -22,78 +24,111 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 SHORT_BLOCK, LONG_BLOCK, LONG_FROM = 64, 128, 512
+OPERATOR = "megalite::blocked_attention"
 
 
 def blocked_attention(qkv: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal: `[s, b, g, r + 2, d]` (r query heads, a key, a value) -> `[s, b, g * r *
-    d]`.
+    d]`. Under `torch.compile` an operator (`register_operator` first): what its compiler makes of it is slower.
     """
-    return traceable_attention(qkv) if torch.compiler.is_compiling() else _BlockedAttention.apply(qkv)
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.megalite.blocked_attention(qkv)[0]
+        return y
+    return _BlockedAttention.apply(qkv)
 
 
-def traceable_attention(qkv: Tensor) -> Tensor:
-    """The same in plain operations, whose backward `torch.compile` derives and fuses (writing into parts of a tensor
-    would break its graph)."""
-    s, b, g, parts, d = qkv.shape
-    q, k, v = _heads(qkv)
-    r = parts - 2
-    pieces = []
-    for begin, end in _blocks(s):
-        scores = torch.bmm(q[:, begin * r : end * r] * d**-0.5, k[:, :end].transpose(1, 2))
-        queries = torch.arange(begin * r, end * r, device=qkv.device) // r
-        hidden = torch.arange(end, device=qkv.device) > queries[:, None]
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
-        pieces.append(torch.bmm(weights, v[:, :end]))
-    return _to_tokens(torch.cat(pieces, 1), s, r).reshape(s, b, g * r * d)
+@functools.cache
+def register_operator() -> None:
+    """Makes the operator known to torch, for compiled blocks."""
+    forward = torch.library.custom_op(OPERATOR, attend, mutates_args=(), schema="(Tensor qkv) -> (Tensor, Tensor)")
+    backward = torch.library.custom_op(
+        f"{OPERATOR}_backward",
+        attend_backward,
+        mutates_args=(),
+        schema="(Tensor dy, Tensor qkv, Tensor y, Tensor weights) -> Tensor",
+    )
+
+    def shapes(qkv: Tensor) -> tuple[Tensor, Tensor]:
+        s, b, g, parts, d = qkv.shape
+        return qkv.new_empty(s, b, g * (parts - 2) * d), qkv.new_empty(b * g * (parts - 2) * _area(s))
+
+    def keep(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+
+    forward.register_fake(shapes)
+    backward.register_fake(lambda dy, qkv, y, weights: qkv.new_empty(qkv.shape))
+    forward.register_autograd(lambda ctx, dy, _: backward(dy, *ctx.saved_tensors), setup_context=keep)
 
 
 class _BlockedAttention(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Tensor:
-        s, b, g, parts, d = qkv.shape
-        q, k, v = _heads(qkv)
-        r = parts - 2
-        context = torch.empty_like(q)
-        weights = []
-        for begin, end in _blocks(s):
-            rows = slice(begin * r, end * r)
-            scores = torch.bmm(q[:, rows] * d**-0.5, k[:, :end].transpose(1, 2))
-            scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
-            weights.append(torch.softmax(scores, -1, out=scores))
-            torch.bmm(scores, v[:, :end], out=context[:, rows])
-        y = _to_tokens(context, s, r).reshape(s, b, g * r * d)
-        ctx.save_for_backward(qkv, y, *weights)  # the layer behind keeps y too
+        y, weights = attend(qkv)
+        ctx.save_for_backward(qkv, y, weights)  # the layer behind keeps y too
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        qkv, y, *weights = ctx.saved_tensors
-        s, b, g, parts, d = qkv.shape
-        r, scale = parts - 2, d**-0.5
-        q, k, v = _heads(qkv)
-        dcontext = _by_head(dy.reshape(s, b * g, r, d))
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        inner = _by_head((dy * y).view(s, b * g, r, d).sum(-1, keepdim=True))
-        # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
-        for (begin, end), part in zip(reversed(_blocks(s)), reversed(weights), strict=True):
-            rows, sums = slice(begin * r, end * r), 0 if end == s else 1
-            torch.baddbmm(dv[:, :end], part.transpose(1, 2), dcontext[:, rows], beta=sums, out=dv[:, :end])
-            dscores = torch.bmm(dcontext[:, rows], v[:, :end].transpose(1, 2))
-            dscores.sub_(inner[:, rows]).mul_(part)
-            torch.baddbmm(dq[:, rows], dscores, k[:, :end], beta=0, alpha=scale, out=dq[:, rows])
-            torch.baddbmm(dk[:, :end], dscores.transpose(1, 2), q[:, rows], beta=sums, alpha=scale, out=dk[:, :end])
-        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        whole = dqkv.view(s, b * g, parts, d)
-        whole[:, :, :r] = _to_tokens(dq, s, r)
-        whole[:, :, r] = dk.transpose(0, 1)
-        whole[:, :, r + 1] = dv.transpose(0, 1)
-        return dqkv
+        return attend_backward(dy, *ctx.saved_tensors)
+
+
+def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """(What `blocked_attention` returns; the weights of all blocks, one block after the other.)"""
+    s, b, g, parts, d = qkv.shape
+    q, k, v = _heads(qkv)
+    r = parts - 2
+    context = torch.empty_like(q)
+    weights = qkv.new_empty(b * g * r * _area(s))
+    for (begin, end), scores in zip(_blocks(s), _by_block(weights, s, b * g, r), strict=True):
+        rows = slice(begin * r, end * r)
+        torch.bmm(q[:, rows] * d**-0.5, k[:, :end].transpose(1, 2), out=scores)
+        scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
+        torch.softmax(scores, -1, out=scores)
+        torch.bmm(scores, v[:, :end], out=context[:, rows])
+    return _to_tokens(context, s, r).reshape(s, b, g * r * d), weights
+
+
+def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of `qkv`, from that of `y` and what `attend` returned."""
+    s, b, g, parts, d = qkv.shape
+    r, scale = parts - 2, d**-0.5
+    q, k, v = _heads(qkv)
+    dcontext = _by_head(dy.reshape(s, b * g, r, d))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    inner = _by_head((dy * y).view(s, b * g, r, d).sum(-1, keepdim=True))
+    blocks = zip(_blocks(s), _by_block(weights, s, b * g, r), strict=True)
+    # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
+    for (begin, end), part in reversed(list(blocks)):
+        rows, sums = slice(begin * r, end * r), 0 if end == s else 1
+        torch.baddbmm(dv[:, :end], part.transpose(1, 2), dcontext[:, rows], beta=sums, out=dv[:, :end])
+        dscores = torch.bmm(dcontext[:, rows], v[:, :end].transpose(1, 2))
+        dscores.sub_(inner[:, rows]).mul_(part)
+        torch.baddbmm(dq[:, rows], dscores, k[:, :end], beta=0, alpha=scale, out=dq[:, rows])
+        torch.baddbmm(dk[:, :end], dscores.transpose(1, 2), q[:, rows], beta=sums, alpha=scale, out=dk[:, :end])
+    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    whole = dqkv.view(s, b * g, parts, d)
+    whole[:, :, :r] = _to_tokens(dq, s, r)
+    whole[:, :, r] = dk.transpose(0, 1)
+    whole[:, :, r + 1] = dv.transpose(0, 1)
+    return dqkv
 
 
 def _blocks(s: int) -> list[tuple[int, int]]:
     size = SHORT_BLOCK if s < LONG_FROM else LONG_BLOCK
     return [(begin, min(begin + size, s)) for begin in range(0, s, size)]
+
+
+def _area(s: int) -> int:
+    """Weights of one head: every block of queries against the keys up to its own end."""
+    return sum((end - begin) * end for begin, end in _blocks(s))
+
+
+def _by_block(weights: Tensor, s: int, heads: int, r: int) -> list[Tensor]:
+    """Each block's `[heads, rows * r, keys]`."""
+    shapes = [(heads, (end - begin) * r, end) for begin, end in _blocks(s)]
+    parts = weights.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -139,8 +139,10 @@ class _FusedCrossEntropy(Function):
         weights = loss_mask.to(wide(x.dtype))
         dx = torch.empty_like(x) if needs_x else None
         dweight = torch.empty_like(weight, dtype=wide(x.dtype)) if needs_weight else None
+        product = None
         if dweight is not None:
             dweight[shard.valid :].zero_()
+            product = None if dtype == dweight.dtype else torch.empty_like(rows)
         total = weights.new_zeros(())
         step = chunk_length(x, shard.valid)
         space = _Space.make(x, step, shard.valid)
@@ -154,7 +156,7 @@ class _FusedCrossEntropy(Function):
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
-                _accumulate(dweight[: shard.valid], dlogits.t(), x[part], first=begin == 0)
+                _accumulate(dweight[: shard.valid], dlogits.t(), x[part], product, first=begin == 0)
         ctx.save_for_backward(None if dx is None else dx.to(narrow), dweight)
         return total
 
@@ -223,10 +225,10 @@ def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: Vocab
     return gradient
 
 
-def _accumulate(target: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """target += a @ b (= for the first), in the target's dtype where the backend can."""
-    if a.dtype != target.dtype:
-        product = torch.mm(a, b)
+def _accumulate(target: Tensor, a: Tensor, b: Tensor, product: Tensor | None, *, first: bool) -> None:
+    """target += a @ b (= for the first), in the target's dtype where the backend can, else in `product`'s."""
+    if product is not None:
+        torch.mm(a, b, out=product)
         target.copy_(product) if first else add_widened(target, product)
     elif first:
         torch.mm(a, b, out=target)

@@ -111,15 +111,7 @@ class ParameterBuffers:
         for version in versions:
             self._flatten_weights([p for _, p in version], fill)
         self._make_sinks([[version[i][1] for version in versions] for i in range(len(first))])
-        self._nexts = [0] * num_gradients
-        self._selected = 0
-        assert num_gradients == 1 or options.stage < 2, "gradients that are streamed cannot be kept for two updates"
-        for bucket in self.buckets:
-            for _ in range(1, num_gradients):
-                bucket.add_gradient()
-            for index in reversed(range(num_gradients if bucket.keep else 0)):
-                bucket.select(index)
-                _ = bucket.gradient  # makes its memory
+        self._make_gradients(num_gradients)
         self.begin_batch()  # the first batch is reduced as every other
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -184,6 +176,18 @@ class ParameterBuffers:
                 bucket.sinks.append(sink)
                 for parameter in parameters[slot.entry.index]:
                     attach_sink(parameter, sink)
+
+    def _make_gradients(self, number: int) -> None:
+        """Makes the memory of those that stay."""
+        assert number == 1 or self.options.stage < 2, "gradients that are streamed cannot be kept for two updates"
+        self._nexts = [0] * number
+        self._selected = 0
+        for bucket in self.buckets:
+            for _ in range(1, number):
+                bucket.add_gradient()
+            for index in reversed(range(number if bucket.keep else 0)):
+                bucket.select(index)
+                _ = bucket.gradient
 
     def _make_sink(self, bucket: Bucket, parameter: nn.Parameter) -> GradSink:
         uses: int = getattr(parameter, "sink_uses", 1)

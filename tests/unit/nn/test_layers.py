@@ -15,7 +15,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS
-from megalite.nn.attention_blocked import blocked_attention, traceable_attention
+from megalite.nn.attention_blocked import blocked_attention, register_operator
 from megalite.nn.attention_core import AttentionCore, fused_attention
 from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
@@ -89,15 +89,15 @@ def test_both_ways_of_attention_are_the_textbook(s: int, length: int, r: int, do
 @pytest.mark.parametrize("r", [1, 2])
 @pytest.mark.parametrize("s", [64, 100, 640])
 def test_blocks_of_queries(s: int, r: int) -> None:
-    """One block, a shorter last one, and long blocks."""
+    """One block, a shorter last one, and long blocks; eager, and as the operator of compiled blocks."""
+    register_operator()
     inputs = qkv(s, s, r)
     q, k, v = inputs
     packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3)
     expected = fused_attention(q, k, v, None)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, inputs, dy)
-    for way in (blocked_attention, traceable_attention):
-        actual = way(packed)
+    for actual in (blocked_attention(packed), torch.ops.megalite.blocked_attention(packed)[0]):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
         for a, e in zip(torch.autograd.grad(actual, inputs, dy, retain_graph=True), gradients, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
