@@ -29,7 +29,7 @@ OPTIONAL = (
     ("zstandard", "data", "preprocessing of .jsonl.zst files"),
     ("tensorboard", "track", "--tensorboard-dir"),
     ("wandb", "track", "--wandb-project"),
-    ("matplotlib", "plot", "plots of a run"),
+    ("matplotlib", "plot", "tools/plan.py --what-if ... --plot"),
 )
 
 

@@ -30,6 +30,10 @@ from megalite.training.tool import ToolParser
 Json = dict[str, Any]
 
 
+#: Settings that say where a run lies: shown where they differ, no difference of the checkpoints.
+PLACES = {"config.checkpoint.save", "config.checkpoint.load"}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     parser = ToolParser("Look into a checkpoint: what it holds, whether it is whole, how it differs from another.")
@@ -67,20 +71,15 @@ def inspect(arguments: argparse.Namespace) -> Json:
         report["tensors"] = {name: statistics(reader, name) for name in reader.names}
     if arguments.diff is not None:
         found = differences(path, find(arguments.diff, None))
-        same = ("paths", "equal_tensors")
-        found["different"] = any(value for key, value in found.items() if key not in same)
+        told = {key: value for key, value in found.items() if key not in ("paths", "equal_tensors", "meta")}
+        found["different"] = any(told.values()) or not found["meta"].keys() <= PLACES
         report["diff"] = found
     return report
 
 
 def find(directory: Path, step: int | None) -> Path:
-    """The checkpoint that a directory means; the error speaks of no flag that this tool lacks."""
-    try:
-        return resolve(directory, step)
-    except CheckpointError as error:
-        raise CheckpointError(
-            str(error).replace("--load=", "", 1).replace("; give a run's --save, or train without --load", "")
-        ) from None
+    """The checkpoint that a directory means."""
+    return resolve(directory, step, flag="", advice="give a run's --save, or one of its checkpoints")
 
 
 def as_text(report: Json) -> str:

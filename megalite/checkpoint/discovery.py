@@ -64,14 +64,20 @@ def latest(directory: Path | str) -> Path | None:
     return found[-1] if found else None
 
 
-def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
+def resolve(
+    load: Path | str,
+    ckpt_step: int | None = None,
+    *,
+    flag: str = "--load=",
+    advice: str = "give a run's --save, or train without --load",
+) -> Path:
     """The checkpoint that `--load` (a directory of checkpoints, or one checkpoint) and `--ckpt-step` mean.
 
-    Raises CheckpointError.
+    Raises CheckpointError. flag: what its message begins with. advice: what else could be given.
     """
     root = Path(load)
     if not os.path.exists(root):
-        raise CheckpointError(f"--load={load}: no such directory; give a run's --save, or train without --load")
+        raise CheckpointError(f"{flag}{load}: no such directory; {advice}")
     if os.path.isfile(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
@@ -87,9 +93,7 @@ def resolve(load: Path | str, ckpt_step: int | None = None) -> Path:
         raise CheckpointError(f"--ckpt-step={ckpt_step}: no committed checkpoint of that step in {load} (has: {steps})")
     if found:
         return found[-1]
-    raise CheckpointError(
-        f"--load={load}: no committed checkpoint{_what_else(root)}; give a run's --save, or train without --load"
-    )
+    raise CheckpointError(f"{flag}{load}: no committed checkpoint{_what_else(root)}; {advice}")
 
 
 def is_huggingface(root: Path | str) -> bool:

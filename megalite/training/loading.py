@@ -71,7 +71,7 @@ def load_for_inference(
         CheckpointError: nothing there, or damaged.
         DataError: the tokenizer in it can not be built (a package it needs is missing, for example).
     """
-    path = resolve(directory, ckpt_step)
+    path = resolve(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
     checkpointer = Checkpointer(path.parent, world=Axis.single("world"))
     meta = checkpointer.load_meta(path)
     if not isinstance(meta.get("config"), dict):

@@ -108,7 +108,7 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
         (
             "generate_text.py",
             ["--load", "/nowhere"],
-            "--load=/nowhere: no such directory; give a run's --save, or train without --load",
+            "--load=/nowhere: no such directory; give a run's --save, or one of its checkpoints",
         ),
         ("generate_text.py", ["--load", "{run}", "--max-new-tokens", "0"], "--max-new-tokens=0: must be >= 1"),
         (

@@ -102,11 +102,21 @@ def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "w: 1 elements differ, by at most 0.5" in run(capsys, first, "--diff", second)[1]
 
 
+def test_a_run_repeated_elsewhere_is_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, other = (
+        save(tmp_path / name, 1, model(), {"config": {"checkpoint": {"save": name}, "training": {"seed": seed}}})
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    status, out, _ = run(capsys, one, "--diff", two)
+    assert status == 0 and "config.checkpoint.save: 'a' / 'b'" in out
+    assert run(capsys, one, "--diff", other)[0] == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["{}/no"], "error: {}/no: no such directory\n"),
-        (["{}"], "error: {}: no committed checkpoint (empty)\n"),
+        (["{}/no"], "error: {}/no: no such directory; give a run's --save, or one of its checkpoints\n"),
+        (["{}"], "error: {}: no committed checkpoint (empty); give a run's --save, or one of its checkpoints\n"),
         (["{}", "--verfy"], "error: unknown flag --verfy; did you mean --verify?\n"),
     ],
 )
