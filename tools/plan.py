@@ -68,7 +68,7 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
     given = frozenset(name for name in SEARCHED if name in origins) - freed
     config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
-        known = {"GPT2BPETokenizer": 50257}
+        known = {"GPT2BPETokenizer": 50257, "ByteTokenizer": 257}
         size = known.get(config.data.tokenizer_type or "")
         if size is None:
             raise ConfigError("--vocab-size=0: the planner reads no tokenizer; give the vocabulary's size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from megalite.config import Config
@@ -26,7 +27,7 @@ def layout_text(config: Config, world_size: int) -> str:
     parts.append(f"pp{layout.pipeline_model_parallel_size}")
     if layout.pipeline_model_parallel_size > 1:
         parts[-1] += f"x{layout.chunks}" if layout.chunks > 1 else ""
-        parts[-1] += f" {layout.pipeline_schedule}"
+        parts[-1] += f" {Path(config.parallel.pipeline_schedule_file or layout.pipeline_schedule).name}"
     parts += [f"dp{dp}" + f" zero{layout.zero_stage}" * (layout.zero_stage > 0), f"mb{layout.micro_batch_size}"]
     listed = _recomputed(config)
     parts += [f"recompute {listed if len(listed) < 28 else 'by stage'}"] if listed else []

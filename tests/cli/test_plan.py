@@ -99,7 +99,8 @@ def test_a_schedule_file_is_priced_for_its_own_micro_batches_only(tmp_path: Path
     path = tmp_path / "own.txt"
     path.write_text("ranks: 2\nstages: 0 1\nmicrobatches: 2\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n")
     flags = ["--num-devices", "2", "--hardware", "cpu-2core", "--pipeline-schedule-file", str(path)]
-    assert _plan(*SMALL, *flags, "--micro-batch-size", "4").returncode == 0
+    priced = _plan(*SMALL, *flags, "--micro-batch-size", "4")
+    assert priced.returncode == 0 and "pp2 own.txt" in priced.stdout
     done = _plan(*SMALL, *flags, "--micro-batch-size", "2", "--pipeline-model-parallel-size", "2")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "is written for 2 micro-batches per batch, not 4; use --global-batch-size=4" in done.stderr
