@@ -86,7 +86,8 @@ def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
         scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
         torch.softmax(scores, -1, out=scores)
         torch.bmm(scores, v[:, :end], out=context[:, rows])
-    return _to_tokens(context, s, r).reshape(s, b, g * r * d), weights
+    # contiguous: as the operator announces it, also where one group makes the reshape a view
+    return _to_tokens(context, s, r).reshape(s, b, g * r * d).contiguous(), weights
 
 
 def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tens
     q, k, v = _heads(qkv)
     dcontext = _by_head(dy.reshape(s, b * g, r, d))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    inner = _by_head((dy * y).view(s, b * g, r, d).sum(-1, keepdim=True))
+    inner = _by_head((dy * y).reshape(s, b * g, r, d).sum(-1, keepdim=True))
     blocks = zip(_blocks(s), _by_block(weights, s, b * g, r), strict=True)
     # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
     for (begin, end), part in reversed(list(blocks)):

@@ -103,6 +103,25 @@ def test_blocks_of_queries(s: int, r: int) -> None:
             torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize(("g", "r"), [(1, 1), (1, 3), (2, 2)])
+def test_operator_has_the_layout_that_it_announces(g: int, r: int) -> None:
+    """A compiler plans with the strides of the announced result: one group a rank is the case that could differ."""
+    register_operator()
+    packed = torch.randn(70, 2, g, r + 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.library.opcheck(
+        torch.ops.megalite.blocked_attention.default, (packed.requires_grad_(),), test_utils="test_faketensor"
+    )
+
+
+def test_blocked_attention_takes_a_gradient_of_any_layout() -> None:
+    packed = torch.randn(70, 2, 2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = blocked_attention(packed.requires_grad_())
+    dy = torch.randn(2, 70, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64).transpose(0, 1)
+    (actual,) = torch.autograd.grad(y, packed, dy, retain_graph=True)
+    (expected,) = torch.autograd.grad(y, packed, dy.contiguous())
+    assert torch.equal(actual, expected)
+
+
 def test_softmax_in_fp32_is_closer_to_the_truth() -> None:
     inputs = qkv(64, 64, 1, torch.bfloat16)
     wide = tuple(t.detach().double() for t in inputs)
