@@ -109,12 +109,14 @@ class HostPart(DevicePart):
 
     def fetch(self) -> None:
         """Starts to copy the gradients to the host."""
+        # A gradient that is not in memory is made here, and would belong to the other stream for good.
+        sources = [segment.gradient for segment in self.segments]
         if self._stream is None:
-            self._copy()
+            self._copy(sources)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._copy()
+            self._copy(sources)
             self._arrived = self._stream.record_event()
 
     def gradient(self, segment: Segment) -> Tensor:
@@ -129,9 +131,8 @@ class HostPart(DevicePart):
         if self._stream is None:
             self._received.clear()
 
-    def _copy(self) -> None:
-        for segment in self.segments:
-            source = segment.gradient
+    def _copy(self, sources: Sequence[Tensor]) -> None:
+        for segment, source in zip(self.segments, sources, strict=True):
             if id(segment) not in self._received:
                 pinned = source.is_cuda
                 self._received[id(segment)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
