@@ -81,7 +81,7 @@ def resolve(
     if os.path.isfile(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
-                f"--ckpt-step={ckpt_step}: --load={load} is the checkpoint of another step; drop one of the two"
+                f"--ckpt-step={ckpt_step}: {flag}{load} is the checkpoint of another step; drop one of the two"
             )
         return root
     found = committed(root)

@@ -112,6 +112,12 @@ def test_a_run_repeated_elsewhere_is_no_difference(tmp_path: Path, capsys: pytes
     assert run(capsys, one, "--diff", other)[0] == 1
 
 
+def test_the_step_of_another_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path / "a", 1, model(), {})
+    message = f"error: --ckpt-step=2: {path} is the checkpoint of another step; drop one of the two\n"
+    assert run(capsys, path, "--ckpt-step", "2") == (2, "", message)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
