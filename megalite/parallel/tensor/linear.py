@@ -10,8 +10,8 @@ Backward hides the messages: while the gradient of the input travels, the weight
 straight into the parameter's main-gradient buffer (`GradSink`), unless the executor has asked for it to be put aside
 (`WeightGradQueue`).
 
-A nonlinearity before a row-parallel layer is part of it: what it computes is the larger half of what a block would keep
-for backward, and costs next to nothing to compute again there.
+A nonlinearity before a row-parallel layer is part of it: what it computes would be a fifth of what a block keeps for
+backward (4 of 21 s b h with GELU at 512 tokens), and costs an elementwise pass to compute again there.
 """
 
 from __future__ import annotations

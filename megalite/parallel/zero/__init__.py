@@ -23,6 +23,7 @@ Where things are:
     segments.py, parts.py, sharded_optimizer.py
                        `ShardedOptimizer`: any update rule over the owned slices, on the device or on the host
     remainder.py       masters of bf16 weights in 16 bits
+    host_memory.py     freed memory of a CPU rank, given back to the system (stages 2 and 3)
     activation_offload.py   `ActivationOffload`: activations of some layers in host memory
 
 Invariants: one master per element; every element is counted once in the norm and written by one rank; reductions start
