@@ -20,6 +20,9 @@ from megalite.comm.mesh import Axis
 
 ReduceOp = Literal["sum", "max", "min"]
 
+# JSON texts up to this long travel in one collective; longer ones take two.
+_SLOT_BYTES = 1024
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these two; 2.11 has only the older names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -164,18 +167,45 @@ def barrier(axis: Axis) -> None:
         all_reduce_(token, axis)
 
 
+class GatheredJson:
+    """The JSON values of all ranks, on their way. (Text on the wire: nothing that arrives is ever executed.)"""
+
+    def __init__(self, value: Any, axis: Axis) -> None:
+        self._axis, self._value = axis, value
+        if axis.size > 1:
+            self._raw = json.dumps(value).encode()
+            slot = self._raw[:_SLOT_BYTES].ljust(_SLOT_BYTES, b"\0")
+            self._heads = _GatheredBytes(len(self._raw).to_bytes(8, "little") + slot, axis)
+
+    def wait(self) -> list[Any]:
+        """The values in the order of the axis. All ranks call it, before their next collective over the axis."""
+        if self._axis.size == 1:
+            return [self._value]
+        heads = self._heads.wait()
+        lengths = [int.from_bytes(head[:8], "little") for head in heads]
+        tails, longest = [b""] * len(heads), max(lengths)
+        if longest > _SLOT_BYTES:
+            tails = _GatheredBytes(self._raw[_SLOT_BYTES:].ljust(longest - _SLOT_BYTES, b"\0"), self._axis).wait()
+        texts = [head[8:] + tail for head, tail in zip(heads, tails, strict=True)]
+        return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+
+
+class _GatheredBytes:
+    """The bytes of all ranks, equally many of each."""
+
+    def __init__(self, data: bytes, axis: Axis) -> None:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(axis))
+        self._rows = torch.empty(axis.size, len(data), dtype=torch.uint8, device=mine.device)
+        self._handle = all_gather_into(self._rows, mine[None], axis, async_op=True)
+
+    def wait(self) -> list[bytes]:
+        self._handle.wait()
+        return [row.tobytes() for row in self._rows.cpu().numpy()]
+
+
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
-    """The JSON values of all ranks, in the order of the axis. (Text on the wire: nothing that arrives is ever
-    executed.)"""
-    if axis.size == 1:
-        return [value]
-    device = device_of(axis)
-    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = all_gather(torch.tensor([raw.numel()], device=device), axis).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: raw.numel()] = raw
-    rows = all_gather(padded[None], axis).cpu().numpy()
-    return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+    """The JSON values of all ranks, in the order of the axis."""
+    return GatheredJson(value, axis).wait()
 
 
 def agree_max(value: float, axis: Axis) -> float:
