@@ -308,7 +308,9 @@ class _Reader:
     def extents(self, value: Any, what: str) -> tuple[int, ...]:
         if not isinstance(value, list) or len(value) > 16:
             raise self.wrong(f"{what} is not a list of extents")
-        return tuple(self.integer(extent, what) for extent in value)
+        for extent in value:
+            self.integer(extent, what)
+        return tuple(value)
 
     def items(self, value: Any, what: str) -> Iterable[Any]:
         if not isinstance(value, list):
@@ -349,7 +351,8 @@ class _Reader:
         tensor = entry.get("tensor")
         if not isinstance(tensor, str) or tensor not in tensors:
             raise self.wrong(f"{name}: rectangle of the unknown tensor {str(tensor)[:80]!r}")
-        shape = tensors[tensor].shape
+        stored = tensors[tensor]
+        shape = stored.shape
         box = Box(self.extents(entry.get("offset"), name), self.extents(entry.get("shape"), name))
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             start + extent <= total for start, extent, total in zip(box.offset, box.shape, shape, strict=True)
@@ -357,6 +360,6 @@ class _Reader:
         if not inside:
             raise self.wrong(f"{name}: rectangle {box.offset} {box.shape} leaves tensor {tensor} {list(shape)}")
         checksums = tuple(self.digest(c, name) for c in self.items(entry.get("checksums"), name))
-        if len(checksums) != -(-box.numel * tensors[tensor].torch_dtype.itemsize // block_bytes):
+        if len(checksums) != -(-box.numel * stored.torch_dtype.itemsize // block_bytes):
             raise self.wrong(f"{name}: number of checksums of {tensor}")
         return StoredShard(tensor, box, self.integer(entry.get("begin"), name), checksums)

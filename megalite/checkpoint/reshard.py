@@ -40,10 +40,15 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None where there is none."""
-        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        end = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
-        shape = tuple(b - a for a, b in zip(offset, end, strict=True))
-        return None if any(extent <= 0 for extent in shape) else Box(offset, shape)
+        offset, shape = [], []
+        for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            first = max(a, b)
+            extent = min(a + m, b + n) - first
+            if extent <= 0:
+                return None
+            offset.append(first)
+            shape.append(extent)
+        return Box(tuple(offset), tuple(shape))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Where this box lies in a tensor that holds `outer`."""
@@ -59,6 +64,8 @@ class Box:
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, or None. Sorted along dim 0, so flat ranges cost n log n."""
+    if len(boxes) < 2:
+        return None
     active: list[Box] = []
     for box in sorted((b for b in boxes if b.numel), key=lambda b: b.offset):
         if not box.shape:
