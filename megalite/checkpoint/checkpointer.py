@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
 from megalite.checkpoint.discovery import directory_name, resolve, retain, sweep
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
-from megalite.checkpoint.loading import plan_reads, run_reads, unused_names
+from megalite.checkpoint.loading import RankLoad, unused_names
 from megalite.checkpoint.run_dir import decide_start
 from megalite.checkpoint.saving import SaveJob, SavePlan, check_space, describe, first_problem, in_words, make_plan
-from megalite.checkpoint.storage import open_plain, read_extra, read_manifest
+from megalite.checkpoint.storage import read_extra, read_manifest
 from megalite.checkpoint.verify import verify
-from megalite.comm.collectives import all_gather_json
+from megalite.comm.collectives import GatheredJson, all_gather_json
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.errors import CheckpointError
@@ -256,41 +255,34 @@ class Checkpointer:
         is left out with a log line. Raises CheckpointError naming the tensor or the damaged file; the shards' values
         are then unspecified.
         """
-        path, problem, manifest = Path(path), None, None
-        started, nbytes = time.perf_counter(), 0
-        try:
-            manifest = read_manifest(path)
-            reads = plan_reads(manifest, shards, cast=cast, where=str(path))
-        except CheckpointError as error:
-            problem = str(error)
-        save_id = manifest.save_id if manifest is not None else ""
-        told = all_gather_json([problem, save_id, sorted({shard.name for shard in shards})], self._world)
-        _raise_first([problem for problem, _, _ in told])
-        assert manifest is not None
-        if any(other != save_id for _, other, _ in told):
-            raise CheckpointError(f"{path}: the ranks see different checkpoints; is the directory shared by all hosts?")
-        self._check_unused(path, manifest, {name for _, _, names in told for name in names})
-        try:
-            fault_point("load", rank=self._world.rank, step=manifest.step)
-            if self._world.is_first:
-                _verify_extra_files(path, manifest)
-            nbytes = run_reads(path, manifest, reads)
-        except CheckpointError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"{path}: can not be read ({error.strerror})"
-        self._together(problem)
-        logger.info("loaded %s (%s on this rank in %.2f s)", path, in_words(nbytes), time.perf_counter() - started)
+        started = time.perf_counter()
+        mine = RankLoad(Path(path), shards, cast=cast)
+        told = GatheredJson([mine.problem, mine.save_id, mine.mask], self._world)
+        # The message travels while the first rectangle is read; what it says is known before more is read.
+        mine.read_first(rank=self._world.rank)
+        manifest = self._agree_on_load(mine, told.wait())
+        mine.read_rest()
+        self._together(mine.problem)
+        seconds = time.perf_counter() - started
+        logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, in_words(mine.nbytes), seconds)
         return dict(manifest.meta)
 
-    def _check_unused(self, path: Path, manifest: Manifest, wanted: Collection[str]) -> None:
-        unused = unused_names(manifest, wanted)
+    def _agree_on_load(self, mine: RankLoad, told: Sequence[tuple[str | None, str, str]]) -> Manifest:
+        """Raises CheckpointError, on all ranks alike, where the ranks' plans do not add up to one load."""
+        _raise_first([problem for problem, _, _ in told])
+        assert mine.manifest is not None
+        if any(save_id != told[0][1] for _, save_id, _ in told):
+            raise CheckpointError(
+                f"{mine.path}: the ranks see different checkpoints; is the directory shared by all hosts?"
+            )
+        unused = unused_names(mine.manifest, [mask for _, _, mask in told])
         weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
         if weights:
             more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
-            raise CheckpointError(f"{path}: holds weights that this model lacks: {', '.join(weights[:3])}{more}")
+            raise CheckpointError(f"{mine.path}: holds weights that this model lacks: {', '.join(weights[:3])}{more}")
         if unused and self._world.is_first:
-            logger.info("%s: %d state tensors were not asked for and not loaded", path, len(unused))
+            logger.info("%s: %d state tensors were not asked for and not loaded", mine.path, len(unused))
+        return mine.manifest
 
     def load_meta(self, path: Path | str) -> dict[str, Any]:
         """Local: the JSON object that was saved with a checkpoint. Raises CheckpointError."""
@@ -315,11 +307,3 @@ def _raise_first(problems: Sequence[str | None]) -> None:
     agreed = first_problem(problems)
     if agreed:
         raise CheckpointError(agreed)
-
-
-def _verify_extra_files(path: Path, manifest: Manifest) -> None:
-    """A checkpoint with a damaged tokenizer, or without a file that this layout need not read, is refused too."""
-    for name in manifest.extra_files:
-        read_extra(path, manifest, name)
-    for name, stored in manifest.files.items():
-        os.close(open_plain(path / name, stored.nbytes))

@@ -5,7 +5,9 @@ Values are written through the shards' views; the only buffer is one block.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +15,10 @@ import torch
 
 from megalite.checkpoint.format import Manifest, StoredShard
 from megalite.checkpoint.reshard import Box, cover
-from megalite.checkpoint.storage import ShardReader, flat_bytes, read_manifest
+from megalite.checkpoint.storage import ShardReader, flat_bytes, open_plain, read_extra, read_manifest
 from megalite.comm.layout import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
+from megalite.faults import fault_point
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,17 @@ def plan_reads(
     return {name: [places[begin] for begin in sorted(places)] for name, places in sorted(wanted.items())}
 
 
-def run_reads(path: Path, manifest: Manifest, reads: Reads) -> int:
-    """Reads, verifies and distributes; returns the bytes read.
+def run_reads(path: Path, manifest: Manifest, reads: Reads) -> Iterator[int]:
+    """Reads, verifies and distributes, rectangle by rectangle; yields the bytes read for each.
 
     The only buffer is one block. Raises CheckpointError naming the file.
     """
     scratch = torch.empty(manifest.block_bytes, dtype=torch.uint8)
-    total = 0
     for file_name, places in reads.items():
         with ShardReader(path / file_name, manifest.files[file_name], manifest.block_bytes) as reader:
             for source, targets in places:
                 dtype = manifest.tensors[source.tensor].torch_dtype
-                total += _read_rectangle(reader, source, targets, dtype, manifest.block_bytes, scratch)
-    return total
+                yield _read_rectangle(reader, source, targets, dtype, manifest.block_bytes, scratch)
 
 
 def _read_rectangle(
@@ -119,21 +120,21 @@ def _read_rectangle(
     total = 0
     for index in range(len(source.checksums)):
         first, last = index * per_block, min((index + 1) * per_block, source.box.numel)
-        pieces = _pieces(source.box, targets, first, last)
-        if not pieces:
-            continue
         home = next((t for t in targets if t.flat and t.flat[0] <= first and last <= t.flat[1]), None)
+        others = [target for target in targets if target is not home]
+        pieces = _pieces(source.box, others, first, last) if others else []
         if home is not None and home.flat is not None:  # straight into its place, no copy
             values = home.shard.local.detach().view(-1)[first + home.flat[2] : last + home.flat[2]]
-        else:
+        elif pieces:
             values = scratch[: (last - first) * dtype.itemsize].view(dtype)
+        else:
+            continue
         reader.read_block(source, index, flat_bytes(values))
         total += values.numel() * dtype.itemsize
         for piece in pieces:
-            if piece.target is not home:
-                block = values[piece.at : piece.at + piece.box.numel].view(piece.box.shape)
-                place = piece.common.slices_in(piece.target.box)
-                piece.target.shard.local.detach()[place].copy_(block[piece.common.slices_in(piece.box)])
+            block = values[piece.at : piece.at + piece.box.numel].view(piece.box.shape)
+            place = piece.common.slices_in(piece.target.box)
+            piece.target.shard.local.detach()[place].copy_(block[piece.common.slices_in(piece.box)])
     return total
 
 
@@ -158,6 +159,56 @@ def _pieces(stored: Box, targets: Sequence[Target], first: int, last: int) -> li
             if common is not None:
                 pieces.append(_Piece(target, box, common, rectangle.start - first))
     return pieces
+
+
+class RankLoad:
+    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks have told each other."""
+
+    def __init__(self, path: Path, shards: Sequence[TensorShard], *, cast: bool) -> None:
+        """Reads the manifest and plans the reads."""
+        self.path, self.nbytes = path, 0
+        self.manifest: Manifest | None = None
+        self.problem: str | None = None
+        self.save_id, self.mask = "", "0"
+        self._counts: Iterator[int] = iter(())
+        with self._kept():
+            manifest = read_manifest(path)
+            reads = plan_reads(manifest, shards, cast=cast, where=str(path))
+            self.save_id, self.mask = manifest.save_id, names_mask(manifest, {shard.name for shard in shards})
+            self._counts = run_reads(path, manifest, reads)
+            self.manifest = manifest
+
+    def read_first(self, *, rank: int) -> None:
+        """Reads the first rectangle; rank 0 verifies also what no rank reads."""
+        if self.manifest is not None:
+            with self._kept():
+                fault_point("load", rank=rank, step=self.manifest.step)
+                if rank == 0:
+                    verify_unread(self.path, self.manifest)
+                self.nbytes += next(self._counts, 0)
+
+    def read_rest(self) -> None:
+        """Reads the others, unless something is wrong already."""
+        if self.problem is None:
+            with self._kept():
+                self.nbytes += sum(self._counts)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self.problem = str(error)
+        except OSError as error:
+            self.problem = f"{self.path}: can not be read ({error.strerror})"
+
+
+def verify_unread(path: Path, manifest: Manifest) -> None:
+    """A checkpoint with a damaged tokenizer, or without a file that this layout need not read, is refused too."""
+    for name in manifest.extra_files:
+        read_extra(path, manifest, name)
+    for name, stored in manifest.files.items():
+        os.close(open_plain(path / name, stored.nbytes))
 
 
 class CheckpointReader:
@@ -185,7 +236,8 @@ class CheckpointReader:
         values = torch.empty(box.shape, dtype=stored.torch_dtype)
         shard = TensorShard(name, stored.shape, box.offset, values)
         reads = plan_reads(self.manifest, [shard], cast=False, where=str(self.path), places_of=self._places)
-        run_reads(self.path, self.manifest, reads)
+        for _ in run_reads(self.path, self.manifest, reads):
+            pass
         return values
 
     def chunks(self, name: str, max_bytes: int) -> Iterator[Box]:
@@ -200,6 +252,14 @@ class CheckpointReader:
             yield whole.rows(first, min(first + rows, stored.shape[0]))
 
 
-def unused_names(manifest: Manifest, wanted: Collection[str]) -> list[str]:
-    """Stored tensors that no rank asked for."""
-    return [name for name in manifest.tensors if name not in wanted]
+def names_mask(manifest: Manifest, names: Collection[str]) -> str:
+    """Which of the stored tensors are among `names`: a bit for each, in hex (short: every rank tells all others)."""
+    return f"{sum(1 << index for index, name in enumerate(manifest.tensors) if name in names):x}"
+
+
+def unused_names(manifest: Manifest, masks: Collection[str]) -> list[str]:
+    """Stored tensors that no rank asked for, by what `names_mask` said on each."""
+    used = 0
+    for mask in masks:
+        used |= int(mask, 16)
+    return [name for index, name in enumerate(manifest.tensors) if not used >> index & 1]

@@ -139,3 +139,38 @@ def test_optimizer_state_may_be_left_but_weights_may_not(tmp_path: Path) -> None
     assert said[0] == "loaded"
     assert "holds weights that this model lacks: bias" in said[1]
     assert latest(tmp_path) == tmp_path / "iter_0000001"
+
+
+def each_rank_its_own(world: World, directory: str, common: list[str]) -> str:
+    saver = checkpointer(world, directory)
+    every = [TensorShard(name, (4,), (0,), torch.ones(4), replica=world.rank) for name in "abc"]
+    path = saver.save(1, every, {})
+    wanted = [TensorShard(name, (4,), (0,), torch.zeros(4)) for name in ["ab"[world.rank], *common]]
+    try:
+        saver.load(path, wanted)
+    except CheckpointError as error:
+        return str(error)
+    return str(all(shard.local.eq(1).all().item() for shard in wanted))
+
+
+def test_what_one_rank_does_not_ask_for_another_may(tmp_path: Path) -> None:
+    assert run_ranks(each_rank_its_own, 2, str(tmp_path / "all"), ["c"]) == ["True", "True"]
+    first, second = run_ranks(each_rank_its_own, 2, str(tmp_path / "some"), [])
+    assert first == second
+    assert first.endswith("holds weights that this model lacks: c")
+
+
+def other_directories(world: World, directory: str) -> str:
+    own = checkpointer(world, directory)
+    shards = [TensorShard("w", (8,), (4 * world.rank,), torch.ones(4))]
+    paths = [own.save(1, shards, {}), own.save(2, shards, {})]
+    try:
+        own.load(paths[world.rank], shards)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_see_different_checkpoints_do_not_load(tmp_path: Path) -> None:
+    for said in run_ranks(other_directories, 2, str(tmp_path)):
+        assert "the ranks see different checkpoints; is the directory shared by all hosts?" in said

@@ -129,5 +129,6 @@ def load_as_ranks(path: Path, ranks: list[list[TensorShard]], *, cast: bool = Fa
     """What `Checkpointer.load` does, all ranks one after the other in this process."""
     manifest = read_manifest(path)
     for shards in ranks:
-        run_reads(path, manifest, plan_reads(manifest, shards, cast=cast, where=str(path)))
+        for _ in run_reads(path, manifest, plan_reads(manifest, shards, cast=cast, where=str(path))):
+            pass
     return manifest
