@@ -48,7 +48,8 @@ from megalite.comm.layout import range_to_rectangles
 from megalite.errors import CheckpointError
 
 # Hashing and copying alternate in pieces that stay in the processor's cache: memory is touched once, not twice. Long
-# writes, and values that begin on a page, are kept by the system in larger units, and read faster.
+# writes that end where a multiple of their length ends, and values that begin on a page, are kept by the system in
+# larger units, and read faster.
 _READ_BYTES, _WRITE_BYTES, _PAGE = 2**18, 2**20, 4096
 
 
@@ -162,14 +163,16 @@ class _NewFile:
     """A file that must not exist yet; synced when it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._synced = path, False
+        self._path, self._synced, self._at = path, False, 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, block: memoryview) -> str:
         """Appends the block and returns its checksum."""
         digest = xxhash.xxh3_64()
-        for start in range(0, len(block), _WRITE_BYTES):
-            piece = block[start : start + _WRITE_BYTES]
+        while block:
+            piece = block[: _WRITE_BYTES - self._at % _WRITE_BYTES]
+            block = block[len(piece) :]
+            self._at += len(piece)
             digest.update(piece)
             while piece:
                 piece = piece[self._named(os.write, piece) :]
@@ -218,15 +221,13 @@ class ShardReader:
 
     def read(self, at: int, into: memoryview, expected: str, what: str) -> None:
         digest = xxhash.xxh3_64()
-        for start in range(0, len(into), _READ_BYTES):
-            piece = into[start : start + _READ_BYTES]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(self._fd, [piece[done:]], at + start + done)
-                if count == 0:
-                    raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
-                done += count
-            digest.update(piece)
+        end = at + len(into)
+        while at < end:
+            count = os.preadv(self._fd, [into[: _READ_BYTES - at % _READ_BYTES]], at)
+            if count == 0:
+                raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
+            digest.update(into[:count])
+            into, at = into[count:], at + count
         if digest.hexdigest() != expected:
             raise CheckpointError(
                 f"{self._path}: damaged at {what} (checksum {digest.hexdigest()}, expected {expected}); "
