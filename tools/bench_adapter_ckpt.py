@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Rank:
         place = str(self.fresh("dcp"))
         self.timed("dcp-save", lambda: dcp.save(self.state, checkpoint_id=place))
         peer_target = {name: torch.zeros_like(value) for name, value in self.state.items()}
-        self.timed("dcp-load", lambda: dcp.load(peer_target, checkpoint_id=place))
+        self.timed("dcp-load", partial(dcp.load, peer_target, checkpoint_id=place))
         del peer_target
         self.fresh("megalite")
         path = self.timed("save", lambda: saver.save(2 * number, self.shards(self.local), {}))
