@@ -26,6 +26,8 @@ from megalite.nn.dropout import combine, keyed_dropout
 # 128 tokens, 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024).
 BLOCKED_FROM, BLOCKED_UP_TO = 128, 1024
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 @dataclass(frozen=True)
 class AttentionCore:
@@ -68,7 +70,7 @@ class AttentionCore:
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
             return blocked_attention(packed.to(wide)).to(narrow)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        if drop == 0.0 and not self._wants_fp32(q):
+        if drop == 0.0 and not self._wants_fp32(q) and not _compiler_narrows(q):
             return fused_attention(q, k, v, document_ids, window).to(narrow)
         inputs = (q, k, v, document_ids, sample_ids, drop, window)
         if self.recompute and torch.is_grad_enabled():
@@ -125,6 +127,12 @@ class AttentionCore:
         keys = combine(0, keys ^ combine(1, heads)[None])[..., None]
         keys = combine(2, keys ^ combine(3, torch.arange(length - s, length, device=device)))
         return keyed_dropout(weights, p, keys.view(b, g, r, s), torch.arange(length, device=device))
+
+
+def _compiler_narrows(q: Tensor) -> bool:
+    """Before torch 2.13 the compiler took the CPU kernel's log-sums for fp32 in fp64 too, and its backward failed."""
+    compiled = torch.compiler.is_compiling() and q.dtype == torch.float64 and q.device.type == "cpu"
+    return compiled and _TORCH < (2, 13)
 
 
 def attention_mask(
