@@ -61,8 +61,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that the flags name; CharTokenizer reads the whole input for its vocabulary and saves it "
-    "beside the output."""
+    """The tokenizer that the flags name; CharTokenizer reads the whole input for its vocabulary and saves it
+    beside the output.
+    """
 
     def texts() -> list[str]:
         units = (unit for path in args.input for unit in units_of(path, args.json_keys))

@@ -120,8 +120,9 @@ class GPTDataset:
         return sum(segment.num_epochs for segment in self._segments)
 
     def cut(self, sample: int) -> tuple[list[int], int, int]:
-        """The place of a sample: the sequences that it reaches over, its offset in the first and its last token "
-        "in the last."""
+        """The place of a sample: the sequences that it reaches over, its offset in the first and its last token
+        in the last.
+        """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = bisect_right(self._stops, sample)

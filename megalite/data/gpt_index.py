@@ -168,8 +168,9 @@ def build_sample_index(
 def _sample_index_by_search(
     lengths: NDArray[np.int32], document_index: NDArray[np.integer], seq_length: int, n: int
 ) -> NDArray[np.int64]:
-    """The same rows in 64 bits, by searching every k * S among the ends of the documents: for streams of 2^31 "
-    "documents."""
+    """The same rows in 64 bits, by searching every k * S among the ends of the documents: for streams of 2^31
+    documents.
+    """
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
     position = np.arange(n + 1, dtype=np.int64) * seq_length

@@ -7,8 +7,9 @@ documents + 1::
     9   8   u64 version = 1                  26        8   u64 D
     17  1   u8  dtype code                   34        4N  i32 length of each sequence, in tokens
                                              34+4N     8N  i64 byte offset of each sequence in .bin
-                                             34+12N    8D  i64 sequence at which each document begins; the last entry
-                                             is N 34+12N+8D  N  i8  mode of each sequence (optional, not used here)
+                                             34+12N    8D  i64 sequence at which each document begins; the last
+                                                           entry is N
+                                             34+12N+8D  N  i8  mode of each sequence (optional, not used here)
 
 A file of unknown origin is data, never trust: every count and offset is checked against the file sizes before it is
 used.

@@ -152,8 +152,9 @@ class _Job:
 
 
 class _Merger:
-    """Appends units in order, joining a document that goes on in the next unit. Documents without a token are "
-    "left out."""
+    """Appends units in order, joining a document that goes on in the next unit. Documents without a token are
+    left out.
+    """
 
     def __init__(self, writers: Sequence[IndexedWriter]) -> None:
         self._writers = list(writers)

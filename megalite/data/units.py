@@ -152,8 +152,9 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
 
 
 def _hub_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
-    """`hf:NAME[:CONFIG][@SPLIT]`, whatever `datasets.load_dataset` finds under that name, streamed; the split "
-    "is `train` if unset."""
+    """`hf:NAME[:CONFIG][@SPLIT]`, whatever `datasets.load_dataset` finds under that name, streamed; the split
+    is `train` if unset.
+    """
     name, _, split = path[3:].partition("@")
     name, _, config = name.partition(":")
     try:

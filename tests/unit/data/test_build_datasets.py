@@ -1,5 +1,6 @@
-"""The one entry: raw text, JSONL, the default corpus, mock data, blends; caches that can not be stale; resumed "
-"runs; bad input."""
+"""The one entry: raw text, JSONL, the default corpus, mock data, blends; caches that can not be stale; resumed
+runs; bad input.
+"""
 
 from __future__ import annotations
 

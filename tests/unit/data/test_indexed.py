@@ -41,8 +41,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_files_of_other_writers_are_read(tmp_path: Path) -> None:
-    """Modes at the end of the index, sequences out of order and with gaps, documents of several sequences: all "
-    "legal."""
+    """Modes at the end of the index, sequences out of order and with gaps, documents of several sequences: all
+    legal.
+    """
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 5, 3, 3)
     index += struct.pack("<3i", 1, 2, 0) + struct.pack("<3q", 24, 0, 32) + struct.pack("<3q", 0, 2, 3) + b"\0\0\0"
     (tmp_path / "b.idx").write_bytes(index)

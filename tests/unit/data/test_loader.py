@@ -1,5 +1,6 @@
-"""Micro-batches: the same samples at every layout, batch size and number of threads; masks against a "
-"token-by-token rule."""
+"""Micro-batches: the same samples at every layout, batch size and number of threads; masks against a
+token-by-token rule.
+"""
 
 from __future__ import annotations
 
