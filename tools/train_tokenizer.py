@@ -1,11 +1,9 @@
 """Train a tokenizer on your text: byte-level BPE (as GPT-2's) or sentencepiece.
 
 python tools/train_tokenizer.py --input corpus.txt --vocab-size 8192 --output tokenizer/
-    -> tokenizer/tokenizer.json          train with --tokenizer-type HuggingFaceTokenizer --tokenizer-model
-    tokenizer/tokenizer.json
+    train with --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/tokenizer.json
 python tools/train_tokenizer.py --input corpus.jsonl --model-type sentencepiece --vocab-size 8192 --output tokenizer/
-    -> tokenizer/tokenizer.model         train with --tokenizer-type SentencePieceTokenizer --tokenizer-model
-    tokenizer/tokenizer.model
+    train with --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer/tokenizer.model
 
 Without --input it reads the default corpus: the Python standard library's own sources.
 """

@@ -2,12 +2,10 @@
 
 A channel carries tensors whose shapes both ends know; no shape ever travels. Messages from one rank to another
 arrive in the order in which they were sent (the schedule validator proves that both ends agree on that order), so
-neither tags nor
-matching are needed: NCCL has none, gloo gets a running number.
+neither tags nor matching are needed: NCCL has none, gloo gets a running number.
 
     TorchChannel     between processes; one communicator for messages to higher ranks, one for messages to lower
-    ranks, so
-                     that activations and gradients that cross cannot block each other
+                     ranks, so that activations and gradients that cross cannot block each other
     LoopbackChannel  all ranks in one process, for tests and for teaching
 
 With `headers=True` a small message that says what follows (kind, stage, micro-batch, shape) goes ahead of each

@@ -5,9 +5,8 @@ owns a ring of slots in a mapped file. To send is to copy into one's next slot a
 to read the others' slots in the order of ranks, so that a sum has the same rounding on every rank and in every run,
 whoever comes first.
 
-    counters   [ rank 0: posted, consumed | rank 1: posted, consumed | ... ]      one cache line each, written by its
-    owner slots      [ slot 0 of rank 0, 1, ... | slot 1 of rank 0, 1, ... | ... ]      message n lies in slot n mod
-    DEPTH
+    counters   [ rank 0: posted, consumed | rank 1: posted, consumed | ... ]     a cache line each, written by its owner
+    slots      [ slot 0 of rank 0, 1, ... | slot 1 of rank 0, 1, ... | ... ]     message n lies in slot n mod DEPTH
 
 A message is published as it is posted, so what the caller computes before `wait` hides the others' lateness. A slot
 is written again only when every rank has consumed it; whoever has to wait for that first finishes what it has posted

@@ -4,7 +4,7 @@ Recomputation (Chen et al., arXiv 1604.06174; granularity and methods as Megatro
 
     selective   inside attention only (`nn.attention_core`)
     full        whole blocks. uniform: every chunk of N blocks keeps its input only; block: the first N blocks of the
-    stage do, one by one
+                stage do, one by one
 
 Dropout is keyed, so a recomputed block sees the same masks without any generator state being saved.
 """

@@ -6,9 +6,8 @@ reads the same samples by itself and nothing is broadcast.
 The factor of a micro-batch turns its summed loss into its share of the batch's loss; gradients then need only be
 added up:
 
-    default                         factor = loss_scale / (tokens of the micro-batch * m * dp)      mean of
-    micro-batch means --calculate-per-token-loss      factor = loss_scale / (tokens of the whole global batch)
-    mean over tokens
+    default                         loss_scale / (tokens of the micro-batch * m * dp)    mean of micro-batch means
+    --calculate-per-token-loss      loss_scale / (tokens of the whole global batch)      mean over tokens
 
 A token counts where the loss mask is 1.
 """

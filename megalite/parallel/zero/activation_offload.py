@@ -1,9 +1,9 @@
 """Activations of the first layers wait for their backward in host memory.
 
     forward    layer 0 | layer 1 | layer 2 ...       what autograd saves inside an offloaded layer is copied to the
-    host, to host        0        1                        behind the next layer's forward
+    to host              0         1                 host, behind the next layer's forward
     backward   ... layer 2 | layer 1 | layer 0       the first tensor that a layer asks for brings back all of the layer
-    to device          1        0                    before it, behind its own backward
+    to device          1         0                   before it, behind its own backward
 
 Nothing in a layer knows of it: the layers' hooks put autograd's own saved-tensor hooks around their forward. Weights
 are never copied. On a CPU the copies are made all the same, so that the path can be tested.

@@ -1,7 +1,7 @@
 """Where the compute weights are: whole on every rank, or a slice a rank and whole only around their use (stage 3).
 
-    forward    use(0) | use(1)  | use(2)  ...       use(i): wait for the weights of layer i, start the gather of layer i
-    + 1, gather       0      1 ahead   2 ahead           give back everything else
+    forward    use(0) | use(1)  | use(2)  ...       use(i): wait for the weights of layer i, start the gather of
+    gather     0, 1     2         3                 layer i + 1, give back everything else
     backward   use(2) | use(1)  | use(0)            the same in the other direction; the last layer is still there
 
 A layer is given back when another one needs the room, not when its forward ends: so a layer whose backward follows its
