@@ -1,10 +1,9 @@
 """Every tensor knows its place: rectangles of logical tensors.
 
 A *logical tensor* is a parameter (or a moment of it) of the whole model, as one process without padding would hold
-it. What a rank holds
-of it is a rectangle: tensor parallelism cuts rows or columns, ZeRO cuts contiguous ranges of a flat buffer, and a
-contiguous range of a row-major tensor is at most `2 * ndim - 1` rectangles. Checkpoints, resharding, gradient-norm
-counting and conversion all speak this one language, so none of them needs to know another.
+it. What a rank holds of it is a rectangle: tensor parallelism cuts rows or columns, ZeRO cuts contiguous ranges of a
+flat buffer, and a contiguous range of a row-major tensor is at most `2 * ndim - 1` rectangles. Checkpoints,
+resharding, gradient-norm counting and conversion all speak this one language, so none of them needs to know another.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ used.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from megalite.data.tokenizer import token_dtype
 from megalite.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["IndexedDataset", "IndexedWriter", "TokenStore", "is_indexed", "strip_suffix"]
 
@@ -292,14 +295,18 @@ class IndexedWriter:
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()
-        with open(self._temporary[1], "wb") as index:
-            index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
+        with open(self._temporary[1], "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
             for array, form in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
-                index.write(np.ascontiguousarray(array, form).data)
-            index.flush()
-            os.fsync(index.fileno())
+                file.write(np.ascontiguousarray(array, form).data)
+            file.flush()
+            os.fsync(file.fileno())
+        index, replaced = Path(self.prefix + ".idx"), os.path.exists(self.prefix + ".bin")
+        index.unlink(missing_ok=True)  # an old index must never describe a new .bin, whenever this is killed
         os.replace(self._temporary[0], self.prefix + ".bin")
-        os.replace(self._temporary[1], self.prefix + ".idx")
+        os.replace(self._temporary[1], index)
+        if replaced:
+            logger.warning("%s.bin and .idx were there already; they are replaced", self.prefix)
 
     def abort(self) -> None:
         """Leave nothing behind."""

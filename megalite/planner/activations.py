@@ -7,11 +7,11 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
 
-Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights, and so does half of
-them what a CPU does with 128 to 1,024 tokens. With full
-recomputation a segment keeps its input. The head computes its gradients in the forward and keeps them: e T h for its
-input and the wide gradient of its matrix. Assumed: a CPU widens 16-bit operands of products to fp32 (few have
-instructions for them), and the CUDA kernels are the library's fused ones.
+Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights, and blocked
+attention (a CPU with 128 to 1,024 tokens) half of them. With full recomputation a segment keeps its input. The head
+computes its gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix. Assumed:
+a CPU widens 16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the
+library's fused ones.
 """
 
 from __future__ import annotations

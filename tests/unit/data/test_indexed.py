@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from pathlib import Path
@@ -68,6 +69,29 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
         writer.add_document([1])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replaced_pair_is_told_and_never_mixed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_documents(tmp_path / "a", DOCUMENTS)
+    assert not caplog.records
+    write_documents(tmp_path / "a", [[9]])
+    assert caplog.messages == [f"{prefix}.bin and .idx were there already; they are replaced"]
+    assert IndexedDataset(prefix).get(0).tolist() == [9]
+
+    replace = os.replace
+
+    def killed_before_the_index(source: str, target: str | Path) -> None:
+        if str(target).endswith(".idx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed_before_the_index)
+    with pytest.raises(KeyboardInterrupt):
+        write_documents(tmp_path / "a", DOCUMENTS)
+    with pytest.raises(DataError, match="idx"):
+        IndexedDataset(prefix)
 
 
 def test_ids_that_do_not_fit_are_refused(tmp_path: Path) -> None:
