@@ -36,7 +36,7 @@ def gather(world: World, lengths: list[int]) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize(
     ("lengths", "collectives_needed"),
-    [([0, 5, 0], 1), ([SLOT - 2, 1, 2], 1), ([SLOT - 1, 1, 2], 2), ([3, 10 * SLOT, SLOT - 2], 2)],
+    [([0, 5, 0], 1), ([SLOT - 2, 1, 2], 1), ([SLOT - 1, 1, 2], 2), ([3, 10 * SLOT, SLOT - 2], 2), ([0, 700_000, 9], 2)],
 )
 def test_every_rank_hears_every_text(lengths: list[int], collectives_needed: int) -> None:
     expected = [text(rank, length) for rank, length in enumerate(lengths)]
