@@ -26,8 +26,6 @@ from megalite.nn.dropout import combine, keyed_dropout
 # 128 tokens, 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024).
 BLOCKED_FROM, BLOCKED_UP_TO = 128, 1024
 
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
 
 @dataclass(frozen=True)
 class AttentionCore:
@@ -132,7 +130,7 @@ class AttentionCore:
 def _compiler_narrows(q: Tensor) -> bool:
     """Before torch 2.13 the compiler took the CPU kernel's log-sums for fp32 in fp64 too, and its backward failed."""
     compiled = torch.compiler.is_compiling() and q.dtype == torch.float64 and q.device.type == "cpu"
-    return compiled and _TORCH < (2, 13)
+    return compiled and torch.__version__ < "2.13"  # compared as versions
 
 
 def attention_mask(
