@@ -110,7 +110,8 @@ def main(argv: list[str]) -> None:
     print(f"wrote {written}")
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
-        verify(ours, theirs, flags.ckpt_step if flags.source == "megalite" else None)
+        step = flags.ckpt_step if flags.source == "megalite" else None
+        verify(ours, theirs, step, DTYPES.get(flags.dtype))
 
 
 def _open(flags: argparse.Namespace, load: Path) -> Source:
@@ -133,8 +134,11 @@ def _write(flags: argparse.Namespace, source: Source, save: Path) -> Path:
     return write(source, save, dtype=dtype)
 
 
-def verify(ours: Path, theirs: Path, ckpt_step: int | None) -> None:
-    """Compare the logits of random tokens. Raises RuntimeFailure where they differ by more than rounding."""
+def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype | None) -> None:
+    """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype.
+
+    Raises RuntimeFailure where they differ by more than the rounding of sums.
+    """
     try:
         import transformers
     except ImportError:
@@ -151,10 +155,12 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None) -> None:
         sample_ids=torch.zeros(1, dtype=torch.int64),
     )
     with torch.no_grad():
-        head = loaded.model.get_submodule("head")
-        logits = head.logits(loaded.model.body(None, batch)).transpose(0, 1)  # type: ignore[operator]
         dtype = next(loaded.model.parameters()).dtype
         peer = transformers.AutoModelForCausalLM.from_pretrained(theirs, local_files_only=True, dtype=dtype).eval()
+        for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:
+            parameter.copy_(parameter.to(written))
+        head = loaded.model.get_submodule("head")
+        logits = head.logits(loaded.model.body(None, batch)).transpose(0, 1)  # type: ignore[operator]
         expected = peer(input_ids=tokens).logits
     largest, difference = expected.abs().max().item(), (logits - expected).abs().max().item()
     print(f"verify: largest difference of logits {difference:.3g}, largest logit {largest:.3g} ({dtype})")
