@@ -348,7 +348,10 @@ def _write_file(path: Path, stored: Mapping[str, Tensor | None], args: Mapping[s
         "model": _nested(stored) if implementation == "legacy" else dict(stored),
     }
     with path.open("wb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # of a full disk it only tells that its own count is off
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         file.flush()
         os.fsync(file.fileno())
     fsync_directory(path.parent)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
@@ -81,6 +82,9 @@ def staged(directory: Path, name: str | None = None) -> Iterator[Path]:
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"--save={directory}: {error.filename or staging}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"--save={directory}: {staging}: {error}") from None
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

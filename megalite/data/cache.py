@@ -63,9 +63,14 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None]) -> Path:
             _build(root, target, build)
     except OSError as error:
         raise DataError(
-            f"--data-cache-path={root}: can not be written ({error.strerror}); name another folder"
+            f"--data-cache-path={root}: can not be written ({error.strerror or _full(error)}); name another folder"
         ) from error
     return target
+
+
+def _full(error: OSError) -> str:
+    """numpy tells of a full disk in numbers only."""
+    return f"is the disk full? {error}"
 
 
 def _build(root: Path, target: Path, build: Callable[[Path], None]) -> None:
