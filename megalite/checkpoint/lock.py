@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -118,7 +119,7 @@ class RunLock:
             self._thread.join()
             self._thread = None
         if self._me is not None and self.held:
-            self.path.unlink(missing_ok=True)
+            _remove(self.path)
         self._me = None
 
     @property
@@ -151,7 +152,7 @@ class RunLock:
             where = f"--save={self.path.parent}"
             raise CheckpointError(f"{where}: can not write there ({error.strerror}); choose another --save") from None
         finally:
-            temporary.unlink(missing_ok=True)
+            _remove(temporary)
 
     def _remove_stale(self) -> None:
         """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
@@ -197,7 +198,7 @@ class RunLock:
         except OSError:  # not writable: judge by our own clock
             return time.time() - self.path.stat().st_mtime if self.path.exists() else None
         finally:
-            probe.unlink(missing_ok=True)
+            _remove(probe)
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat):
@@ -214,3 +215,9 @@ class RunLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
+
+
+def _remove(path: Path) -> None:
+    """Removes a file if that is possible: on a directory that has become read-only it is not, and no matter."""
+    with suppress(OSError):
+        path.unlink()

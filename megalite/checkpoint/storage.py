@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -223,7 +224,12 @@ class ShardReader:
         digest = xxhash.xxh3_64()
         end = at + len(into)
         while at < end:
-            count = os.preadv(self._fd, [into[: _READ_BYTES - at % _READ_BYTES]], at)
+            try:
+                count = os.preadv(self._fd, [into[: _READ_BYTES - at % _READ_BYTES]], at)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path}: {_reason(error)}; load an older checkpoint with --ckpt-step"
+                ) from None
             if count == 0:
                 raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
             digest.update(into[:count])
@@ -244,13 +250,18 @@ class ShardReader:
 def open_plain(path: Path, nbytes: int | None = None) -> int:
     """A descriptor of a plain file (no symbolic link) of exactly `nbytes`. Raises CheckpointError otherwise."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # not blocking: to open a pipe for reading waits for whoever would write
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path}: {_reason(error)}; the checkpoint is damaged") from None
-    actual = os.fstat(fd).st_size
-    if nbytes is not None and actual != nbytes:
+    found, problem = os.fstat(fd), None
+    if not stat.S_ISREG(found.st_mode):
+        problem = "not a plain file"
+    elif nbytes is not None and found.st_size != nbytes:
+        problem = f"{found.st_size} bytes, expected {nbytes}"
+    if problem:
         os.close(fd)
-        raise CheckpointError(f"{path}: {actual} bytes, expected {nbytes}; the checkpoint is damaged")
+        raise CheckpointError(f"{path}: {problem}; the checkpoint is damaged")
     return fd
 
 
