@@ -1,4 +1,4 @@
-"""Is the checkpoint one of this model? All differences in one message, by flag.
+"""Is the checkpoint one of this model, and is its optimizer state one for this run? By flag, all in one message.
 
 Parallel and training flags may differ freely.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megalite.config import Config
 from megalite.config.architecture import differences
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "check_state"]
 
 
 def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
@@ -27,6 +28,20 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
         raise CheckpointError(
             f"{where}: model differs from checkpoint: {', '.join(differing)}; use the checkpoint's values, or "
             "--use-checkpoint-args"
+        )
+
+
+def check_state(saved: Config, now: Config, where: str) -> None:
+    """Raises CheckpointError where the optimizer state of `saved` means nothing to a run of `now`."""
+    differing = []
+    if saved.optimizer.optimizer != now.optimizer.optimizer:
+        differing.append(f"--optimizer={now.optimizer.optimizer} (checkpoint {saved.optimizer.optimizer})")
+    if saved.training.fp64 != now.training.fp64:
+        differing.append(f"--fp64={_text(now.training.fp64)} (checkpoint {_text(saved.training.fp64)})")
+    if differing:
+        raise CheckpointError(
+            f"{where}: its optimizer state is another one: {', '.join(differing)}; use the checkpoint's values, or "
+            "begin with a fresh state by --no-load-optim"
         )
 
 

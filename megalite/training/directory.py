@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megalite.checkpoint import Checkpointer
-from megalite.checkpoint.compatibility import check_model
+from megalite.checkpoint.compatibility import check_model, check_state
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.run_dir import clear_completed, mark_completed, set_aside_newer
 from megalite.comm.collectives import all_gather_json
@@ -83,6 +83,8 @@ class RunDirectory:
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
         start = open_start(path, finetune=checkpoint.finetune)
         check_model(start.model, self.config.model, f"--load={path}")
+        if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:
+            check_state(start.saved, self.config, f"--load={path}")
         self.config = _with_seed_of(self.config, start)
         return start
 

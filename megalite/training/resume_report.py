@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import Config
+from megalite.config.architecture import effective
 from megalite.config.root import SECTIONS
 from megalite.config.schema import options_of
 from megalite.config.values import show
@@ -114,12 +115,18 @@ def changes(before: Config, size_before: int, now: Config, size: int) -> Mapping
     for section, cls in SECTIONS.items():
         if section in SILENT_SECTIONS:
             continue
-        then, here = getattr(before, section), getattr(now, section)
+        then, here = _values(before, section), _values(now, section)
         for option in options_of(section, cls):
-            old, new = getattr(then, option.name), getattr(here, option.name)
+            old, new = then[option.name], here[option.name]
             if old != new and option.name not in SILENT.union(LAYOUT) and option.facts.get("saved", True):
                 found[option.flag] = (_text(old), _text(new))
     return found
+
+
+def _values(config: Config, section: str) -> Mapping[str, Any]:
+    """Field name -> value; of the model what it amounts to, so that a default said aloud is no change."""
+    plain = vars(getattr(config, section))
+    return {**plain, **effective(config.model)} if section == "model" else plain
 
 
 def _text(value: Any) -> str:

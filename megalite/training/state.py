@@ -82,7 +82,7 @@ class RunState:
         if start.source is not None:
             load_weights(start.source, shards, self.checkpointer.world)
         else:
-            self.checkpointer.load(start.path, shards, cast=start.weights_only)
+            self.checkpointer.load(start.path, shards, cast=not with_state)
         model.optimizer.after_load(version % model.num_slots)
         if model.num_slots > 1:
             self._fill_older_slots(version, loaded=older)
