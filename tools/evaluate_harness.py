@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from megalite.errors import ConfigError
 from megalite.training.lm_harness import harness_model
 from megalite.training.loading import load_for_inference
 from megalite.training.tool import ToolParser, run_tool
@@ -52,12 +53,15 @@ def run_tasks(model: Any, flags: argparse.Namespace) -> dict[str, dict[str, floa
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    manager, tasks = TaskManager(include_path=flags.include_path), flags.tasks.split(",")
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ConfigError(
+            f"--tasks={flags.tasks}: lm_eval knows no {', '.join(unknown)}; `lm_eval ls tasks` lists them, "
+            "--include-path adds your own"
+        )
     found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=flags.tasks.split(","),
-        num_fewshot=flags.num_fewshot,
-        limit=flags.limit,
-        task_manager=TaskManager(include_path=flags.include_path),
+        model=model, tasks=tasks, num_fewshot=flags.num_fewshot, limit=flags.limit, task_manager=manager
     )
     return {
         task: {name: value for name, value in measures.items() if isinstance(value, int | float)}
