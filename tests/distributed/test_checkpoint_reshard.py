@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, latest
+from megalite.checkpoint import Checkpointer, background, latest, loading
+from megalite.comm.collectives import barrier
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
@@ -174,3 +175,108 @@ def other_directories(world: World, directory: str) -> str:
 def test_ranks_that_see_different_checkpoints_do_not_load(tmp_path: Path) -> None:
     for said in run_ranks(other_directories, 2, str(tmp_path)):
         assert "the ranks see different checkpoints; is the directory shared by all hosts?" in said
+
+
+def late_damage(world: World, directory: str) -> str:
+    saver = checkpointer(world, directory)
+    shards = [TensorShard(name, (8,), (4 * world.rank,), torch.ones(4)) for name in "abc"]
+    path = saver.save(1, shards, {})
+    if world.rank == 1:
+        with (path / "rank_00001.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x55")
+    try:
+        saver.load(path, shards)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_damage_that_one_rank_finds_late_is_everybodys(tmp_path: Path) -> None:
+    first, second = run_ranks(late_damage, 2, str(tmp_path))
+    assert first == second
+    assert "rank_00001.safetensors: damaged at c" in first and first.endswith("[rank 1]")
+
+
+def unreadable_on_one(world: World, directory: str) -> str:
+    saver = checkpointer(world, directory)
+    shards = [TensorShard("w", (8,), (4 * world.rank,), torch.ones(4))]
+    path = saver.save(1, shards, {})
+
+    def fails(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    if world.rank == 1:
+        loading.read_manifest = fails  # type: ignore[assignment]
+    try:
+        saver.load(path, shards)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_manifest_that_one_rank_can_not_read_stops_all(tmp_path: Path) -> None:
+    first, second = run_ranks(unreadable_on_one, 2, str(tmp_path))
+    assert first == second
+    assert "can not be read (Input/output error)" in first and first.endswith("[rank 1]")
+
+
+def one_rank_grows(world: World, directory: str) -> float:
+    """The second save holds something new on rank 1 only: the plan of the first must not be used again."""
+    saver = checkpointer(world, directory)
+    shards = [TensorShard("w", (8,), (4 * world.rank,), torch.ones(4))]
+    saver.save(1, shards, {})
+    if world.rank == 1:
+        shards.append(TensorShard("v", (4,), (0,), torch.full((4,), 3.0)))
+    path = saver.save(2, shards, {})
+    found = torch.zeros(4)
+    saver.load(path, [*shards[:1], TensorShard("v", (4,), (0,), found)])
+    return found.sum().item()
+
+
+def test_a_change_on_any_rank_makes_a_new_plan(tmp_path: Path) -> None:
+    assert run_ranks(one_rank_grows, 2, str(tmp_path)) == [12.0, 12.0]
+
+
+def no_memory_on_one(world: World, directory: str) -> str:
+    saver = checkpointer(world, directory)
+
+    def fails(self: object, parts: object) -> None:
+        raise MemoryError("no room")
+
+    if world.rank == 1:
+        background.StagingMemory.copy = fails  # type: ignore[method-assign, assignment]
+    try:
+        saver.save_async(1, [TensorShard("w", (8,), (4 * world.rank,), torch.ones(4))], {})
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_without_memory_for_its_copy_stops_the_save_of_all(tmp_path: Path) -> None:
+    first, second = run_ranks(no_memory_on_one, 2, str(tmp_path))
+    assert first == second
+    assert "--async-save: no host memory" in first and first.endswith("[rank 1]")
+
+
+def state_in_a_file_of_its_own(world: World, directory: str) -> str:
+    """Rank 1 writes state only; whoever loads weights reads nothing of its file."""
+    saver = checkpointer(world, directory)
+    name = "optimizer/exp_avg/w" if world.rank else "w"
+    path = saver.save(1, [TensorShard(name, (4,), (0,), torch.ones(4))], {})
+    if world.rank == 1:
+        with (path / "rank_00001.safetensors").open("r+b") as file:
+            file.truncate(10)
+    barrier(saver.world)
+    try:
+        saver.load(path, [TensorShard("w", (4,), (0,), torch.zeros(4))])
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_torn_file_is_refused_though_nobody_reads_it(tmp_path: Path) -> None:
+    first, second = run_ranks(state_in_a_file_of_its_own, 2, str(tmp_path))
+    assert first == second
+    assert "rank_00001.safetensors: 10 bytes, expected" in first
