@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megalite.checkpoint import CheckpointReader, resolve
-from megalite.convert import megatron_process
+from megalite.convert import hf_files, megatron_process
 from megalite.convert.layout import logical_shapes
 from megalite.training.loading import load_for_inference
 from megalite.training.tool import run_tool
@@ -142,6 +144,45 @@ def test_megatron_and_back(
     assert "are pickles, which can carry programs" in error and "add --trust-pickle" in error
     status, _, error = convert("--from", "megalite", "--to", "hf", "--load", there, "--save", tmp_path / "x")
     assert status == 2 and "tools/convert_checkpoint.py --from megatron --to megalite makes one of it" in error
+
+
+def test_verify_of_rounded_weights_is_as_sharp(convert: Convert, tmp_path: Path) -> None:
+    """Rounding every weight to bf16 moves logits a thousand times further than the order of sums does."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    write_checkpoint(tmp_path / "run", model=tiny_model_config(**LLAMA))
+    for source, load, target, save in (("megalite", "run", "hf", "hf"), ("hf", "hf", "megalite", "back")):
+        status, out, error = convert(
+            "--from", source, "--to", target, "--load", tmp_path / load, "--save", tmp_path / save,
+            "--dtype", "bf16", "--verify",
+        )  # fmt: skip
+        assert status == 0, error
+        assert float(out.split("difference of logits ")[1].split(",")[0]) < 1e-5
+
+
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+def test_a_disk_that_fills_up_is_one_line(
+    target: str, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both libraries hide the system's error: safetensors in an exception of its own, torch behind a wrong count."""
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    def full_torch(*_: object, **__: object) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 (as the library does)
+
+    write_checkpoint(tmp_path / "run", model=tiny_model_config(**LLAMA))
+    monkeypatch.setattr(hf_files, "save_file", full)
+    monkeypatch.setattr(torch, "save", full_torch)
+    status, _, error = convert(
+        "--from", "megalite", "--to", target, "--load", tmp_path / "run", "--save", tmp_path / "x"
+    )
+    assert status == 2 and error.count("\n") == 1
+    assert f"--save={tmp_path / 'x'}" in error and "No space left on device" in error
+    assert not list(tmp_path.glob("x*"))
 
 
 def test_a_run_goes_on_from_a_converted_model(convert: Convert, tmp_path: Path, capsys: Any) -> None:

@@ -17,6 +17,7 @@ from megalite.config.data import DataConfig
 from megalite.data import build_datasets, build_tokenizer
 from megalite.data.blend import BlendedDataset
 from megalite.data.build import Datasets
+from megalite.data.cache import cached_folder
 from megalite.data.corpus import stdlib_files
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
@@ -334,3 +335,11 @@ def test_a_cache_that_can_not_be_written_is_named(text_file: Path, tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"--data-cache-path=.*can not be written \(.*\); name another folder"):
         build(config(data_path=(str(text_file),)), tmp_path / "file" / "cache")
+
+
+def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
+    def build_folder(folder: Path) -> None:
+        raise OSError("2494620 requested and 250848 written")  # numpy's words: no errno, no reason
+
+    with pytest.raises(DataError, match="can not be written .is the disk full. 2494620 requested and 250848 written"):
+        cached_folder(tmp_path, "x", build_folder)

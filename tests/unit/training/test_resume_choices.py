@@ -158,6 +158,27 @@ def test_the_report_tells_what_came_from_where(stopped: Path, capsys: Any) -> No
     assert starts[1]["changed"]["--global-batch-size"] == ["4", "8"]
 
 
+def test_a_default_said_aloud_is_no_change(stopped: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert main(go_on(stopped, "--kv-channels", "8", "--ffn-hidden-size", "64", "--exit-interval", "3")) == 0
+    assert "changed       nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [("--optimizer lion", "--optimizer=lion (checkpoint adam)"), ("--fp64", "--fp64=true (checkpoint false)")],
+)
+def test_state_of_another_kind_is_refused_with_the_way_out(flags: str, named: str, stopped: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert main(go_on(stopped, *flags.split())) == 2
+    assert capsys.readouterr().err == (
+        f"error: --load={stopped / 'iter_0000002'}: its optimizer state is another one: {named}; use the checkpoint's "
+        "values, or begin with a fresh state by --no-load-optim\n"
+    )
+    assert main(go_on(stopped, *flags.split(), "--no-load-optim", "--exit-interval", "3")) == 0
+    assert "optimizer state is new" in capsys.readouterr().out
+
+
 def test_a_longer_training_says_what_becomes_of_the_data(stopped: Path, capsys: Any) -> None:
     capsys.readouterr()
     assert main(go_on(stopped, "--train-iters", "8", OVERRIDE)) == 0
