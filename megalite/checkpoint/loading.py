@@ -254,7 +254,8 @@ class CheckpointReader:
 
 def names_mask(manifest: Manifest, names: Collection[str]) -> str:
     """Which of the stored tensors are among `names`: a bit for each, in hex (short: every rank tells all others)."""
-    return f"{sum(1 << index for index, name in enumerate(manifest.tensors) if name in names):x}"
+    bits = "".join("1" if name in names else "0" for name in manifest.tensors)
+    return f"{int(bits or '0', 2):x}"
 
 
 def unused_names(manifest: Manifest, masks: Collection[str]) -> list[str]:
@@ -262,4 +263,5 @@ def unused_names(manifest: Manifest, masks: Collection[str]) -> list[str]:
     used = 0
     for mask in masks:
         used |= int(mask, 16)
-    return [name for index, name in enumerate(manifest.tensors) if not used >> index & 1]
+    bits = f"{used:0{len(manifest.tensors)}b}"
+    return [name for name, bit in zip(manifest.tensors, bits, strict=False) if bit == "0"]
