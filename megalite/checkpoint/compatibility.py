@@ -14,6 +14,9 @@ from megalite.errors import CheckpointError
 
 __all__ = ["check_model", "check_state"]
 
+# Flags of the optimizer that decide which tensors its state has, and in which dtype they are kept.
+_STATE = ("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
+
 
 def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
     """Raises CheckpointError naming every flag in which the checkpoint's model is another one.
@@ -33,11 +36,13 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
 
 def check_state(saved: Config, now: Config, where: str) -> None:
     """Raises CheckpointError where the optimizer state of `saved` means nothing to a run of `now`."""
-    differing = []
-    if saved.optimizer.optimizer != now.optimizer.optimizer:
-        differing.append(f"--optimizer={now.optimizer.optimizer} (checkpoint {saved.optimizer.optimizer})")
-    if saved.training.fp64 != now.training.fp64:
-        differing.append(f"--fp64={_text(now.training.fp64)} (checkpoint {_text(saved.training.fp64)})")
+    pairs = [(name, getattr(saved.optimizer, name), getattr(now.optimizer, name)) for name in _STATE]
+    pairs.append(("fp64", saved.training.fp64, now.training.fp64))
+    differing = [
+        f"--{name.replace('_', '-')}={_text(ours)} (checkpoint {_text(theirs)})"
+        for name, theirs, ours in pairs
+        if theirs != ours
+    ]
     if differing:
         raise CheckpointError(
             f"{where}: its optimizer state is another one: {', '.join(differing)}; use the checkpoint's values, or "

@@ -107,6 +107,9 @@ class DynamicLossScaler:
         return {"scale": self._scale, "good_steps": self._good_steps, "tolerance": self._tolerance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The scale goes on; the empty state of a constant scaler (another precision) leaves it at the beginning."""
+        if not state:
+            return
         self._scale = float(state["scale"])
         self._good_steps = int(state["good_steps"])
         self._tolerance = int(state["tolerance"])

@@ -166,7 +166,11 @@ def test_a_default_said_aloud_is_no_change(stopped: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [("--optimizer lion", "--optimizer=lion (checkpoint adam)"), ("--fp64", "--fp64=true (checkpoint false)")],
+    [
+        ("--optimizer lion", "--optimizer=lion (checkpoint adam)"),
+        ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype=bf16 (checkpoint fp32)"),
+        ("--fp64", "--fp64=true (checkpoint false)"),
+    ],
 )
 def test_state_of_another_kind_is_refused_with_the_way_out(flags: str, named: str, stopped: Path, capsys: Any) -> None:
     capsys.readouterr()
@@ -177,6 +181,13 @@ def test_state_of_another_kind_is_refused_with_the_way_out(flags: str, named: st
     )
     assert main(go_on(stopped, *flags.split(), "--no-load-optim", "--exit-interval", "3")) == 0
     assert "optimizer state is new" in capsys.readouterr().out
+
+
+def test_a_run_may_go_on_in_fp16(stopped: Path) -> None:
+    """A checkpoint of another precision holds no loss scale: that begins anew, all else goes on."""
+    assert main(go_on(stopped, "--fp16", "--initial-loss-scale", "1024", "--exit-interval", "3")) == 0
+    last = [line for line in read_metrics(stopped / "metrics.jsonl") if line["kind"] == "train"][-1]
+    assert (last["iteration"], last["loss_scale"]) == (3, 1024.0)
 
 
 def test_a_longer_training_says_what_becomes_of_the_data(stopped: Path, capsys: Any) -> None:
