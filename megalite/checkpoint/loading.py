@@ -204,7 +204,7 @@ class RankLoad:
 
 
 def verify_unread(path: Path, manifest: Manifest) -> None:
-    """A checkpoint with a damaged tokenizer, or without a file that this layout need not read, is refused too."""
+    """Raises CheckpointError where an extra file is damaged or a file that this layout need not read is not whole."""
     for name in manifest.extra_files:
         read_extra(path, manifest, name)
     for name, stored in manifest.files.items():

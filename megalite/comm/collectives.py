@@ -168,7 +168,10 @@ def barrier(axis: Axis) -> None:
 
 
 class GatheredJson:
-    """The JSON values of all ranks, on their way. (Text on the wire: nothing that arrives is ever executed.)"""
+    """The JSON values of all ranks, on their way from the moment this is made; collective.
+
+    Text on the wire: nothing that arrives is ever executed.
+    """
 
     def __init__(self, value: Any, axis: Axis) -> None:
         self._axis, self._value = axis, value
@@ -178,7 +181,7 @@ class GatheredJson:
             self._heads = _GatheredBytes(len(self._raw).to_bytes(8, "little") + slot, axis)
 
     def wait(self) -> list[Any]:
-        """The values in the order of the axis. All ranks call it, before their next collective over the axis."""
+        """The values in the order of the axis. All ranks call it, once, before their next collective over the axis."""
         if self._axis.size == 1:
             return [self._value]
         heads = self._heads.wait()

@@ -25,6 +25,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("GPTNeoXForCausalLM", WIDTH | dict(intermediate_size=256, rotary_pct=0.5)),
     "llama": ("LlamaForCausalLM", GATED),
     "llama-tied": ("LlamaForCausalLM", GATED | dict(tie_word_embeddings=True)),
+    "llama3-rope": (
+        "LlamaForCausalLM",
+        GATED
+        | dict(
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        ),
+    ),
     "mistral-window": ("MistralForCausalLM", GATED | dict(sliding_window=16, head_dim=64)),
     "qwen2": ("Qwen2ForCausalLM", GATED),
     "qwen3": ("Qwen3ForCausalLM", GATED | dict(head_dim=64)),
@@ -53,8 +67,12 @@ def test_vllm_loads_it_and_computes_the_same(case: str, tmp_path: Path) -> None:
         [sys.executable, str(Path(__file__).with_name("run_vllm.py")), str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for tokens, found in json.loads((tmp_path / "answers.json").read_text()):
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    for prompt, (tokens, found) in zip(prompts, answers, strict=True):
         with torch.no_grad():
-            expected = model.double()(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-        ours = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        assert (ours - torch.tensor(found)).abs().max().item() < 1e-4
+            expected = model.double()(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        of_tokens = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert (of_tokens - torch.tensor(found)).abs().max().item() < 1e-4
+        assert len(tokens) == len(prompt) + 8
+        greedy = expected.max(1).values[len(prompt) - 1 :]
+        assert (greedy - of_tokens[len(prompt) - 1 :]).max().item() < 1e-4

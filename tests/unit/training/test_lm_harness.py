@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import runpy
 import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from megalite.errors import ConfigError
 from megalite.training.lm_harness import HarnessScorer, harness_model
 from megalite.training.loading import LoadedModel, load_for_inference
 from tests.unit.training.tiny_checkpoint import TEXT, all_logits, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -89,3 +93,27 @@ def test_without_the_package_the_message_says_what_to_install(loaded: tuple, mon
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match="pip install lm_eval"):
         harness_model(loaded[0])
+
+
+def test_an_unknown_task_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package that knows one task."""
+
+    class Manager:
+        def __init__(self, include_path: str | None) -> None: ...
+
+        def match_tasks(self, names: list[str]) -> list[str]:
+            return [name for name in names if name == "known"]
+
+    def evaluate(**settings: Any) -> dict[str, Any]:
+        return {"results": {task: {"acc": 0.5, "alias": "x"} for task in settings["tasks"]}}
+
+    package, tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
+    package.simple_evaluate, tasks.TaskManager = evaluate, Manager  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval", package)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    tool = runpy.run_path(str(ROOT / "tools" / "evaluate_harness.py"))
+    flags = tool["parse"](["--load", "x", "--tasks", "known"])
+    assert tool["run_tasks"](None, flags) == {"known": {"acc": 0.5}}
+    flags.tasks = "known,other"
+    with pytest.raises(ConfigError, match="--tasks=known,other: lm_eval knows no other; "):
+        tool["run_tasks"](None, flags)
