@@ -24,32 +24,40 @@ FLOORS = {
     "megalite.faults": 0,
     "megalite.schedule": 1,
     "megalite.config": 2,
-    "megalite.comm": 3,
-    "megalite.gradient": 3,
-    "megalite.microbatch": 3,
-    "megalite.planner": 3,
-    "megalite.parallel.context": 4,
-    "megalite.parallel.expert": 4,
-    "megalite.parallel.pipeline": 4,
-    "megalite.parallel.tensor": 4,
-    "megalite.parallel.zero": 4,
-    "megalite.parallel": 4,
-    "megalite.nn": 5,
-    "megalite.optim": 5,
-    "megalite.data": 5,
-    "megalite.checkpoint": 5,
-    "megalite.models": 6,
-    "megalite.convert": 6,
-    "megalite.training": 7,
-    "pretrain_gpt": 8,
-    "tools": 8,
+    "megalite.inventory": 3,
+    "megalite.comm": 4,
+    "megalite.gradient": 4,
+    "megalite.microbatch": 4,
+    "megalite.planner": 4,
+    "megalite.parallel.context": 5,
+    "megalite.parallel.expert": 5,
+    "megalite.parallel.pipeline": 5,
+    "megalite.parallel.tensor": 5,
+    "megalite.parallel.zero": 5,
+    "megalite.parallel": 5,
+    "megalite.nn": 6,
+    "megalite.optim": 6,
+    "megalite.data": 6,
+    "megalite.checkpoint": 6,
+    "megalite.models": 7,
+    "megalite.convert": 7,
+    "megalite.training": 8,
+    "pretrain_gpt": 9,
+    "tools": 9,
 }
 TESTING = "megalite.testing"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_FLAGS = 161
 
-NO_TORCH = ("megalite.errors", "megalite.faults", "megalite.schedule", "megalite.config", "megalite.planner")
+NO_TORCH = (
+    "megalite.errors",
+    "megalite.faults",
+    "megalite.schedule",
+    "megalite.config",
+    "megalite.inventory",
+    "megalite.planner",
+)
 MAY_ASK = ("megalite.training.build", "megalite.training.startup")
 LAUNCH = "megalite.comm.launch"
 # Library modules log; these print, because that is what they are for.
@@ -143,8 +151,8 @@ def test_modules_import_lower_floors_and_their_own_room() -> None:
                 problems.append(f"{module}:{line}: product code never imports {TESTING}")
             elif FLOORS[target] >= FLOORS[room]:
                 problems.append(f"{module}:{line}: floor {FLOORS[room]} imports {name} of floor {FLOORS[target]}")
-            elif room == "megalite.planner" and FLOORS[target] > 2:
-                problems.append(f"{module}:{line}: the planner sees floors 0 to 2, not {name}")
+            elif room == "megalite.planner" and FLOORS[target] > 3:
+                problems.append(f"{module}:{line}: the planner sees floors 0 to 3, not {name}")
     _check(problems)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megalite.comm.autograd import own_slice
-from megalite.comm.layout import Placement
 from megalite.config.model import ModelConfig
+from megalite.inventory.placement import Placement
 from megalite.microbatch import Microbatch
 from megalite.nn.context import LayerContext
 from megalite.nn.dropout import HiddenDropout, site_key

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.comm.layout import Placement
 from megalite.config.model import ModelConfig
+from megalite.inventory.placement import Placement
 from megalite.nn.context import LayerContext
 from megalite.parallel.tensor import new_parameter
 

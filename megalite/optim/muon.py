@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megalite.comm.collectives import all_gather
-from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
+from megalite.inventory.placement import Placement
 from megalite.optim.adamw import adamw_update
 from megalite.optim.rule import UpdateRule
 

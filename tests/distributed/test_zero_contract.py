@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm.collectives import all_reduce_
-from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
 from megalite.gradient import GradSink, sink_of
+from megalite.inventory.placement import Placement
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.testing import run_ranks, run_single
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
 from megalite.gradient import sink_of
+from megalite.inventory.placement import Placement
 from megalite.optim import OPTIMIZERS, Hyperparameters
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.testing import run_ranks, run_single

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import WeightGradQueue
+from megalite.inventory.placement import Placement
 
 
 class TensorContext(Protocol):

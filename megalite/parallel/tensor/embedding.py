@@ -11,8 +11,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm.autograd import reduce_from_axis, scatter_sum_sequence
-from megalite.comm.layout import Placement
 from megalite.gradient import WeightGradQueue, sink_of
+from megalite.inventory.placement import Placement
 from megalite.parallel.tensor.context import TensorContext, new_parameter
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"

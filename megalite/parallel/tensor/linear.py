@@ -27,9 +27,9 @@ from torch.autograd.function import once_differentiable
 
 from megalite.comm import collectives
 from megalite.comm.autograd import copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
-from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, WeightGradQueue, sink_of, sum_widened
+from megalite.inventory.placement import Placement
 from megalite.parallel.tensor.context import TensorContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 

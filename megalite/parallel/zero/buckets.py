@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm.collectives import Handle, all_reduce_
-from megalite.comm.layout import Placement
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, attach_sink
+from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
+from megalite.inventory.placement import Placement
 from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
 from megalite.parallel.zero.host_memory import prefer_own_pages
-from megalite.parallel.zero.layout import BucketPlan, Entry, plan_buckets
 from megalite.parallel.zero.options import ZeroOptions, default_bucket_size
 from megalite.parallel.zero.unshard import BucketWeights, Unsharder
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from megalite.comm.collectives import Handle, all_reduce_, reduce_scatter_into
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink
+from megalite.inventory.buckets import BucketPlan
 from megalite.parallel.zero.host_memory import give_back_freed_memory
-from megalite.parallel.zero.layout import BucketPlan
 from megalite.parallel.zero.unshard import BucketWeights
 
 

@@ -10,9 +10,10 @@ import torch
 from checkpoint_layouts import load_as_ranks, save_as_ranks
 
 from megalite.checkpoint.compatibility import check_model
-from megalite.comm.layout import Placement, TensorShard, shards_of_range
+from megalite.comm.layout import TensorShard, shards_of_range
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
+from megalite.inventory.placement import Placement
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=100)
 

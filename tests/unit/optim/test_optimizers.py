@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.comm.layout import Placement
 from megalite.errors import ConfigError
+from megalite.inventory.placement import Placement
 from megalite.optim import OPTIMIZERS, Hyperparameters
 from megalite.optim.muon import orthogonalise
 

@@ -12,11 +12,11 @@ from megalite.comm.mesh import Axis
 from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.gradient import WeightGradQueue
+from megalite.inventory.buckets import Entry, plan_buckets
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers
-from megalite.parallel.zero.layout import Entry, plan_buckets
 from megalite.parallel.zero.options import default_bucket_size
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.states import stage_parameters, state_bytes

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalite.comm.layout import Placement, Shape
+from megalite.inventory.placement import Placement, Shape
 
 ALIGNMENT = 64
 """Every parameter, segment and slice begins at a multiple of this many elements: whole vector registers, so that an

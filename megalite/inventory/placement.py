@@ -1,0 +1,37 @@
+"""Where a parameter lies: which rectangle of its logical tensor a rank holds, and what that means for its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rectangle of its logical tensor a local parameter holds, and what that means for its gradient.
+
+    global_shape: shape of the logical tensor, without padding.
+    offset: where the local rectangle begins. The local shape may reach past `global_shape` (vocabulary padding); what
+    lies outside is zero, is never stored and never counted.
+    tp_replicated: every tensor-parallel rank holds the same rectangle.
+    tp_partial_grad: each tensor-parallel rank computes only its share of the gradient, which must be summed over the
+    axis (norms under sequence parallelism, query/key norms of split heads).
+    decay: weight decay applies (matrices and embeddings: yes; biases and norms: no).
+    init_std: standard deviation of the normal initial values; None: constant `init_value`.
+    """
+
+    global_shape: Shape
+    offset: Shape
+    tp_replicated: bool
+    tp_partial_grad: bool = False
+    decay: bool = True
+    init_std: float | None = None
+    init_value: float = 0.0
+
+    def valid_shape(self, local_shape: Shape) -> Shape:
+        """The part of `local_shape` that lies inside the logical tensor (extents may be 0)."""
+        return tuple(
+            max(0, min(extent, total - start))
+            for extent, total, start in zip(local_shape, self.global_shape, self.offset, strict=True)
+        )
