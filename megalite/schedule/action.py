@@ -50,6 +50,8 @@ COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 SEND_KINDS = frozenset({SEND_F, SEND_B})
 RECV_KINDS = frozenset({RECV_F, RECV_B})
 COMMUNICATION_KINDS = SEND_KINDS | RECV_KINDS
+UPDATE_KINDS = frozenset({REDUCE, NORM, STEP, UNSHARD, RESHARD})
+"""Their `microbatch` is the number of an update or of a batch."""
 NONE = -1
 
 

@@ -22,12 +22,13 @@ run is the uninterrupted one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from megalite.schedule.action import NORM, OVERLAP, REDUCE, RESHARD, STEP, UNSHARD, Action, step
+from megalite.schedule.action import OVERLAP, UPDATE_KINDS, Action, step
 from megalite.schedule.placement import Placement
+from megalite.schedule.template import Template
 
 
 class Batch(NamedTuple):
@@ -71,7 +72,8 @@ Run = int | Sequence[int] | Sequence[Batch]
 """How long to run: a number of batches, the number of micro-batches of each, or batches (with drains in between)."""
 
 Order = Callable[[int, Batch], list[Action]]
-"""(rank, batch) -> the rank's actions of this iteration, with global micro-batch ids and weight versions."""
+"""(rank, batch) -> the rank's actions of this iteration, with global micro-batch ids and weight versions. Two batches
+of one shape have the same list but for the numbers (see `Template`); a flush program looks at the size alone."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ class Program:
     consistent: bool = True
     gradient_buffers: int = 1
     has_communication: bool = False
+    _templates: dict[tuple[int, int, int, bool], Template] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -161,11 +166,18 @@ class Program:
         )  # fmt: skip
 
     def actions_for_batch(self, rank: int, batch: Batch) -> list[Action]:
-        """What `rank` does in this iteration, in this order."""
-        return self.order(rank, batch)
+        """What `rank` does in this iteration, in this order. Generated once for each shape of a batch."""
+        shape = (rank, batch.size, batch.next_size, batch.first) if self.asynchronous else (rank, batch.size, 0, False)
+        template = self._templates.get(shape)
+        if template is None:
+            late = self.num_stages + 1  # no version of it is that of the initial weights
+            actions = self.order(rank, Batch(late, late, *shape[1:]))
+            template = Template(actions, late, late, updates_by_microbatch=self.update_per_microbatch)
+            self._templates[shape] = template
+        return template.at(batch.start, batch.iteration)
 
     def unroll(self, run: Run) -> tuple[tuple[Action, ...], ...]:
-        """The whole run of every rank (see `batches`)."""
+        """The whole run of every rank (see `batches`), each batch as `order` writes it: what is proved and drawn."""
         batches = self.batches(run)
         return tuple(
             tuple(action for batch in batches for action in self.order(rank, batch)) for rank in range(self.num_ranks)
@@ -188,7 +200,7 @@ def shift(action: Action, batch: Batch) -> Action:
     if action.kind == OVERLAP:
         parts = tuple(shift(part, batch) for part in action.parts)
         return action._replace(microbatch=parts[0].microbatch, parts=parts)
-    if action.kind in (STEP, NORM, REDUCE, UNSHARD, RESHARD):
+    if action.kind in UPDATE_KINDS:
         return action._replace(microbatch=batch.iteration)
     version = batch.iteration if action.is_compute else action.version
     return action._replace(microbatch=action.microbatch + batch.start, version=version)

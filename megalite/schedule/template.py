@@ -1,0 +1,66 @@
+"""A rank's list for one iteration with its numbers left open: written once, numbered anew for every batch.
+
+What a schedule does in an iteration depends on the shape of the batch alone (its size, the next one's, whether anything
+is in flight). From one batch to the next only numbers move: micro-batches by the batch's first one, updates and weight
+versions by its iteration (by the micro-batch where every micro-batch is an update). Generators and passes are plain
+functions that take milliseconds for a long list; the template of their result is columns and one table of the distinct
+numbers in them, so that the list of another batch is a table of a few hundred sums and one pass over the columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import islice
+
+from megalite.schedule.action import NONE, UPDATE_KINDS, Action
+
+_new_action: Callable[[Iterable[object]], Action] = partial(tuple.__new__, Action)
+"""A row of columns as an Action. `Action(...)` and `Action._make` are calls into Python: three times as slow."""
+
+
+class Template:
+    """`actions` of a batch that begins at micro-batch `start` in iteration `iteration`.
+
+    updates_by_microbatch: updates and versions are counted in micro-batches (PipeDream), else in iterations.
+    The batch must lie late enough in a run that all its versions come from updates: the first batches of an
+    asynchronous run compute on the initial weights (version 0) instead, which `at` accounts for.
+    """
+
+    def __init__(
+        self, actions: Sequence[Action], start: int, iteration: int, *, updates_by_microbatch: bool = False
+    ) -> None:
+        self._updates_by_microbatch = updates_by_microbatch
+        update = start if updates_by_microbatch else iteration
+        numbers: dict[tuple[bool, int], int] = {}
+        """(counted as an update, distance from the batch's first number) -> place in the table."""
+
+        def place(number: int, counts_updates: bool) -> int:
+            key = (counts_updates, number - (update if counts_updates else start))
+            return numbers.setdefault(key, len(numbers) + 1)
+
+        self._kinds = [action.kind for action in actions]
+        self._stages = [action.stage for action in actions]
+        self._microbatches = [place(action.microbatch, action.kind in UPDATE_KINDS) for action in actions]
+        self._versions = [0 if action.version == NONE else place(action.version, True) for action in actions]
+        self._peers = [action.peer for action in actions]
+        self._replicas = [action.replica for action in actions]
+        self._numbers = list(numbers)
+        self._overlaps = [(position, len(action.parts)) for position, action in enumerate(actions) if action.parts]
+        parts = [part for action in actions for part in action.parts]
+        self._parts = Template(parts, start, iteration, updates_by_microbatch=updates_by_microbatch) if parts else None
+
+    def at(self, start: int, iteration: int) -> list[Action]:
+        """The list of the batch that begins at micro-batch `start` in iteration `iteration`."""
+        update = start if self._updates_by_microbatch else iteration
+        # What would be older than the initial weights is the initial weights.
+        table = [NONE, *(max(distance + (update if counts else start), 0) for counts, distance in self._numbers)]
+        microbatches = [table[index] for index in self._microbatches]
+        versions = [table[index] for index in self._versions]
+        parts: list[tuple[Action, ...]] = [()] * len(microbatches)
+        if self._parts is not None:
+            flat = iter(self._parts.at(start, iteration))
+            for position, count in self._overlaps:
+                parts[position] = tuple(islice(flat, count))
+        rows = zip(self._kinds, self._stages, microbatches, versions, self._peers, self._replicas, parts, strict=True)
+        return list(map(_new_action, rows))
