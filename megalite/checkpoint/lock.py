@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
+_ENDED = "ZXx"  # states of a process that is over
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,16 @@ class Holder:
 
 
 def process_start(pid: int) -> str | None:
-    """Something that tells a process from a later one with the same number; None where there is no such process."""
+    """Something that tells a process from a later one with the same number; None where there is no such process.
+
+    A zombie has ended, though nobody has asked how: it is no process. Empty where the system does not tell.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         pass
+    else:
+        return None if fields[0] in _ENDED else fields[19]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -184,7 +190,8 @@ class RunLock:
     def _is_dead(self, holder: Holder | None, age: float) -> bool:
         if holder and (holder.host, holder.processes) == (socket.gethostname(), process_space()):
             started = process_start(holder.pid)
-            return started is None or started != holder.process_start
+            if started != "":
+                return started is None or started != holder.process_start
         return age > self._stale_after
 
     def _age(self) -> float | None:

@@ -135,7 +135,7 @@ def test_a_second_run_is_refused_and_a_dead_one_taken_over(tmp_path: Path) -> No
         assert f"--save={tmp_path}: in use by another run (" in str(caught.value)
         assert f"pid {other.pid}, since 20" in str(caught.value)
         other.send_signal(signal.SIGKILL)
-        other.wait()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # over, but not reaped: it stays a zombie
         with RunLock(tmp_path) as lock:
             assert lock.held
             with pytest.raises(CheckpointError, match=f"pid {os.getpid()}"):
@@ -143,6 +143,7 @@ def test_a_second_run_is_refused_and_a_dead_one_taken_over(tmp_path: Path) -> No
         assert list(tmp_path.iterdir()) == []
     finally:
         other.kill()
+        other.wait()
 
 
 def foreign_lock(directory: Path, age: float, **changes: object) -> None:
