@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.comm.launch import Place, launch, print_error, read_place
+from megalite.comm.launch import INTERRUPTED, Place, launch, print_error, print_interrupted, read_place
 from megalite.config import Config
 from megalite.config.cli import Parsed, parse_with_origins
 from megalite.errors import MegaliteError
@@ -87,4 +87,8 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    try:
+        leave(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print_interrupted()
+        leave(INTERRUPTED)

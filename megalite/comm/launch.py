@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from megalite.comm import environment
 from megalite.comm.environment import Place
 from megalite.comm.rank_page import RankError, RankPage
-from megalite.comm.supervisor import Outcome, supervise
+from megalite.comm.supervisor import INTERRUPTED, Outcome, supervise
 from megalite.config import Config, ParallelConfig
 from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     from megalite.comm.world import World
 
-__all__ = ["Main", "Place", "launch", "print_error", "read_place"]
+__all__ = ["INTERRUPTED", "Main", "Place", "launch", "print_error", "print_interrupted", "read_place"]
 
 Main = Callable[[Config, "World"], int | None]
 """What every rank runs; its return value (None = 0) is the rank's exit status."""
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 HANG_GRACE_SECONDS = 10.0
 SOLO = Place()
 
@@ -58,7 +58,7 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
     0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
     rank that failed first is named. In a world of one process other exceptions pass through to the caller.
     """
-    nprocs = config.parallel.nprocs
+    nprocs, page = config.parallel.nprocs, RankPage()
     try:
         if place.launcher and nprocs is not None:
             raise ConfigError(
@@ -66,12 +66,16 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
                 f"{place.size}; drop --nprocs"
             )
         if nprocs is None or nprocs == 1:
-            return _run_rank(config, main, place, lambda _phase: None)
+            return _run_rank(config, main, place, page.set_phase)
         check_devices(config.parallel, nprocs)
     except MegaliteError as error:
         if place.rank == 0 or not isinstance(error, ConfigError):  # All ranks have the same configuration errors.
             print_error(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        if place.rank == 0:
+            print_interrupted(page.phase)
+        return INTERRUPTED
     except Exception as error:
         description = RankError.of(error)
         if place.size == 1 or not description.communication:
@@ -87,6 +91,12 @@ def print_error(error: MegaliteError) -> None:
     """Prints the lines of an error for the user, without a traceback."""
     for line in str(error).split("\n"):
         print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def print_interrupted(phase: str = "") -> None:
+    """The line of a process that was ended by SIGINT (Ctrl-C); its exit status is `INTERRUPTED`."""
+    where = f" in phase '{phase}'" if phase else ""
+    print(f"error: interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first", file=sys.stderr, flush=True)
 
 
 def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
@@ -118,6 +128,9 @@ def _report(outcome: Outcome) -> None:
     """Tells what went wrong: the lines of a user's error, or the first traceback and who failed when."""
     culprit = outcome.culprit
     if culprit is None:
+        return
+    if culprit.status == -signal.SIGINT:
+        print_interrupted(culprit.phase)
         return
     if culprit.error is not None and culprit.error.exit_code == 2:
         for line in culprit.error.text.split("\n"):

@@ -28,11 +28,13 @@ from dataclasses import dataclass
 
 from megalite.comm.rank_page import RankError, RankPage
 
-__all__ = ["Outcome", "RankEnd", "die_with_parent", "find_culprit", "supervise"]
+__all__ = ["INTERRUPTED", "Outcome", "RankEnd", "die_with_parent", "find_culprit", "supervise"]
 
 STALE_SECONDS = 2.0
 POLL_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a run that Ctrl-C ended, as shells count."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Outcome:
             return 0
         if self.culprit.error is not None:
             return self.culprit.error.exit_code
-        return max(1, self.culprit.status)
+        return INTERRUPTED if self.culprit.status == -signal.SIGINT else max(1, self.culprit.status)
 
     def describe(self) -> str:
         """The culprit's line, then one line for every other rank that did not end well."""
@@ -165,6 +167,8 @@ def supervise(
         forward: signals that this process passes on to the ranks while it waits.
     """
     start = time.monotonic()
+    # What was started under `nohup` goes on without the terminal.
+    forward = [n for n in forward if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()

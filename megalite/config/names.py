@@ -69,7 +69,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "dataloader_type": "not needed, drop it: sample order is a pure function of seed and position",
     "overlap_p2p_communication": "not needed, drop it: the schedule decides",
     "no_overlap_p2p_communication": "not needed, drop it: the schedule decides",
-    "exit_signal": "not needed, drop it: SIGTERM and SIGUSR1 save and end the run",
+    "exit_signal": "not needed, drop it: SIGTERM, SIGUSR1 and SIGHUP save and end the run",
     "yaml_cfg": "is --config FILE here",
     "use_torch_fsdp2": "is --zero-stage 3 here",
     "openai_gelu": "is --activation gelu-tanh here",

@@ -1,4 +1,5 @@
-"""When a run ends before its last iteration: by interval, by duration, or because it is asked to (SIGTERM, SIGUSR1).
+"""When a run ends before its last iteration: by interval, by duration, or because it is asked to (SIGTERM, SIGUSR1,
+SIGHUP).
 
 The decision is one for all ranks, and it is taken *before* the iteration after which the run ends: an asynchronous
 schedule starts forwards of the next batch inside the current one, so it must know by then whether there is a next.
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 COMPLETED = "completed"
 FAILED = "failed"
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class ExitReason(StrEnum):
@@ -83,7 +84,10 @@ class ExitPolicy:
     def __enter__(self) -> ExitPolicy:
         # Python delivers signals to the main thread only and refuses handlers elsewhere.
         if self._config.exit_signal_handler and threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            # What was started under `nohup` goes on without the terminal.
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            heard = [number for number in _SIGNALS if number != signal.SIGHUP or not nohup]
+            self._previous = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

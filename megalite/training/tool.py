@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from megalite.comm.launch import INTERRUPTED, print_interrupted
 from megalite.errors import ConfigError, MegaliteError
 
 __all__ = ["ToolParser", "run_tool"]
@@ -50,6 +51,9 @@ def run_tool(main: Callable[[list[str]], None], argv: list[str] | None = None) -
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print_interrupted()
+        return INTERRUPTED
     except BrokenPipeError:
         # the reader (`| head`) has seen enough; what is still buffered must not raise at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

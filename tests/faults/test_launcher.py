@@ -34,7 +34,7 @@ def main_three_steps(config: Config, world: World) -> None:
 
 def main_waits_for_a_signal(config: Config, world: World) -> int:
     received: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGUSR1):
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(signum, lambda number, _frame: received.append(number))
     Path(os.environ["MEGALITE_TEST_FOLDER"], f"ready{world.rank}").write_text(str(os.getpid()))
     while not received:
@@ -90,11 +90,32 @@ def body_signals_launcher(world: World, number: int) -> int:
     return launch(parse(FLAGS), main_waits_for_a_signal, Place())
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_signals_to_the_launcher_reach_every_rank(name: str, tmp_path: Path) -> None:
     number = int(getattr(signal, name))
     assert run_single(body_signals_launcher, number, env={"MEGALITE_TEST_FOLDER": str(tmp_path)}) == 0
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(3)] == [name] * 3
+
+
+def main_is_interrupted(config: Config, world: World) -> None:
+    world.report_phase("iteration 7")
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def body_launch_alone(world: World) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
+    return launch(parse(FLAGS[:-2]), main_is_interrupted, Place())
+
+
+@pytest.mark.parametrize("body", ["alone", "three ranks"])
+def test_an_interrupt_is_one_line_and_a_status(body: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if body == "alone":
+        assert run_single(body_launch_alone) == 130
+    else:
+        assert run_single(body_launch, "main_is_interrupted")[0] == 130
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
+    assert lines == ["error: interrupted by SIGINT in phase 'iteration 7'; nothing was saved, SIGTERM saves first"]
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:

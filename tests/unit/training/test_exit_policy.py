@@ -44,7 +44,7 @@ def test_duration_counts_in_minutes() -> None:
     assert policy.decide(2) is ExitReason.DURATION
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_are_noted_inside_and_handlers_put_back_after(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with _policy() as policy:
@@ -53,6 +53,16 @@ def test_signals_are_noted_inside_and_handlers_put_back_after(number: signal.Sig
         os.kill(os.getpid(), number)  # the second one changes nothing
         assert policy.decide(2) is ExitReason.SIGNAL
     assert signal.getsignal(number) == before
+
+
+def test_what_was_started_under_nohup_goes_on_without_the_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _policy() as policy:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert policy.decide(1) is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_without_the_handler_signals_keep_their_meaning() -> None:
