@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "megalite": 0,
     "megalite.errors": 0,
+    "megalite.extras": 1,
     "megalite.faults": 0,
     "megalite.schedule": 1,
     "megalite.config": 2,
@@ -52,6 +53,7 @@ MAX_FLAGS = 161
 
 NO_TORCH = (
     "megalite.errors",
+    "megalite.extras",
     "megalite.faults",
     "megalite.schedule",
     "megalite.config",

@@ -30,7 +30,7 @@ from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.loader import Loader
 from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
-from megalite.data.subword import HuggingFaceTokenizer, import_package
+from megalite.data.subword import HuggingFaceTokenizer
 from megalite.data.tokenizer_training import train_bpe
 from megalite.training.tool import ToolParser, run_tool
 
@@ -51,7 +51,8 @@ def measure(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 def library_alone(path: str, documents: list[str], out: str) -> None:
     """One process of the comparison: `tokenizers`, 64 documents at a time, ids to a file."""
-    tokenizers = import_package("tokenizers", "HuggingFaceTokenizer")
+    import tokenizers
+
     tokenizer = tokenizers.Tokenizer.from_file(path)
     with open(out, "wb") as file:
         for start in range(0, len(documents), 64):

@@ -27,6 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from megalite.extras import optional_package
+from megalite.training.tool import run_tool
+
 PRESETS = {
     "tiny": {"L": 2, "h": 64, "heads": 2, "s": 32, "V": 256},
     "small": {"L": 6, "h": 384, "heads": 6, "s": 256, "V": 8192},
@@ -39,18 +44,18 @@ VARIANTS = ("megalite", "torch", "transformers")
 Step = Callable[[], Any]
 
 
-def main() -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    arguments = parse(sys.argv[1:])
+def main(argv: list[str]) -> None:
+    arguments = parse(argv)
+    if "transformers" in arguments.variants:
+        optional_package("--variants=transformers", "transformers")
     if arguments.memory_of:
         print(json.dumps({"peak_mib": measure_memory(arguments)}))
-        return 0
+        return
     records = measure_speed(arguments)
     if arguments.memory:
         for record in records:
             record["peak_mib"] = memory_in_a_process(record["variant"])
     report(arguments, records)
-    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -243,7 +248,8 @@ def measure_memory(arguments: argparse.Namespace) -> int:
         step()
         step()
         return int(torch.cuda.max_memory_allocated()) >> 20
-    import transformers  # noqa: F401  (loaded for every variant: it is not what is measured)
+    with contextlib.suppress(ImportError):  # loaded for every variant: it is not what is measured
+        import transformers  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step = build(arguments.memory_of, arguments)
@@ -269,4 +275,4 @@ def report(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))

@@ -34,6 +34,7 @@ from megalite.convert import (
 from megalite.convert.megatron import IMPLEMENTATIONS
 from megalite.convert.source import Source
 from megalite.errors import ConfigError, RuntimeFailure
+from megalite.extras import optional_package
 from megalite.microbatch import Microbatch
 from megalite.training.loading import load_for_inference
 from megalite.training.tool import ToolParser, run_tool
@@ -106,6 +107,8 @@ def main(argv: list[str]) -> None:
     """Convert and report."""
     flags = parse(argv)
     load, save = Path(flags.load), Path(flags.save)
+    if flags.verify:
+        optional_package("--verify", "transformers")  # before the work of writing
     written = _write(flags, _open(flags, load), save)
     print(f"wrote {written}")
     if flags.verify:
@@ -139,10 +142,7 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
 
     Raises RuntimeFailure where they differ by more than the rounding of sums.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError("--verify: needs the package transformers; pip install transformers") from None
+    transformers = optional_package("--verify", "transformers")
     loaded = load_for_inference(ours, ckpt_step=ckpt_step, device="cpu")
     model = loaded.config.model
     length = min(TOKENS, model.max_positions)

@@ -17,20 +17,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalite.errors import RuntimeFailure  # noqa: E402
+from megalite.extras import EXTRA_OF  # noqa: E402
 from megalite.training.tool import ToolParser, run_tool  # noqa: E402
 
-CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash")
-OPTIONAL = (
-    ("transformers", "hf", "exchange of weights and tokenizers with Hugging Face"),
-    ("tokenizers", "hf", "HuggingFaceTokenizer, tools/train_tokenizer.py"),
-    ("sentencepiece", "data", "SentencePieceTokenizer"),
-    ("datasets", "data", "preprocessing of anything that `datasets` loads"),
-    ("pyarrow", "data", "preprocessing of parquet files"),
-    ("zstandard", "data", "preprocessing of .jsonl.zst files"),
-    ("tensorboard", "track", "--tensorboard-dir"),
-    ("wandb", "track", "--wandb-project"),
-    ("matplotlib", "plot", "tools/plan.py --what-if ... --plot"),
-)
+CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
+PURPOSES = {
+    "transformers": "tools/convert_checkpoint.py --verify",
+    "datasets": "preprocessing of anything that `datasets` loads",
+    "pyarrow": "preprocessing of parquet files",
+    "sentencepiece": "SentencePieceTokenizer",
+    "zstandard": "preprocessing of .jsonl.zst files",
+    "tensorboard": "--tensorboard-dir",
+    "wandb": "--wandb-project",
+    "matplotlib": "tools/plan.py --what-if ... --plot",
+    "lm_eval": "tools/evaluate_harness.py",
+}
 
 
 def main(argv: list[str]) -> None:
@@ -72,9 +73,10 @@ def print_packages() -> None:
     for name in CORE:
         _line(name, _version(name) or "MISSING: run `pip install -e .`")
     print("\noptional packages")
-    for name, extra, purpose in OPTIONAL:
+    for name, extra in EXTRA_OF.items():
         version = _version(name)
-        _line(name, f"{version or 'missing'} ({purpose})" + ("" if version else f": pip install -e '.[{extra}]'"))
+        advice = "" if version else f': pip install "megalite[{extra}]"'
+        _line(name, f"{version or 'missing'} ({PURPOSES[name]}){advice}")
     _line("apex", apex_state())
 
 

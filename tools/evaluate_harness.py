@@ -1,4 +1,4 @@
-"""Run tasks of lm-evaluation-harness on a checkpoint: `pip install lm_eval` first.
+"""Run tasks of lm-evaluation-harness on a checkpoint: `pip install "megalite[eval]"` first.
 
 python tools/evaluate_harness.py --load DIR --tasks lambada_openai,hellaswag --limit 100
 """
@@ -14,6 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from megalite.errors import ConfigError
+from megalite.extras import optional_package
 from megalite.training.lm_harness import harness_model
 from megalite.training.loading import load_for_inference
 from megalite.training.tool import ToolParser, run_tool
@@ -37,6 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Evaluate and print each task's measures."""
     flags = parse(argv)
+    optional_package(f"--tasks={flags.tasks}", "lm_eval")  # before the model is read
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
     results = run_tasks(model, flags)

@@ -49,7 +49,7 @@ class CheckpointSource:
         with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
             for name in manifest.extra_files:
                 (Path(folder) / name).write_bytes(read_extra(path, manifest, name))
-            return load_tokenizer(folder)
+            return load_tokenizer(folder, f"--load={path}")
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)

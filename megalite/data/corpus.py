@@ -29,6 +29,7 @@ from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.splits import SPLIT_NAMES, bounds_of
 from megalite.data.tokenizer import Tokenizer, fingerprint
 from megalite.errors import DataError
+from megalite.extras import optional_package
 
 __all__ = [
     "TextCorpus",
@@ -122,7 +123,7 @@ def file_corpus(path: str, flag: str = "--data-path") -> TextCorpus:
 
     def documents(part: Part | None, split: str) -> Iterator[str]:
         if jsonl:
-            texts = [text for text in read_jsonl(path) if text]
+            texts = [text for text in read_jsonl(path, flag) if text]
             begin, end = bounds_of(part, len(texts)) if part else (0, len(texts))
             yield from texts[begin:end]
         else:
@@ -160,16 +161,13 @@ def _read_text(path: str, flag: str) -> str:
 
 
 @contextlib.contextmanager
-def open_text(path: str) -> Iterator[io.TextIOBase]:
-    """Open a text file for reading, unpacked if its name ends in `.gz` or `.zst`."""
+def open_text(path: str, flag: str) -> Iterator[io.TextIOBase]:
+    """Open a text file that `flag` names for reading, unpacked if its name ends in `.gz` or `.zst`."""
     with contextlib.ExitStack() as stack:
         if path.endswith(".gz"):
             binary: BinaryIO = stack.enter_context(cast(BinaryIO, gzip.open(path, "rb")))
         elif path.endswith(".zst"):
-            try:
-                import zstandard
-            except ImportError:
-                raise DataError(f"{path}: needs the package zstandard; pip install zstandard") from None
+            zstandard = optional_package(f"{flag}={path}", "zstandard")
             raw = stack.enter_context(open(path, "rb"))
             binary = cast(BinaryIO, stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw)))
         else:
@@ -177,15 +175,15 @@ def open_text(path: str) -> Iterator[io.TextIOBase]:
         yield io.TextIOWrapper(binary, encoding="utf-8", newline="\n")
 
 
-def read_jsonl(path: str, key: str = "text") -> Iterator[str]:
-    """Field `key` of every line; empty lines are passed over.
+def read_jsonl(path: str, flag: str, key: str = "text") -> Iterator[str]:
+    """Field `key` of every line of the file that `flag` names; empty lines are passed over.
 
     Raises:
         DataError: naming file and line, if a line is not a JSON object with a text in that field.
     """
     number = 0
     try:
-        with open_text(path) as file:
+        with open_text(path, flag) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield parse_fields(line, (key,), f"{path}:{number}")[0]

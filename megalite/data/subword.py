@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from megalite.data.byte_level import WordTable
 from megalite.errors import DataError
+from megalite.extras import optional_package
 
 __all__ = [
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
     "SentencePieceTokenizer",
     "byte_level_alphabet",
-    "import_package",
     "read_file",
 ]
 
@@ -40,14 +40,6 @@ def read_file(path: str | Path, flag: str) -> bytes:
         raise DataError(f"{flag}={path}: no such file") from None
     except OSError as error:
         raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
-
-
-def import_package(package: str, kind: str) -> Any:
-    """An optional package; raises DataError in one line where it is absent."""
-    try:
-        return __import__(package)
-    except ImportError:
-        raise DataError(f"--tokenizer-type={kind}: needs the package {package}; pip install {package}") from None
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -157,7 +149,8 @@ class GPT2BPETokenizer(_FastTokenizer):
     def __init__(
         self, vocab: bytes, merges: bytes, *, vocab_name: str = "vocab.json", merges_name: str = "merges.txt"
     ) -> None:
-        tokenizers = import_package("tokenizers", self.kind)
+        import tokenizers
+
         self._vocab, self._merges = vocab, merges
         try:
             table = {str(token): int(index) for token, index in json.loads(vocab).items()}
@@ -204,7 +197,8 @@ class HuggingFaceTokenizer(_FastTokenizer):
     kind = "HuggingFaceTokenizer"
 
     def __init__(self, definition: bytes, config: bytes | None = None, *, origin: str = "tokenizer.json") -> None:
-        tokenizers = import_package("tokenizers", self.kind)
+        import tokenizers
+
         self._json, self._config = definition, config
         try:
             backend = tokenizers.Tokenizer.from_str(definition.decode())
@@ -253,14 +247,18 @@ class SentencePieceTokenizer:
     """A sentencepiece model; its end-of-sentence piece ends a document.
 
     Args:
-        model: content of the `.model` file. origin: its path, for errors.
+        model: content of the `.model` file. origin: its path, for errors. flag: what asked for it, as the user gave it.
+
+    Raises:
+        ConfigError: the package sentencepiece is not installed.
+        DataError: `model` is not a sentencepiece model.
     """
 
     kind = "SentencePieceTokenizer"
     splits_at_newline = False
 
-    def __init__(self, model: bytes, *, origin: str = "tokenizer.model") -> None:
-        sentencepiece = import_package("sentencepiece", self.kind)
+    def __init__(self, model: bytes, *, origin: str = "tokenizer.model", flag: str | None = None) -> None:
+        sentencepiece = optional_package(flag or f"--tokenizer-type={self.kind}", "sentencepiece")
         self._model = model
         self._backend = sentencepiece.SentencePieceProcessor()
         try:
@@ -272,10 +270,10 @@ class SentencePieceTokenizer:
         self.eod_id: int | None = eos if eos >= 0 else None
 
     @classmethod
-    def from_path(cls, path: str | Path) -> SentencePieceTokenizer:
+    def from_path(cls, path: str | Path, flag: str | None = None) -> SentencePieceTokenizer:
         """Load a `.model` file or the directory that holds `tokenizer.model`."""
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
-        return cls(read_file(file, "--tokenizer-model"), origin=str(path))
+        return cls(read_file(file, "--tokenizer-model"), origin=str(path), flag=flag)
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.EncodeAsIds(text))

@@ -37,6 +37,7 @@ def make_tokenizer(
     merge_file: str | None = None,
     vocab_size: int | None = None,
     texts: Callable[[], Iterable[str]] | None = None,
+    flag: str | None = None,
 ) -> Tokenizer:
     """Make the tokenizer that `--tokenizer-type` and its companions name.
 
@@ -44,8 +45,10 @@ def make_tokenizer(
         kind: value of `--tokenizer-type`.
         vocab_size: `--vocab-size`; NullTokenizer needs it, the others only check it (`resolve_vocab_size`).
         texts: gives the whole text of the corpus; CharTokenizer builds its vocabulary from it.
+        flag: what asked for it, where that is not `--tokenizer-type`; an error for want of a package names it.
 
     Raises:
+        ConfigError: the kind's package is not installed.
         DataError: a file is missing or not what the kind needs.
     """
     if kind == "ByteTokenizer":
@@ -66,7 +69,7 @@ def make_tokenizer(
             raise DataError(f"--tokenizer-type={kind}: no file given; name {what} by --tokenizer-model")
         if kind == "HuggingFaceTokenizer":
             return HuggingFaceTokenizer.from_path(tokenizer_model)
-        return SentencePieceTokenizer.from_path(tokenizer_model)
+        return SentencePieceTokenizer.from_path(tokenizer_model, flag)
     raise DataError(
         f"--tokenizer-type={kind}: unknown; choose ByteTokenizer, CharTokenizer, GPT2BPETokenizer, "
         "HuggingFaceTokenizer, "
@@ -124,6 +127,7 @@ def tokenizer_from_config(
         merge_file=cfg.merge_file,
         vocab_size=vocab_size,
         texts=texts,
+        flag=None if cfg.tokenizer_type else f"--tokenizer-model={cfg.tokenizer_model}",
     )
 
 
@@ -155,10 +159,11 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     return {DESCRIPTION_FILE: (json.dumps(description, indent=1) + "\n").encode(), **tokenizer.files()}
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Rebuild the tokenizer from a directory that holds `tokenizer_files`.
+def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:
+    """Rebuild the tokenizer from a directory that holds `tokenizer_files`; `flag` led to it.
 
     Raises:
+        ConfigError: its package is not installed.
         DataError: the directory holds no tokenizer, or another one than it says.
     """
     folder = Path(directory)
@@ -173,7 +178,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file}: not a tokenizer description ({error})") from None
     needs_files = kind not in ("ByteTokenizer", "NullTokenizer")
-    tokenizer = make_tokenizer(kind, tokenizer_model=str(folder) if needs_files else None, vocab_size=vocab_size)
+    model = str(folder) if needs_files else None
+    tokenizer = make_tokenizer(kind, tokenizer_model=model, vocab_size=vocab_size, flag=flag)
     if tokenizer.vocab_size != vocab_size:
         raise DataError(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, its description says {vocab_size}")
     return tokenizer

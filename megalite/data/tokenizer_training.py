@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 
-from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, import_package
+from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer
 from megalite.errors import DataError
+from megalite.extras import optional_package
 
 __all__ = ["MODEL_TYPES", "train_bpe", "train_sentencepiece"]
 
@@ -31,7 +32,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
         raise DataError(
             f"--vocab-size={vocab_size}: byte-level BPE needs 257 ids for bytes and end of document; give more"
         )
-    tokenizers = import_package("tokenizers", "HuggingFaceTokenizer")
+    import tokenizers
+
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -52,7 +54,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> SentencePieceT
     Raises:
         DataError: the text does not give that many pieces, or there is none.
     """
-    sentencepiece = import_package("sentencepiece", "SentencePieceTokenizer")
+    sentencepiece = optional_package("--model-type=sentencepiece", "sentencepiece")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

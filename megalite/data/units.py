@@ -16,6 +16,7 @@ from typing import Any
 
 from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields, text_pieces
 from megalite.errors import DataError
+from megalite.extras import optional_package
 
 __all__ = ["Unit", "input_size", "read_unit", "units_of"]
 
@@ -84,7 +85,7 @@ def _range_units(path: str) -> Iterator[Unit]:
 def _packed_units(path: str) -> Iterator[Unit]:
     size, share = os.path.getsize(path), 0
     try:
-        with open_text(path) as file:
+        with open_text(path, "--input") as file:
             lines: list[str] = []
             held, first = 0, 1
             for number, line in enumerate(file, 1):
@@ -106,7 +107,7 @@ def _packed_units(path: str) -> Iterator[Unit]:
 def _text_units(path: str) -> Iterator[Unit]:
     """One document in pieces of about a unit."""
     try:
-        with open_text(path) as file:
+        with open_text(path, "--input") as file:
             rest = ""
             while True:
                 block = file.read(UNIT_BYTES)
@@ -125,12 +126,9 @@ def _text_units(path: str) -> Iterator[Unit]:
 
 
 def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+    parquet = optional_package(f"--input={path}", "pyarrow.parquet")
     try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"--input={path}: needs the package pyarrow; pip install pyarrow") from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path)
     except Exception as error:  # the package has a family of its own
         raise DataError(f"--input={path}: not a parquet file ({error})") from None
     _check_columns(path, keys, file.schema_arrow.names)
@@ -144,8 +142,7 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
     """A folder written by `datasets.save_to_disk`."""
     if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         raise DataError(f"--input={path}: is a folder without a saved data set; name its files")
-    datasets = _datasets(path)
-    data = datasets.load_from_disk(path)
+    data = optional_package(f"--input={path}", "datasets").load_from_disk(path)
     parts = data.values() if isinstance(data, dict) else [data]
     for part in parts:
         yield from _dataset_units(path, part, keys)
@@ -157,21 +154,12 @@ def _hub_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
     """
     name, _, split = path[3:].partition("@")
     name, _, config = name.partition(":")
+    datasets = optional_package(f"--input={path}", "datasets")
     try:
-        data = _datasets(path).load_dataset(name, config or None, split=split or "train", streaming=True)
-    except DataError:
-        raise
+        data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the package raises many kinds
         raise DataError(f"--input={path}: datasets can not load it ({str(error).splitlines()[0][:160]})") from None
     yield from _dataset_units(path, data, keys)
-
-
-def _datasets(path: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"--input={path}: needs the package datasets; pip install datasets") from None
-    return datasets
 
 
 def _dataset_units(path: str, data: Any, keys: Sequence[str]) -> Iterator[Unit]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigError
+from megalite.extras import optional_package
 from megalite.planner.predict import Prediction
 from megalite.planner.report import budget
 from megalite.planner.space import layout_of
@@ -28,15 +29,7 @@ def check(path: str) -> None:
         raise ConfigError(f"--plot={path}: not a kind of picture that is written; end it in .svg or .png")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--plot={path}: no such folder; make it first")
-    _figure_class()
-
-
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot: needs the package matplotlib; pip install 'megalite[plot]'") from None
-    return Figure
+    optional_package(f"--plot={path}", "matplotlib.figure")
 
 
 def draw(sweep: Sweep, path: str) -> None:
@@ -53,7 +46,9 @@ def _style() -> Any:
 
 
 def _draw(sweep: Sweep, path: str) -> None:
-    figure = _figure_class()(figsize=(10.5, 4.4), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
     figure.suptitle(f"{sweep.title}, {sweep.hardware.name}", fontsize=12, fontweight="bold", x=0.01, ha="left")
     if not sweep.axis:
         _upgrades(figure.subplots(), sweep)

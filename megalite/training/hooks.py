@@ -21,6 +21,7 @@ import torch
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config
+from megalite.errors import MegaliteError
 from megalite.training.stats import IntervalStats, Record, StepStats
 
 __all__ = ["Hook", "Hooks", "TrainerView", "guarded"]
@@ -184,7 +185,8 @@ class _Guarded(Hook):
             getattr(self._hook, method)(*arguments)
         except Exception as error:
             name, self._hook = type(self._hook).__name__, None
-            logger.warning("%s stopped, training goes on: %s: %s", name, type(error).__name__, error)
+            what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
+            logger.warning("%s stopped, training goes on: %s", name, what)
 
     def on_start(self, trainer: TrainerView) -> None:
         self._call("on_start", trainer)

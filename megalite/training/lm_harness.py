@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megalite.errors import ConfigError
+from megalite.extras import optional_package
 from megalite.training.evaluation import TextWindows, score_source
 from megalite.training.generate import Sampling, generate
 from megalite.training.loading import LoadedModel
@@ -103,13 +104,10 @@ def harness_model(loaded: LoadedModel, *, micro_batch_size: int = 16) -> Any:
     Raises:
         ConfigError: the package lm_eval is not installed.
     """
-    try:
-        from lm_eval.api.model import LM
-    except ImportError:
-        raise ConfigError("lm-evaluation-harness is not installed; pip install lm_eval") from None
+    base: Any = optional_package("lm-evaluation-harness", "lm_eval.api.model").LM
     scorer = HarnessScorer(loaded, micro_batch_size=micro_batch_size)
 
-    class MegaliteLM(LM):  # type: ignore[misc]
+    class MegaliteLM(base):
         """Takes the harness's requests apart and hands them to the scorer."""
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -133,4 +133,4 @@ def _tokenizer_of(checkpointer: Checkpointer, path: Path) -> Tokenizer:
     with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
         for name in read_manifest(path).extra_files:
             (Path(folder) / name).write_bytes(checkpointer.read_file(path, name))
-        return load_tokenizer(folder)
+        return load_tokenizer(folder, f"--load={path}")

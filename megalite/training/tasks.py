@@ -118,7 +118,7 @@ def read_passages(path: Path) -> list[str]:
         DataError: the file is missing, or a line is broken.
     """
     if path.name.endswith(JSONL_SUFFIXES):
-        return list(read_jsonl(str(path)))
+        return list(read_jsonl(str(path), "--text-file"))
     return [line for line in read_text(path).splitlines() if line.strip()]
 
 

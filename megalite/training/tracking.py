@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from megalite.extras import optional_package
 from megalite.training.hooks import Hook, TrainerView
 from megalite.training.stats import Record
 
@@ -58,9 +59,8 @@ class TensorBoardHook(Hook):
         self._writer: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=self._directory)
+        tensorboard = optional_package(f"--tensorboard-dir={self._directory}", "torch.utils.tensorboard", "tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
         self._writer.add_scalar("world-size", trainer.mesh.world.size, trainer.iteration)
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
@@ -87,9 +87,8 @@ class WandbHook(Hook):
         self._run: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
-        import wandb
-
         options, save = trainer.config.logging, trainer.config.checkpoint.save
+        wandb = optional_package(f"--wandb-project={options.wandb_project}", "wandb")
         directory = options.wandb_save_dir or save
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)

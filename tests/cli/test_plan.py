@@ -140,7 +140,9 @@ def test_every_sweep_is_drawn(question: str, tmp_path: Path) -> None:
 
 def test_a_picture_without_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"--plot: needs the package matplotlib; pip install 'megalite\[plot\]'"):
+    with pytest.raises(
+        ConfigError, match=r'--plot=picture.svg: needs the package matplotlib; pip install "megalite\[plot\]"'
+    ):
         check("picture.svg")
 
 
