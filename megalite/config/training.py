@@ -57,6 +57,9 @@ class TrainingConfig:
         "a non-finite loss or gradient (fp16 overflow apart): stop before the update, or skip the update",
         choices=("stop", "skip"),
     )
+    max_skipped_updates: int = option(
+        50, "updates skipped in a row, at a loss scale that can not fall, that end the run", ge=1
+    )
 
     eval_interval: int | None = option(None, "iterations between evaluations; unset: only at the end", ge=1)
     eval_iters: int = option(100, "global batches of one evaluation; 0: never evaluate", ge=0)

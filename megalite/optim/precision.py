@@ -21,6 +21,11 @@ class LossScaler(Protocol):
         """A step with a non-finite gradient is skipped as a matter of course (otherwise it is a failure)."""
         ...
 
+    @property
+    def at_minimum(self) -> bool:
+        """The scale can not fall: if this one overflows, so does whatever follows."""
+        ...
+
     def update(self, *, found_non_finite: bool) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -42,6 +47,10 @@ class ConstantLossScaler:
     @property
     def skips_non_finite(self) -> bool:
         return self._skips
+
+    @property
+    def at_minimum(self) -> bool:
+        return True
 
     def update(self, *, found_non_finite: bool) -> None:
         """The scale does not move."""
@@ -87,6 +96,10 @@ class DynamicLossScaler:
     @property
     def skips_non_finite(self) -> bool:
         return True
+
+    @property
+    def at_minimum(self) -> bool:
+        return self._scale <= self.min_scale
 
     def update(self, *, found_non_finite: bool) -> None:
         """Counts one step. Call it on every rank with the same (agreed) answer."""

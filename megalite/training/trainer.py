@@ -24,6 +24,7 @@ from megalite.comm.collectives import Done, Handle, all_reduce_
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config
 from megalite.config.batch_size import BatchSizeSchedule
+from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.parallel.pipeline.executor import Executor
 from megalite.schedule import Batch as ScheduleBatch
@@ -93,7 +94,7 @@ class Trainer:
         self._drained = True
         self._losses: dict[int, Tensor] = {}
         self._loss_handle: Handle = Done()
-        self._last_saved = progress.iteration
+        self._last_saved = self._began_after = progress.iteration
 
     # what hooks see
 
@@ -160,7 +161,8 @@ class Trainer:
             self.parts.hooks.after_step(self, stats)
             if evaluates and number < self.train_iters:
                 self._evaluate(final=False)
-            if saves:
+            self._check_skips(number)
+            if stops or (saves and not self._is_stuck()):
                 self._save()
             if reason is not None and number < self.train_iters:
                 return str(reason.value)
@@ -274,6 +276,19 @@ class Trainer:
     def _saves_after(self, number: int) -> bool:
         interval = self.config.checkpoint.save_interval
         return interval is not None and number % interval == 0 and self.parts.save is not None
+
+    def _is_stuck(self) -> bool:
+        """Whether a save can wait: the weights have not moved since the one before, and may be beyond help."""
+        stuck = self.parts.updater.stuck
+        if stuck == 2 and self.parts.save is not None and self.mesh.world.is_first:
+            logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")
+        return stuck >= 2
+
+    def _check_skips(self, number: int) -> None:
+        """A training whose every update was skipped has not been completed. Raises RuntimeFailure."""
+        stuck = self.parts.updater.stuck
+        if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
+            raise RuntimeFailure(f"iteration {number}: {self.parts.updater.account_of_skips()}")
 
     def _evaluate(self, *, final: bool) -> None:
         self.parts.report_phase(f"evaluation after iteration {self.iteration}")

@@ -59,9 +59,10 @@ class Policy(Protocol):
 class Updater:
     """The executor's `Events`: reduction and optimizer steps of this rank's stages.
 
-    policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. num_slots:
-    weight versions that live at once. version: number of updates that the newest weights have seen. update_of:
-    global number of a micro-batch -> the update that its gradient belongs to.
+    policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. max_skipped:
+    so many skipped in a row, at a loss scale that can not fall, end the run; `stuck` counts them. num_slots: weight
+    versions that live at once. version: number of updates that the newest weights have seen. update_of: global number
+    of a micro-batch -> the update that its gradient belongs to.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Updater:
         shared: SharedGradient,
         clip_grad: float,
         nonfinite: str,
+        max_skipped: int,
         num_slots: int,
         version: int,
         update_of: Callable[[int], int],
@@ -87,6 +89,8 @@ class Updater:
         self._shared = shared
         self._clip_grad = clip_grad
         self._nonfinite = nonfinite
+        self._max_skipped = max_skipped
+        self.stuck = 0
         self._num_slots = num_slots
         self._version = version
         self._update_of = update_of
@@ -166,12 +170,15 @@ class Updater:
     def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
         norm = float(scaled_norm) / numbers.loss_scale
         finite = math.isfinite(norm)
+        self.stuck = 0 if finite else self.stuck + self._scaler.at_minimum
         self._scaler.update(found_non_finite=not finite)
         if not finite and not self._scaler.skips_non_finite and self._nonfinite == "stop":
             raise RuntimeFailure(
                 f"update {update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before the "
                 "update, the weights are as they were; look at the data and --lr, or go on with --nonfinite=skip"
             )
+        if self.stuck >= self._max_skipped:
+            raise RuntimeFailure(f"update {update + 1}: {self.account_of_skips()}")
         slot = (self._version + 1) % self._num_slots
         if finite:
             clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
@@ -187,6 +194,14 @@ class Updater:
         self._version += 1
         shown = norm if finite and self._norm_is_global else None
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
+
+    def account_of_skips(self) -> str:
+        """Why the latest updates came to nothing, in words."""
+        return (
+            f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
+            f"{self._scaler.scale:g} can not fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "
+            "the checkpoints before; go on from one of them with a lower --lr or --bf16, and look at the data"
+        )
 
     def _where_not_finite(self) -> str:
         """Which of this rank's gradients are not finite, in words."""

@@ -18,7 +18,7 @@ from megalite.checkpoint import committed
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.nn.block import Block
-from megalite.testing import run_ranks, run_single
+from megalite.testing import RanksFailed, run_ranks, run_single
 from megalite.training.observers import read_metrics
 from megalite.training.run import open_run, run
 
@@ -138,3 +138,28 @@ def test_a_number_that_is_not_finite_stops_all_before_the_update(tmp_path: Path,
     run_ranks(body_not_finite, 2, argv, 1, expect=expected)
     assert saved(tmp_path) == ["iter_0000001", "iter_0000002"]
     assert records(tmp_path, "summary")[-1]["status"] == "failed"
+
+
+def test_updates_that_are_all_skipped_end_the_run_and_are_not_saved(tmp_path: Path) -> None:
+    """fp16 at its smallest scale (here all others too): the weights stand still, and the run must not look complete."""
+    good = [
+        "--no-fp64",
+        "--fp16",
+        "--initial-loss-scale",
+        "1",
+        "--keep-last-n",
+        "1",
+        "--auto-resume",
+        "--save-interval",
+        "1",
+    ]
+    assert run_single(whole_run, command(tmp_path, *good, "--exit-interval", "2", steps=20)) == 0
+    bad = command(tmp_path, *good, "--loss-scale", "1e30", "--max-skipped-updates", "4", steps=20)
+    message = r"update 6: the last 4 were skipped, .* loss scale of 1e\+30 can not fall \(--max-skipped-updates=4\)"
+    run_ranks(whole_run, 2, [*bad, *LAYOUTS["pp"]], expect=message)
+    assert saved(tmp_path) == ["iter_0000003"], "one overflow is no reason to distrust"
+    assert records(tmp_path, "summary")[-1]["status"] == "failed"
+    short = [*bad[: bad.index("--train-iters")], *bad[bad.index("--train-iters") + 2 :], "--train-iters", "6"]
+    with pytest.raises(RanksFailed, match="iteration 6: the last 3 were skipped"):
+        run_single(whole_run, short)
+    assert not (tmp_path / "COMPLETED").exists()
