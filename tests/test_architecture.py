@@ -49,7 +49,7 @@ FLOORS = {
 TESTING = "megalite.testing"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FLAGS = 161
+MAX_FLAGS = 162
 
 NO_TORCH = (
     "megalite.errors",

@@ -47,6 +47,7 @@ class PipelineBench:
             shared=model.shared,
             clip_grad=0.0,
             nonfinite="stop",
+            max_skipped=50,
             num_slots=model.num_slots,
             version=0,
             update_of=lambda microbatch: microbatch // self.size,
