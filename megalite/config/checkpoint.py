@@ -47,5 +47,8 @@ class CheckpointConfig:
     use_checkpoint_opt_param_scheduler: bool = option(
         False, "where --load has other schedules of learning rate and weight decay, take those of --load", saved=False
     )
+    allow_data_change: bool = option(
+        False, "go on from --load although the data are no longer those that it was trained on", saved=False
+    )
     load_optim: bool = option(True, "load the optimizer state with the weights")
     load_rng: bool = option(True, "go on with the checkpoint's seed, not with --seed")

@@ -62,7 +62,7 @@ class TrainingConfig:
     )
 
     eval_interval: int | None = option(None, "iterations between evaluations; unset: only at the end", ge=1)
-    eval_iters: int = option(100, "global batches of one evaluation; 0: never evaluate", ge=0)
+    eval_iters: int = option(100, "global batches of one evaluation, always the same ones; 0: never evaluate", ge=0)
     full_validation: bool = option(False, "evaluate on the whole split, without overlap, not on --eval-iters batches")
 
     exit_interval: int | None = option(None, "stop (and save) when the iteration is a multiple of this", ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split
+from megalite.data.survey import Survey, check_vocabulary, survey
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import TokenizerConfig, tokenizer_from_config
 from megalite.errors import DataError
@@ -53,13 +54,14 @@ class Datasets:
     """The splits of a run; None where a split is not used.
 
     `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
-    hands them back as `began_with`, so that it keeps its order.
+    hands them back as `began_with`, so that it keeps its order. `surveys` say of each split which data it reads.
     """
 
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
     train_requests: tuple[int, ...]
+    surveys: Mapping[str, Sequence[Survey]]
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def build_datasets(
         except _Unusable as error:
             # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
             logger.warning("no final test: %s", error)
-    return Datasets(train, valid, test, requests)
+    return Datasets(train, valid, test, requests, opener.surveys())
 
 
 class _Unusable(DataError):
@@ -206,6 +208,7 @@ class _Opener:
         self.sources = _sources(cfg)
         self._stores: dict[str, IndexedDataset] = {}
         self._corpora: dict[str, TextCorpus] = {}
+        self._used: dict[str, dict[str, TokenStore]] = {}
 
     def has(self, split: str) -> bool:
         """Whether any data are meant for the split; the default corpus has no test part."""
@@ -215,14 +218,24 @@ class _Opener:
             return split != "test"
         return split in self.sources and self.sources[split].part is not None
 
+    def surveys(self) -> dict[str, list[Survey]]:
+        """Of every split that was opened, its stores in the order of the blend."""
+        known: dict[int, Survey] = {}
+        for stores in self._used.values():
+            for source, store in stores.items():
+                known.setdefault(id(store), survey(store, source))
+        return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
+
     def split(self, split: str, requests: Sequence[int | None]) -> Dataset:
         """Data set of one split, by its totals of samples."""
         if self.cfg.mock_data:
             mock = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
             parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
+            self._note(split, "--mock-data", mock)
             return self._dataset(mock, bounds_of(parts[split], len(mock.lengths)), split, requests)
         if not self.sources:
             store = self._tokens("", (0.0, 1.0), split, "--data-path")
+            self._note(split, f"--data-path ({store.name})", store)
             return self._dataset(store, (0, len(store)), split, requests)
         source = self.sources.get(split)
         if source is None:
@@ -291,12 +304,21 @@ class _Opener:
                 split=split,
                 cache_dir=self.cache_dir,
                 vocab_size=self.vocab_size,
+                tokenizer=self.tokenizer.kind,
             )
         except DataError as error:
             raise _Unusable(str(error)) from None
 
+    def _note(self, split: str, source: str, store: TokenStore) -> None:
+        self._used.setdefault(split, {})[source] = store
+
     def _open(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
         """Store and bounds of one path for one split."""
+        store, bounds = self._find(path, source, split)
+        self._note(split, f"{source.flag}={path}", store)
+        return store, bounds
+
+    def _find(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
         if path.endswith((".bin", ".idx")) or not os.path.isfile(path):
             if path not in self._stores:
                 self._stores[path] = self._indexed(path, source.flag)
@@ -315,6 +337,7 @@ class _Opener:
                 f"{self.tokenizer.kind}; "
                 "run tools/preprocess_data.py again with this tokenizer"
             )
+        check_vocabulary(store, self.vocab_size, self.tokenizer.kind, f"{flag}={path}")
         return store
 
     def _tokens(self, path: str, part: Part | None, split: str, flag: str) -> IndexedDataset:

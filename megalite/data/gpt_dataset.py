@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megalite.data.cache import cached_folder, digest_of
 from megalite.data.gpt_index import SampleOrder, build_order
-from megalite.data.indexed import TokenStore
+from megalite.data.indexed import IndexedDataset, TokenStore
 from megalite.errors import DataError
 
 __all__ = ["GPTDataset", "SampleSource", "SequentialSource"]
@@ -49,7 +49,8 @@ class GPTDataset:
         store: documents. begin, end: sequences of this split. split: `train`, `valid` or `test`, for messages.
         requests: totals of samples, in the order in which they were asked for; None among them: one epoch.
         cache_dir: where the arrays are kept; None: built in memory.
-        vocab_size: ids at or above it are refused when they are read; None: not checked.
+        vocab_size: ids at or above it are refused when they are read; None: not checked. tokenizer: whose vocabulary
+        that is, for the message.
 
     Raises:
         DataError: the split is empty or holds less than one sample.
@@ -67,11 +68,12 @@ class GPTDataset:
         split: str = "train",
         cache_dir: Path | None = None,
         vocab_size: int | None = None,
+        tokenizer: str = "the tokenizer",
     ) -> None:
         assert requests, "at least one request"
         self.store, self.begin, self.end = store, begin, end
         self.seq_length, self.seed, self.split = seq_length, seed, split
-        self.vocab_size = vocab_size
+        self.vocab_size, self.tokenizer = vocab_size, tokenizer
         self._cache_dir = cache_dir
         self.tokens_per_epoch = int(store.lengths[begin:end].sum(dtype=np.int64)) if end > begin else 0
         check_size(store.name, split, end - begin, self.tokens_per_epoch, seq_length)
@@ -143,7 +145,7 @@ class GPTDataset:
             out[at : at + len(tokens)] = tokens
             at += len(tokens)
         assert at == self.seq_length + 1
-        check_ids(out, self.vocab_size, self.store.name)
+        check_ids(out, self, sequences, offset)
         return at
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
@@ -188,7 +190,7 @@ class SequentialSource:
         start = (sample - (self._stops[number - 1] if number else 0)) * self.seq_length
         stop = min(start + self.seq_length + 1, int(ends[-1]))
         place = int(np.searchsorted(ends, start, side="right"))
-        at = start
+        at, first = start, place
         while at < stop:
             length = int(part.store.lengths[part.begin + place])
             begin = int(ends[place]) - length
@@ -196,7 +198,8 @@ class SequentialSource:
             out[at - start : take - start] = part.store.get(part.begin + place, at - begin, take - begin)
             at, place = take, place + 1
         out[stop - start :] = 0
-        check_ids(out[: stop - start], part.vocab_size, part.store.name)
+        begin = int(ends[first]) - int(part.store.lengths[part.begin + first])
+        check_ids(out[: stop - start], part, range(part.begin + first, part.begin + place), start - begin)
         return stop - start
 
 
@@ -215,17 +218,24 @@ def check_size(name: str, split: str, documents: int, tokens: int, seq_length: i
         )
 
 
-def check_ids(ids: NDArray[np.int64], vocab_size: int | None, name: str) -> None:
-    """Refuse ids that the model has no embedding for: on an accelerator they would end the process without a word."""
-    if vocab_size is None or not ids.size:
+def check_ids(ids: NDArray[np.int64], part: GPTDataset, sequences: Sequence[int], offset: int) -> None:
+    """Refuse ids that the model has no embedding for: on an accelerator they would end the process without a word.
+
+    Args:
+        ids: of one sample, which begins at token `offset` of the first of `sequences`.
+    """
+    if part.vocab_size is None or not ids.size:
         return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise DataError(
-            f"--data-path={name}: holds token id {bad}, outside of the vocabulary (0..{vocab_size - 1}); "
-            "name the tokenizer that wrote it"
-        )
+    if int(ids.min()) >= 0 and int(ids.max()) < part.vocab_size:
+        return
+    at = int(np.argmax((ids < 0) | (ids >= part.vocab_size)))
+    ends = np.cumsum(part.store.lengths[list(sequences)], dtype=np.int64)
+    sequence = sequences[int(np.searchsorted(ends, at + offset, "right"))]
+    document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
+    raise DataError(
+        f"--data-path={part.store.name}: document {document} holds token id {int(ids[at])}, outside of the vocabulary "
+        f"of {part.tokenizer} (0..{part.vocab_size - 1}); name the tokenizer that wrote it"
+    )
 
 
 def _read_order(folder: Path, build: Callable[[], SampleOrder]) -> SampleOrder:

@@ -21,12 +21,12 @@ import logging
 import os
 import struct
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megalite.data.tokenizer import token_dtype
@@ -170,8 +170,34 @@ class IndexedDataset:
                 f"{bin_path}: cut off ({bin_bytes} bytes, the index says {int(ends.max())}; first missing: "
                 f"sequence {bad}); write both files again"
             )
+        self._check_cover(path, ends, bin_bytes)
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != n or (documents[1:] < documents[:-1]).any():
             raise DataError(f"{path}: damaged (document boundaries must rise from 0 to {n})")
+
+    def _check_cover(self, path: str, ends: NDArray[np.int64], bin_bytes: int) -> None:
+        """Sequences back to back, as every writer leaves them, must fill the file; others may leave out parts of it,
+        but share none.
+        """
+        pointers, used = self._pointers, int(self._lengths.sum(dtype=np.int64)) * self._dtype.itemsize
+        self._back_to_back = bool(pointers[0] == 0 and (pointers[1:] == ends[:-1]).all())
+        if self._back_to_back:
+            if used != bin_bytes:
+                raise DataError(
+                    f"{self.prefix}.bin: {bin_bytes} bytes, {path} describes {used}; is it the index of another "
+                    "corpus, or was its writer stopped? write both files again"
+                )
+            return
+        filled = np.flatnonzero(self._lengths)
+        order = filled[np.argsort(pointers[filled], kind="stable")]
+        shared = np.flatnonzero(pointers[order][1:] < ends[order][:-1])
+        if len(shared):
+            first, second = (int(order[shared[0] + k]) for k in (0, 1))
+            raise DataError(
+                f"{path}: damaged (sequences {first} and {second} overlap at byte {int(pointers[second])} of "
+                f"{self.prefix}.bin); write both files again"
+            )
+        if used != bin_bytes:
+            logger.warning("%s leaves out %d of the %d bytes of %s.bin", path, bin_bytes - used, bin_bytes, self.prefix)
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -201,22 +227,40 @@ class IndexedDataset:
 
     def chunks(self, tokens: int = 1 << 23) -> Iterator[NDArray[np.integer]]:
         """All tokens in the order of the sequences, in pieces of about `tokens`."""
-        itemsize = self._dtype.itemsize
-        ends = self._pointers + self._lengths.astype(np.int64) * itemsize
-        if self._pointers[0] == 0 and (self._pointers[1:] == ends[:-1]).all():
-            stop = int(ends[-1]) // itemsize
-            for start in range(0, stop, tokens):
-                yield self._tokens[start : min(start + tokens, stop)]
+        if self._back_to_back:
+            for start in range(0, len(self._tokens), tokens):
+                yield self._tokens[start : start + tokens]
         else:
             for sequence in range(len(self)):
                 yield self.get(sequence)
 
-    def digest(self) -> str:
-        """Hex digest of both files: equal digests mean equal tokens."""
-        digest = xxhash.xxh3_128(np.ascontiguousarray(self._lengths).data)
-        digest.update(np.ascontiguousarray(self._pointers).data)
-        digest.update(self._tokens.data)
-        return digest.hexdigest()
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self._lengths.sum(dtype=np.int64))
+
+    def stream(self, start: int, stop: int) -> NDArray[np.integer]:
+        """Tokens `start:stop` of all sequences back to back."""
+        if self._back_to_back:
+            return self._tokens[start:stop]
+        ends, parts = self._ends, []
+        for sequence in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, stop)) + 1):
+            begin = int(ends[sequence]) - int(self._lengths[sequence])
+            parts.append(self.get(sequence)[max(0, start - begin) : stop - begin])
+        return np.concatenate(parts)
+
+    def document_at(self, token: int) -> int:
+        """Number of the document that holds token number `token` of `stream`."""
+        return self.document_of(int(np.searchsorted(self._ends, token, "right")))
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """Tokens up to the end of every sequence, `[N]`."""
+        return np.cumsum(self._lengths, dtype=np.int64)
+
+    def document_of(self, sequence: int) -> int:
+        """Number of the document that a sequence belongs to."""
+        return int(np.searchsorted(self._documents, sequence, "right")) - 1
 
 
 class IndexedWriter:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypedDict
 
 import torch
+import xxhash
 from torch import Tensor
 
-from megalite.comm.collectives import barrier
+from megalite.comm.collectives import all_gather_json, barrier
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config, with_vocab_size
 from megalite.data import Loader, build_datasets, build_tokenizer, cache_directory, full_pass, resolve_vocab_size
 from megalite.data.build import Dataset, Datasets
+from megalite.data.survey import to_meta
 from megalite.data.tokenizer import Tokenizer
+from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 
 
@@ -115,7 +119,20 @@ def open_data(
     datasets = open_datasets(config, mesh.world.size, tokenizer, began_with=began_with)
     if mesh.world.is_first:
         barrier(mesh.world)
+    _check_alike(datasets, mesh)
     return DataFlow(config, mesh, tokenizer, datasets, device)
+
+
+def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
+    """Raises DataError where a rank reads other files than rank 0 (an old copy on its node). Collective."""
+    surveys = to_meta(datasets.surveys)
+    told = all_gather_json(xxhash.xxh3_64_hexdigest(json.dumps(surveys).encode()), mesh.world)
+    others = [rank for rank, digest in enumerate(told) if digest != told[0]]
+    if others:
+        raise DataError(
+            f"--data-path: rank {others[0]} reads other data than rank 0 ({len(others)} of {len(told)} ranks do); "
+            "every node needs the same files at the same path"
+        )
 
 
 def open_datasets(config: Config, world: int, tokenizer: Tokenizer, *, began_with: Sequence[int] = ()) -> Datasets:

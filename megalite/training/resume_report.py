@@ -66,14 +66,14 @@ def resume_report(
     settled: Settled,
     loaded: Sequence[str],
     matmul: str | None,
-    appended: str | None,
+    data: Sequence[str],
 ) -> Report:
     """The report of a run that begins with `start`.
 
     Args:
         config: as the run goes on, seed and schedules settled. loaded: what the tensors and scalars gave.
         matmul: mode of fp32 products that was kept from the checkpoint.
-        appended: what a longer training adds to the order of the data.
+        data: what became of the data: how they have changed, what a longer training adds to their order.
     """
     own_tokenizer = config.data.tokenizer_model == str(start.path)
     kept = ["architecture"] if config.checkpoint.use_checkpoint_args else []
@@ -100,7 +100,7 @@ def resume_report(
         found = {name: pair for name, pair in found.items() if name not in ("--tokenizer-type", "--tokenizer-model")}
     rows = [head, ("checkpoint", ", ".join([*loaded, *kept]))]
     rows += [("flags", ", ".join(from_flags))] if from_flags else []
-    rows += [("data", appended)] if appended else []
+    rows += [("data", "; ".join(data))] if data else []
     if start.saved is not None:
         rows.append(("changed", "; ".join(f"{name} {old} -> {new}" for name, (old, new) in found.items()) or "nothing"))
     return Report(rows, {"loaded_path": str(start.path), "changed": {name: list(pair) for name, pair in found.items()}})

@@ -14,6 +14,8 @@ from megalite.comm.p2p import TorchChannel
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
+from megalite.data.survey import differences
+from megalite.errors import DataError
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline.executor import Executor
 from megalite.training import matmul
@@ -87,11 +89,11 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         products = set_matmul_precision(config, world.device, mesh.world, earlier=goes_on.get(matmul.META))
         began_with = tuple(goes_on.get("train_requests", ()))
         data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
+        changed = changed_data(goes_on.get("data", {}), data, config)
         model = build_model(config, mesh, program, cuts, world.device)
         scaler = build_scaler(config)
-        requests = data.datasets.train_requests
         state = RunState(
-            config, model, scaler, tokenizer, requests, directory.checkpointer, settled.schedules, products
+            config, model, scaler, tokenizer, data.datasets, directory.checkpointer, settled.schedules, products
         )
         progress, facts = Progress(), None
         if start is not None:
@@ -103,7 +105,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
                 settled=settled,
                 loaded=loaded,
                 matmul=products.mode if products.kept else None,
-                appended=appended_data(began_with, requests),
+                data=[*changed, *appended_data(began_with, data.datasets.train_requests)],
             )
             facts = report.record
             if world.is_first:
@@ -112,11 +114,26 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         yield OpenRun(trainer, state, directory)
 
 
-def appended_data(began_with: tuple[int, ...], requests: tuple[int, ...]) -> str | None:
-    """What a longer training does to the order of the samples; None where nothing is appended."""
+def changed_data(then: object, data: DataFlow, config: Config) -> list[str]:
+    """How the data differ from those of the checkpoint that the run goes on from. Raises DataError, unless it may."""
+    if config.training.skip_train:
+        return []
+    found = differences(then, data.datasets.surveys)
+    if found and not config.checkpoint.allow_data_change:
+        raise DataError(
+            f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose order it would go on in; "
+            "give it those, or go on with these by --allow-data-change"
+        )
+    return found
+
+
+def appended_data(began_with: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
+    """What a longer training does to the order of the samples; empty where nothing is appended."""
     if not began_with or requests == began_with:
-        return None
-    return f"the order of the first {began_with[-1]:,} samples is kept, {requests[-1] - began_with[-1]:,} are appended"
+        return []
+    return [
+        f"the order of the first {began_with[-1]:,} samples is kept, {requests[-1] - began_with[-1]:,} are appended"
+    ]
 
 
 def describe_device(device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
     tensors   masters `<name>`, moments `optimizer/<moment>/<name>`, the older weights of 2BW `previous/<name>`
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
-              samples asked for, how fp32 products are computed
+              samples asked for, surveys of the data, how fp32 products are computed
     files     the tokenizer, config.yaml
 
 Everything is logical: no rank, stage or slot is written down, so any layout can take it up.
@@ -18,6 +18,8 @@ from megalite.checkpoint import Checkpointer
 from megalite.comm.layout import TensorShard
 from megalite.config import Config
 from megalite.config.saved import dump_yaml, to_dict
+from megalite.data import Datasets
+from megalite.data.survey import to_meta
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
 from megalite.optim import LossScaler
@@ -39,7 +41,7 @@ class RunState:
     model: Model
     scaler: LossScaler
     tokenizer: Tokenizer
-    train_requests: tuple[int, ...]
+    datasets: Datasets
     checkpointer: Checkpointer
     schedules: ParamSchedules
     products: MatmulChoice
@@ -51,7 +53,8 @@ class RunState:
             "consumed_samples": progress.consumed_samples,
             "progress": progress_to_meta(progress),
             "loss_scaler": self.scaler.state_dict(),
-            "train_requests": list(self.train_requests),
+            "train_requests": list(self.datasets.train_requests),
+            "data": to_meta(self.datasets.surveys),
             param_schedules.META: self.schedules.to_meta(),
             matmul.META: self.products.to_meta(),
             "config": to_dict(self.config),

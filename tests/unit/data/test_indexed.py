@@ -41,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         data.get(1, 0, 3)
 
 
-def test_files_of_other_writers_are_read(tmp_path: Path) -> None:
+def test_files_of_other_writers_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Modes at the end of the index, sequences out of order and with gaps, documents of several sequences: all
     legal.
     """
@@ -52,6 +52,23 @@ def test_files_of_other_writers_are_read(tmp_path: Path) -> None:
     data = IndexedDataset(tmp_path / "b")
     assert [data.get(i).tolist() for i in range(3)] == [[13], [10, 11], []]
     assert [chunk.tolist() for chunk in data.chunks()] == [[13], [10, 11], []]
+    assert caplog.messages == [f"{tmp_path}/b.idx leaves out 8 of the 32 bytes of {tmp_path}/b.bin"]
+
+
+@pytest.mark.parametrize("extra", [1, 2, 100])
+def test_a_bin_that_goes_on_after_its_index_is_refused(extra: int, tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "a", DOCUMENTS)
+    with open(prefix + ".bin", "ab") as file:
+        file.write(bytes(2 * extra))
+    with pytest.raises(DataError, match=rf"a.bin: {12 + 2 * extra} bytes, .*a.idx describes 12; is it the index of"):
+        IndexedDataset(prefix)
+
+
+def test_the_index_of_another_corpus_is_refused(tmp_path: Path) -> None:
+    a, b = write_documents(tmp_path / "a", DOCUMENTS), write_documents(tmp_path / "b", [[1, 2, 3, 4, 5]])
+    os.replace(b + ".idx", a + ".idx")
+    with pytest.raises(DataError, match=r"a.bin: 12 bytes, .*a.idx describes 10"):
+        IndexedDataset(a)
 
 
 def test_merging_keeps_documents(tmp_path: Path) -> None:
@@ -130,6 +147,8 @@ def test_missing_and_misnamed_files_are_one_line(tmp_path: Path) -> None:
         (58, struct.pack("<q", 1), "document boundaries must rise"),
         (66, struct.pack("<q", 9), "document boundaries must rise"),
         (34, struct.pack("<2i", 0, 0), "a.bin: 0 tokens"),
+        (34, struct.pack("<2i", 4, 1), r"a.bin: 12 bytes, .*a.idx describes 10; is it the index of another corpus"),
+        (42, struct.pack("<2q", 0, 6), r"a.idx: damaged \(sequences 0 and 1 overlap at byte 6 of .*a.bin\)"),
     ],
 )
 def test_a_damaged_index_is_named(place: int, value: bytes, message: str, tmp_path: Path) -> None:

@@ -140,6 +140,6 @@ def test_a_full_pass_counts_every_label_once(dataset: GPTDataset, dp_size: int) 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     store = IndexedDataset(write_documents(tmp_path / "a", [[1, 2, 50, 3]]))
     data = GPTDataset(store, 0, 1, seq_length=2, requests=[1], seed=0, vocab_size=50)
-    with pytest.raises(DataError, match=r"holds token id 50, outside of the vocabulary \(0..49\)"):
+    with pytest.raises(DataError, match=r"holds token id 50, outside of the vocabulary of the tokenizer \(0..49\)"):
         for k in range(len(data)):
             data[k]

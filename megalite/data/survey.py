@@ -1,0 +1,144 @@
+"""Which data a run reads, cheaply even for terabytes: sizes, digests of the document lengths and of sampled tokens.
+
+A checkpoint keeps the surveys of its run. The place in the data is a number (`consumed_samples`) that means nothing
+for other data, so a run that goes on compares them. Where the files lie is no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megalite.data.indexed import IndexedDataset, TokenStore
+from megalite.errors import DataError
+
+__all__ = ["Survey", "check_vocabulary", "differences", "survey"]
+
+# Up to WHOLE tokens all are read, beyond that PIECES pieces of PIECE tokens from the first to the last.
+WHOLE = 1 << 25
+PIECE, PIECES = 1 << 15, 256
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One token store: `source` is the flag and path that named it, `lengths` and `content` are digests."""
+
+    source: str
+    sequences: int
+    tokens: int
+    lengths: str
+    content: str
+
+    def same_as(self, other: Survey) -> bool:
+        """Whether both are the same tokens, wherever they lie."""
+        return (self.sequences, self.tokens, self.lengths, self.content) == (
+            (other.sequences, other.tokens, other.lengths, other.content)
+        )
+
+    def size(self) -> str:
+        """`1,234 documents of 56,789 tokens`."""
+        return f"{self.sequences:,} documents of {self.tokens:,} tokens"
+
+
+def survey(store: TokenStore, source: str) -> Survey:
+    """Surveys a store; generated tokens are known by their lengths."""
+    lengths = store.lengths
+    content = xxhash.xxh3_128()
+    if isinstance(store, IndexedDataset):
+        for _, tokens in _sampled(store):
+            content.update(np.ascontiguousarray(tokens.astype("<i8")).data)
+    return Survey(
+        source,
+        len(lengths),
+        int(lengths.sum(dtype=np.int64)),
+        xxhash.xxh3_128_hexdigest(np.ascontiguousarray(lengths).data),
+        content.hexdigest(),
+    )
+
+
+def check_vocabulary(store: IndexedDataset, vocab_size: int, tokenizer: str, source: str) -> None:
+    """Refuses sampled ids that the model has no embedding for.
+
+    Args:
+        tokenizer: its name, for the message. source: flag and path of the store.
+
+    Raises:
+        DataError: naming the first such id that was seen and its document.
+    """
+    bounds = np.iinfo(store.dtype)
+    if bounds.min >= 0 and bounds.max < vocab_size:
+        return
+    for start, tokens in _sampled(store):
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+            raise DataError(
+                f"{source}: document {store.document_at(start + at)} holds token id {int(tokens[at])}, outside of the "
+                f"vocabulary of {tokenizer} (0..{vocab_size - 1}); name the tokenizer that wrote it"
+            )
+
+
+def _sampled(store: IndexedDataset) -> Iterator[tuple[int, NDArray[np.integer]]]:
+    """Pieces of the tokens in the order of the sequences, each with its place: all of them where they are few."""
+    total = store.num_tokens
+    if total <= WHOLE:
+        at = 0
+        for tokens in store.chunks():
+            if len(tokens):
+                yield at, tokens
+            at += len(tokens)
+        return
+    for number in range(PIECES):
+        start = (total - PIECE) * number // (PIECES - 1)
+        yield start, store.stream(start, start + PIECE)
+
+
+def differences(then: Any, now: Mapping[str, Sequence[Survey]]) -> list[str]:
+    """How the data of a run differ from those of its checkpoint; empty where they are the same, or it did not tell.
+
+    Args:
+        then: what the checkpoint's meta holds: split -> surveys as JSON objects. Splits that one of the two does not
+            use are passed over, as are validation and test data that another flag names (the report tells of those).
+
+    Raises:
+        DataError: `then` is not such a table.
+    """
+    found = []
+    before = _parse(then)
+    for split, stores in now.items():
+        old = before.get(split)
+        if old is None or (split != "train" and [s.source for s in old] != [s.source for s in stores]):
+            continue
+        if len(old) != len(stores):
+            found.append(f"{stores[0].source}: {len(stores)} sources of {split} data (checkpoint {len(old)})")
+        for was, store in zip(old, stores, strict=False):
+            if not store.same_as(was):
+                found.append(_difference(was, store))
+    return list(dict.fromkeys(found))
+
+
+def _difference(was: Survey, now: Survey) -> str:
+    if (was.sequences, was.tokens) != (now.sequences, now.tokens):
+        what = f"{now.size()} (checkpoint {was.size()})"
+    elif was.lengths != now.lengths:
+        what = f"{now.size()} as in the checkpoint, but of other lengths"
+    else:
+        what = f"{now.size()} as in the checkpoint, but other tokens"
+    return f"{now.source}: {what}{f', there {was.source}' * (was.source != now.source)}"
+
+
+def to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
+    """JSON of the surveys of every split."""
+    return {split: [asdict(one) for one in stores] for split, stores in surveys.items()}
+
+
+def _parse(meta: Any) -> dict[str, list[Survey]]:
+    try:
+        return {str(split): [Survey(**one) for one in stores] for split, stores in dict(meta).items()}
+    except (TypeError, ValueError):
+        raise DataError("--load: the checkpoint's account of its data is damaged; load an older one") from None
