@@ -33,6 +33,7 @@ if __package__ in (None, ""):
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
 from megalite.config.saved import dump_yaml
+from megalite.config.training import TrainingLength
 from megalite.errors import MegaliteError, RuntimeFailure
 from megalite.planner.disturbance import BusyClock, Watch
 from megalite.planner.hardware import Hardware, load_hardware
@@ -107,7 +108,7 @@ def run(config: Config, world_size: int, wanted: int, watch: Watch) -> Measured:
         whole = replace(
             config,
             parallel=replace(config.parallel, nprocs=world_size),
-            training=replace(config.training, train_iters=MOST_STEPS, eval_iters=0),
+            training=replace(config.training, length=TrainingLength(train_iters=MOST_STEPS), eval_iters=0),
             logging=replace(config.logging, log_interval=1),
             data=replace(config.data, num_workers=0),
             checkpoint=replace(config.checkpoint, save=str(folder / "run")),

@@ -35,6 +35,7 @@ from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
+from megalite.config.training import TrainingLength
 from megalite.errors import ConfigError, MegaliteError
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
@@ -227,7 +228,10 @@ def step_seconds(bench: Bench, world: World) -> list[float]:
     samples = 2 * bench.config.training.micro_batch_size
     model = replace(bench.config.model, num_layers=1)
     training = replace(
-        bench.config.training, global_batch_size=samples * world.size, train_iters=10_000, rampup_batch_size=None
+        bench.config.training,
+        global_batch_size=samples * world.size,
+        length=TrainingLength(train_iters=10_000),
+        rampup_batch_size=None,
     )
     checkpoint = replace(bench.config.checkpoint, save=None, load=None)
     config = replace(bench.config, model=model, training=training, checkpoint=checkpoint)

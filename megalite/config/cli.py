@@ -23,7 +23,7 @@ from megalite.config.legal import placeholder, problems, warnings
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.config.reader import COMMAND_LINE, Given, Reader
 from megalite.config.root import SECTIONS, Config, all_options
-from megalite.config.schema import Option
+from megalite.config.schema import Option, assemble
 from megalite.config.usage import usage
 from megalite.config.values import show
 from megalite.config.yaml_file import read_yaml
@@ -225,9 +225,18 @@ def _merge(levels: Iterable[Sequence[Given]], reader: Reader) -> dict[str, Given
             )
         if "virtual_pipeline_model_parallel_size" in here:
             merged.pop("num_layers_per_virtual_pipeline_stage", None)
+        spoken = [reader.options[name] for name, given in here.items() if name in reader.options and _says_more(given)]
+        for name in [*merged]:
+            if name in reader.options and any(each.excludes(reader.options[name]) for each in spoken):
+                del merged[name]
         merged |= here
     _work_out_chunks(merged, reader)
     return merged
+
+
+def _says_more(given: Given) -> bool:
+    """Whether a value is more than `not this one` (`--no-bf16`, `train_samples: null`)."""
+    return given.value is not None and given.value is not False
 
 
 def _typed(given: Given) -> str:
@@ -274,16 +283,11 @@ def _apply_family(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 def _build(options: Mapping[str, Option], values: Mapping[str, Any], broken: set[str]) -> tuple[Config, list[str]]:
     """Build the sections; what is missing or broken gets a stand-in, so that the rest can still be checked."""
-    arguments: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    missing: list[str] = []
-    for name, option in options.items():
-        if name in values and name not in broken:
-            arguments[option.section][name] = values[name]
-        elif option.required:
-            arguments[option.section][name] = placeholder(option)
-            if name not in broken:
-                missing.append(name)
-    return Config(**{section: cls(**arguments[section]) for section, cls in SECTIONS.items()}), missing
+    arguments = {name: value for name, value in values.items() if name not in broken}
+    required = {name: placeholder(option) for name, option in options.items() if option.required}
+    missing = [name for name in required if name not in values and name not in broken]
+    arguments = required | arguments
+    return Config(**{section: assemble(cls, arguments) for section, cls in SECTIONS.items()}), missing
 
 
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:

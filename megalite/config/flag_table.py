@@ -6,8 +6,8 @@ from megalite import schedule as schedules
 from megalite.config.names import NOT_NEEDED
 from megalite.config.parallel import SCHEDULES, zero_reason
 from megalite.config.root import SECTIONS, all_options
-from megalite.config.schema import Option
-from megalite.config.usage import aliases_of, value_text
+from megalite.config.schema import Option, options_of
+from megalite.config.usage import aliases_of, title, value_text
 from megalite.config.values import show
 
 __all__ = ["flag_table"]
@@ -28,9 +28,11 @@ def flag_table() -> str:
     options = all_options()
     parts = [_HEAD]
     for section, cls in SECTIONS.items():
-        title = (cls.__doc__ or "").splitlines()[0]
-        parts.append(f"\n## {section}\n\n{title}\n\n| flag | value | default | meaning |\n| --- | --- | --- | --- |\n")
-        parts += [_row(option) for option in options.values() if option.section == section]
+        words = (cls.__doc__ or "").splitlines()[0]
+        parts.append(f"\n## {section}\n\n{words}\n\n| flag | value | default | meaning |\n| --- | --- | --- | --- |\n")
+        for option in (each for each in options.values() if each.section == section):
+            first = option.spells is not None and options_of(section, option.spells)[0].name == option.name
+            parts.append((f"| *{title(option)}:* | | | |\n" if first else "") + _row(option))
     parts.append(_combinations())
     parts.append("\n## Flags of Megatron-LM that are refused\n\nEach gives one line that says this.\n\n")
     parts.append("| flag | reason |\n| --- | --- |\n")

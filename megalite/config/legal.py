@@ -7,13 +7,14 @@ layouts and keeps those for which `problems(config, world_size)` is empty.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megalite.config import rules
 from megalite.config.root import SECTIONS, Config
-from megalite.config.schema import Option, options_of
-from megalite.config.values import bounds_problem, show
+from megalite.config.schema import Option, assemble, flat, options_of
+from megalite.config.values import as_typed, bounds_problem, show
 
 __all__ = ["placeholder", "problems", "warnings"]
 
@@ -29,20 +30,32 @@ def problems(config: Config, world_size: int, *, broken: frozenset[str] = frozen
     lines: list[str] = []
     silent = {option.flag for option in _all_options() if option.name in broken}
     for section, cls in SECTIONS.items():
-        values = getattr(config, section)
+        values = flat(getattr(config, section))
         stand_ins: dict[str, Any] = {}
         for option in options_of(section, cls):
-            value = getattr(values, option.name)
+            value = values[option.name]
             reason = bounds_problem(option, value)
             if reason is not None:
                 lines.append(f"{option.flag}={show(value)}: {reason}")
                 stand_ins[option.name] = placeholder(option)
                 silent.add(option.flag)
         if stand_ins:
-            config = replace(config, **{section: replace(values, **stand_ins)})
+            values |= stand_ins
+            config = replace(config, **{section: assemble(cls, values)})
+        lines += _contradictions(options_of(section, cls), values)
     for rule in rules.RULES:
         lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
     return list(dict.fromkeys(lines))
+
+
+def _contradictions(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
+    """Spellings of one field, of which only one can be meant."""
+    given = [option for option in options if values[option.name] != option.default]
+    for number, option in enumerate(given):
+        rival = next((before for before in given[:number] if option.excludes(before)), None)
+        if rival is not None:
+            pair = [as_typed(each.flag, values[each.name]) for each in (option, rival)]
+            yield f"{pair[0]}: contradicts {pair[1]}; give one of them"
 
 
 def warnings(config: Config, world_size: int) -> list[str]:

@@ -73,22 +73,12 @@ class Config:
 
     def train_iterations(self, world_size: int) -> int:
         """Length of the whole training in iterations, whichever unit it was given in (0 with `skip_train` alone)."""
-        training = self.training
-        if training.train_iters is not None:
-            return training.train_iters
-        return self.batch_size_schedule(world_size).iterations_for(self._given_samples())
+        sizes = self.batch_size_schedule(world_size)
+        return self.training.length.iterations(sizes, self.model.seq_length)
 
     def total_train_samples(self, world_size: int) -> int:
         """Samples that all training iterations together consume."""
         return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
-
-    def _given_samples(self) -> int:
-        training = self.training
-        if training.train_samples is not None:
-            return training.train_samples
-        if training.train_tokens is not None:
-            return -(-training.train_tokens // self.model.seq_length)
-        return 0
 
     def for_stage(self, stage: int) -> Config:
         """What stage `stage` of the pipeline is built with (`ModelConfig.for_stage`)."""
@@ -106,7 +96,7 @@ def with_vocab_size(config: Config, vocab_size: int) -> Config:
 
 
 def all_options() -> dict[str, Option]:
-    """Every field of every section by name, in the order of the documentation."""
+    """Every flag of every section by name, in the order of the documentation."""
     options: dict[str, Option] = {}
     for section, cls in SECTIONS.items():
         for option in options_of(section, cls):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
 from megalite.config.reader import Reader
 from megalite.config.root import SECTIONS, Config, all_options
-from megalite.config.schema import Option, options_of
+from megalite.config.schema import Option, assemble, flat, options_of
 from megalite.config.values import bounds_problem, show
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError
@@ -21,10 +21,9 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Turn a configuration into nested dictionaries of JSON values."""
     result: dict[str, dict[str, Any]] = {}
     for section, cls in SECTIONS.items():
-        values = getattr(config, section)
-        result[section] = {
-            option.name: _plain(getattr(values, option.name)) for option in options_of(section, cls) if _saved(option)
-        }
+        values = flat(getattr(config, section))
+        kept = _saved(options_of(section, cls), values)
+        result[section] = {name: _plain(values[name]) for name in kept}
     return result
 
 
@@ -54,7 +53,7 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
             if reason is not None:
                 problems.append(f"{where}: {section}.{name}={given[name]!r}: {reason}")
         if not problems:
-            sections[section] = cls(**arguments)
+            sections[section] = assemble(cls, arguments)
     if problems:
         raise ConfigError(problems)
     return Config(**sections)
@@ -98,8 +97,13 @@ def load_yaml(path: str) -> Config:
     return from_dict(data, path)
 
 
-def _saved(option: Option) -> bool:
-    return bool(option.facts.get("saved", True))
+def _saved(options: Sequence[Option], values: Mapping[str, Any]) -> list[str]:
+    """The flags to write: of several that give one field otherwise the one that was given, or the first."""
+    written: list[Option] = []
+    for option in sorted(options, key=lambda option: values[option.name] == option.default):
+        if option.facts.get("saved", True) and not any(option.excludes(other) for other in written):
+            written.append(option)
+    return [option.name for option in options if option in written]
 
 
 def _plain(value: Any) -> Any:

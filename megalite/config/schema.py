@@ -4,6 +4,10 @@ One schema serves the command line, YAML files, the saved `config.yaml` and the 
 A section is a frozen dataclass whose fields are made by `option` (with a default) or `required` (without)::
 
     micro_batch_size: int = required("samples of one forward pass of one replica", ge=1)
+
+A field that several flags spell is a small frozen dataclass of them (`Spelled`, or `OneOf` where a run gives one)::
+
+    length: TrainingLength = TrainingLength()        # --train-iters, --train-samples or --train-tokens
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import types
 import typing
 from typing import Any
 
-__all__ = ["Option", "option", "options_of", "required"]
+__all__ = ["OneOf", "Option", "Spelled", "assemble", "flat", "option", "options_of", "required"]
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:
@@ -25,7 +29,7 @@ def option(default: Any, help: str, **facts: Any) -> Any:
         help: one sentence for `--help` and the flag table.
         facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a
             broken bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a
-            saved config.yaml).
+            saved config.yaml), `way` (of a `OneOf`: flags of one way go together).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 
@@ -35,16 +39,26 @@ def required(help: str, **facts: Any) -> Any:
     return dataclasses.field(metadata={"help": help, "required": True, **facts})
 
 
+class Spelled:
+    """Base of the value of a field that several flags spell: a frozen dataclass whose attributes are these flags."""
+
+
+class OneOf(Spelled):
+    """... of which a run gives one. What a later file or flag gives replaces what stood before it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field, ready for a parser.
+    """One flag, ready for a parser: a field, or one of the spellings of a field.
 
     Attributes:
         section: name of the section (`model`, `parallel`, ...).
-        name: field name, Megatron's flag name with underscores.
+        name: Megatron's flag name with underscores.
         kind: `int`, `float`, `str` or `bool`: the type of the value, or of one item of it.
         many: the value is a tuple of `kind`.
         optional: None is a legal value.
+        field: the field of the section that it sets.
+        spells: the type of that field, where it has several spellings.
     """
 
     section: str
@@ -54,11 +68,19 @@ class Option:
     optional: bool
     default: Any
     facts: typing.Mapping[str, Any]
+    field: str = ""
+    spells: type | None = None
 
     @property
     def flag(self) -> str:
         """The flag as users write it: `--micro-batch-size`."""
         return "--" + self.name.replace("_", "-")
+
+    def excludes(self, other: Option) -> bool:
+        """Whether the two give one field in ways that can not stand together."""
+        if self.spells is not other.spells or not issubclass(self.spells or object, OneOf):
+            return False
+        return bool(self.facts.get("way", self.name) != other.facts.get("way", other.name))
 
     @property
     def required(self) -> bool:
@@ -79,14 +101,42 @@ class Option:
 
 @functools.cache
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
-    """List the fields of a section dataclass as `Option`s, in the order they are written."""
+    """List the flags of a section dataclass as `Option`s, in the order they are written."""
     hints = typing.get_type_hints(cls)
-    found = []
+    found: list[Option] = []
     for field in dataclasses.fields(cls):
-        kind, many, optional = _simplify(hints[field.name])
+        hint = hints[field.name]
+        if _is_spelled(hint):
+            parts = options_of(section, hint)
+            found += (dataclasses.replace(part, field=field.name, spells=hint) for part in parts)
+            continue
+        kind, many, optional = _simplify(hint)
         default = None if field.default is dataclasses.MISSING else field.default
-        found.append(Option(section, field.name, kind, many, optional, default, field.metadata))
+        found.append(Option(section, field.name, kind, many, optional, default, field.metadata, field.name))
     return tuple(found)
+
+
+def assemble(cls: type, values: typing.Mapping[str, Any]) -> Any:
+    """Build a section from values by flag; what is left out takes its default."""
+    arguments = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if _is_spelled(hint):
+            arguments[name] = assemble(hint, values)
+        elif name in values:
+            arguments[name] = values[name]
+    return cls(**arguments)
+
+
+def flat(section: Any) -> dict[str, Any]:
+    """The values of a section by flag: the inverse of `assemble`."""
+    found: dict[str, Any] = {}
+    for name, value in vars(section).items():
+        found |= flat(value) if isinstance(value, Spelled) else {name: value}
+    return found
+
+
+def _is_spelled(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Spelled)
 
 
 def _simplify(hint: Any) -> tuple[type, bool, bool]:

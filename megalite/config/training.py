@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import option, required
+from megalite.config.batch_size import BatchSizeSchedule
+from megalite.config.schema import OneOf, option, required
 
-__all__ = ["TrainingConfig"]
+__all__ = ["TrainingConfig", "TrainingLength"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLength(OneOf):
+    """Length of the whole training."""
+
+    train_iters: int | None = option(None, "in iterations", ge=1, hint="use --skip-train to only evaluate")
+    train_samples: int | None = option(None, "in samples", ge=1)
+    train_tokens: int | None = option(None, "in tokens", ge=1)
+
+    def iterations(self, sizes: BatchSizeSchedule, seq_length: int) -> int:
+        """The same in iterations of batches of these sizes (0: no length is given)."""
+        if self.train_iters is not None:
+            return self.train_iters
+        tokens = self.train_tokens or 0
+        return sizes.iterations_for(self.train_samples or -(-tokens // seq_length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +45,7 @@ class TrainingConfig:
         "global batch from given token counts on, instead of --global-batch-size: '0:768 250B:1536' (K, M, B, T)",
         metavar="STEPS",
     )
-    train_iters: int | None = option(
-        None, "length of the whole training in iterations", ge=1, hint="use --skip-train to only evaluate"
-    )
-    train_samples: int | None = option(None, "length of the whole training in samples", ge=1)
-    train_tokens: int | None = option(None, "length of the whole training in tokens", ge=1)
+    length: TrainingLength = TrainingLength()
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)
 
     bf16: bool = option(False, "parameters and activations in bf16, master weights and gradients in fp32")

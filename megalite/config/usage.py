@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Mapping
 
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED
-from megalite.config.schema import Option
+from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
 
-__all__ = ["aliases_of", "default_text", "usage", "value_text"]
+__all__ = ["aliases_of", "default_text", "title", "usage", "value_text"]
 
 _HEAD = """\
 usage: pretrain_gpt.py [--config FILE.yaml ...] [--flag value ...]
@@ -22,12 +22,16 @@ YAML keys are the same names with _, flat or in the sections below.
 def usage(options: Mapping[str, Option], width: int = 110) -> str:
     """Render the help of all options, section by section."""
     lines = [_HEAD]
-    section = ""
+    section = field = ""
     for option in options.values():
         if option.section != section:
             section = option.section
             lines.append(f"\n{section}:")
-        head = f"  {option.flag} {value_text(option)}".rstrip()
+        if option.field != field:
+            field = option.field
+            lines += [f"  {title(option)}:"] if option.spells else []
+        indent = " " * (4 if option.spells else 2)
+        head = f"{indent}{option.flag} {value_text(option)}".rstrip()
         tail = option.help + default_text(option)
         also = ", ".join("--" + alias.replace("_", "-") for alias in aliases_of(option.name))
         lines.append(head)
@@ -35,6 +39,12 @@ def usage(options: Mapping[str, Option], width: int = 110) -> str:
             tail + (f" [also {also}]" if also else ""), width - 8, initial_indent=" " * 8, subsequent_indent=" " * 8
         )
     return "\n".join(lines)
+
+
+def title(option: Option) -> str:
+    """What stands above the spellings of one field."""
+    words = (option.spells.__doc__ or "").partition(".")[0] if option.spells else ""
+    return f"{words} (one of)" if issubclass(option.spells or object, OneOf) else words
 
 
 def value_text(option: Option) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from megalite.config.parallel import SCHEDULE_ALIASES
 from megalite.config.schema import Option
 
-__all__ = ["BadValue", "bounds_problem", "convert", "show"]
+__all__ = ["BadValue", "as_typed", "bounds_problem", "convert", "show"]
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -40,6 +40,11 @@ def show(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(show(item) for item in value)
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def as_typed(flag: str, value: Any) -> str:
+    """Write a flag with its value as messages name it: `--train-iters=100`, `--bf16`."""
+    return flag if value is True else f"{flag}={show(value)}"
 
 
 def convert(option: Option, text: str) -> Any:

@@ -10,6 +10,7 @@ from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
 from megalite.config.architecture import effective
 from megalite.config.model import ModelConfig
 from megalite.config.rules.shape import model_shape
+from megalite.config.schema import assemble
 from megalite.convert.family import Family
 from megalite.convert.fields import Fields
 from megalite.convert.gpt2 import GPT2
@@ -51,7 +52,7 @@ def config_around(model: ModelConfig, **training: Any) -> Config:
     """A configuration that describes weights which no run of ours has trained."""
     return Config(
         model=model,
-        training=TrainingConfig(micro_batch_size=1, train_iters=1, **training),
+        training=assemble(TrainingConfig, {"micro_batch_size": 1, "train_iters": 1, **training}),
         optimizer=OptimizerConfig(lr=1e-5),
         data=DataConfig(),
     )

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megalite.config import Config
+from megalite.config.schema import flat
 from megalite.config.values import show
 from megalite.errors import CheckpointError, ConfigError
 from megalite.optim import LearningRateSchedule, WeightDecaySchedule
@@ -150,7 +151,7 @@ def _difference(config: Config, name: str, ours: Any, theirs: Any, batches: str)
 
 def _flag(config: Config, name: str) -> str:
     """The flag that decides about a value, as typed."""
-    values = vars(config.optimizer) | vars(config.training)
+    values = flat(config.optimizer) | flat(config.training)
     candidates = FLAGS.get(name, (name,))
     if name in ("decay", "wd_ramp"):  # unless said otherwise they are as long as the training
         candidates = (*candidates, "train_iters", "train_samples", "train_tokens")

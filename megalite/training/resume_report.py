@@ -15,7 +15,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.config.architecture import effective
 from megalite.config.root import SECTIONS
-from megalite.config.schema import options_of
+from megalite.config.schema import Option, flat, options_of
 from megalite.config.values import show
 from megalite.training.param_schedules import Settled
 from megalite.training.starting_point import StartingPoint
@@ -116,17 +116,28 @@ def changes(before: Config, size_before: int, now: Config, size: int) -> Mapping
         if section in SILENT_SECTIONS:
             continue
         then, here = _values(before, section), _values(now, section)
-        for option in options_of(section, cls):
+        told = [
+            o for o in options_of(section, cls) if o.name not in SILENT.union(LAYOUT) and o.facts.get("saved", True)
+        ]
+        other = [option for option in told if then[option.name] != here[option.name]]
+        for option in other:
             old, new = then[option.name], here[option.name]
-            if old != new and option.name not in SILENT.union(LAYOUT) and option.facts.get("saved", True):
+            rivals = [rival for rival in other if option.excludes(rival)]
+            if not rivals:
                 found[option.flag] = (_text(old), _text(new))
+            elif old != option.default:  # another spelling took its place
+                found[option.flag] = (_text(old), " ".join(_as_typed(rival, here[rival.name]) for rival in rivals))
     return found
 
 
 def _values(config: Config, section: str) -> Mapping[str, Any]:
     """Field name -> value; of the model what it amounts to, so that a default said aloud is no change."""
-    plain = vars(getattr(config, section))
+    plain = flat(getattr(config, section))
     return {**plain, **effective(config.model)} if section == "model" else plain
+
+
+def _as_typed(option: Option, value: Any) -> str:
+    return option.flag if value is True else f"{option.flag} {_text(value)}"
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.root import Config
+from megalite.config.training import TrainingLength
 from megalite.config.values import show
 
 __all__ = ["learning_rate", "length", "precision", "update_rule", "weight_decay"]
@@ -12,16 +13,7 @@ __all__ = ["learning_rate", "length", "precision", "update_rule", "weight_decay"
 
 def length(config: Config, world_size: int) -> Iterator[str]:
     """How long the training is, and what must fit into it."""
-    training = config.training
-    lengths = {
-        "--train-iters": training.train_iters,
-        "--train-samples": training.train_samples,
-        "--train-tokens": training.train_tokens,
-    }
-    given = [flag for flag, value in lengths.items() if value is not None]
-    if len(given) > 1:
-        yield f"{given[1]}={lengths[given[1]]}: excludes {given[0]}; give one of them"
-    elif not given and not training.skip_train:
+    if config.training.length == TrainingLength() and not config.training.skip_train:
         yield "--train-iters: required (or --train-samples, --train-tokens, or --skip-train to only evaluate)"
     if config.logging.profile and config.logging.profile_step_end <= config.logging.profile_step_start:
         yield (
@@ -66,7 +58,7 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
     if len(given) > 1:
         yield f"{given[1]}={show(warmups[given[1]])}: excludes {given[0]}; give one of them"
     for unit, warmup in (("iters", optimizer.lr_warmup_iters), ("samples", optimizer.lr_warmup_samples)):
-        decay, train = getattr(optimizer, f"lr_decay_{unit}"), getattr(training, f"train_{unit}")
+        decay, train = getattr(optimizer, f"lr_decay_{unit}"), getattr(training.length, f"train_{unit}")
         flag, end = (f"--lr-decay-{unit}", decay) if decay is not None else (f"--train-{unit}", train)
         if end is not None and warmup and warmup >= end:
             yield f"--lr-warmup-{unit}={warmup}: not below {flag}={end}; use {end // 10}, or train longer"

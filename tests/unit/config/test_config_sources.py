@@ -51,7 +51,7 @@ def test_yaml_numbers_are_read_by_the_type_of_the_field(tmp_path: Path) -> None:
     flags = argv(without="train-iters mock-data")
     config = parse([*flags, "--config", write(tmp_path / "a.yaml", text)], check_files=False)
     assert config.optimizer.min_lr == 1e-4
-    assert config.training.train_samples == 1_000_000
+    assert config.training.length.train_samples == 1_000_000
     assert config.training.step_batch_size_schedule == "0:8"
     assert config.logging.wandb_project == "no"
     assert config.data.data_path == ("a", "b")

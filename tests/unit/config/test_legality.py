@@ -11,6 +11,7 @@ import pytest
 from megalite import schedule as schedules
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, problems
 from megalite.config.parallel import SCHEDULES
+from megalite.config.training import TrainingLength
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import MegaliteError
 
@@ -24,7 +25,7 @@ def config_of(samples: int = 16, **parallel: object) -> Config:
     return Config(
         model=MODEL,
         parallel=ParallelConfig(**parallel),  # type: ignore[arg-type]
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=10),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=samples, length=TrainingLength(train_iters=10)),
         optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.0),
     )
 

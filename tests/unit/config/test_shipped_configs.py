@@ -72,7 +72,7 @@ def test_shipped_configuration_and_its_arithmetic(name: str) -> None:
     assert f"parameters        {count_parameters(config.model):,} " in text
     tokens = config.global_batch_size(world_size) * config.model.seq_length
     assert f"= {tokens:,}" in comment
-    if config.training.train_tokens is not None:
+    if config.training.length.train_tokens is not None:
         assert f"= {config.train_iterations(world_size):,} steps" in comment
     checked = [equation for equation in equations(text) if not re.search("GB|%|billion", equation)]
     assert checked
@@ -115,7 +115,7 @@ def test_the_character_recipe_is_the_published_one() -> None:
     config, _, _ = load("shakespeare_char.yaml")
     model, training, optimizer = config.model, config.training, config.optimizer
     assert (model.num_layers, model.num_attention_heads, model.hidden_size, model.seq_length) == (4, 4, 128, 64)
-    assert (training.micro_batch_size, training.global_batch_size, training.train_iters) == (12, 12, 2000)
+    assert (training.micro_batch_size, training.global_batch_size, training.length.train_iters) == (12, 12, 2000)
     assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.lr_warmup_iters) == (
         1e-3,
         1e-4,

@@ -9,6 +9,7 @@ import torch
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.training import TrainingLength
 from megalite.training.stats import StepStats
 
 
@@ -23,7 +24,7 @@ def tiny_config(*, save: str | None = None, **logging: Any) -> Config:
             vocab_size=10,
             make_vocab_size_divisible_by=16,
         ),
-        training=TrainingConfig(micro_batch_size=3, train_iters=100),
+        training=TrainingConfig(micro_batch_size=3, length=TrainingLength(train_iters=100)),
         optimizer=OptimizerConfig(lr=1e-3),
         checkpoint=CheckpointConfig(save=save),
         logging=LoggingConfig(**logging),

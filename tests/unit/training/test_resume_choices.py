@@ -164,6 +164,13 @@ def test_a_default_said_aloud_is_no_change(stopped: Path, capsys: Any) -> None:
     assert "changed       nothing" in capsys.readouterr().out
 
 
+def test_another_spelling_of_a_field_is_told_as_the_user_wrote_it(stopped: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    again = [*without("--train-iters"), "--load", str(stopped), "--save", str(stopped)]
+    assert main([*again, "--train-samples", "24", "--exit-interval", "3"]) == 0
+    assert "changed       --train-iters 6 -> --train-samples 24\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -1,0 +1,101 @@
+"""Fields that several flags spell: which spelling holds, what is said where two meet, and what is written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_arguments import argv
+
+from megalite.config import Config, dump_yaml, from_dict, load_yaml, parse, parse_with_origins, to_dict
+from megalite.config.root import SECTIONS, all_options
+from megalite.config.schema import assemble, flat
+from megalite.config.values import as_typed
+from megalite.errors import ConfigError
+
+# Spellings of one field that exclude each other, each with a value; what both need beside the base.
+RIVALS = [
+    ("--train-samples 24", "--train-tokens 640", ""),
+    ("--train-iters 7", "--train-samples 24", ""),
+    ("--train-iters 7", "--train-tokens 640", ""),
+]
+IDS = [f"{one.split()[0]} {other.split()[0]}" for one, other, _ in RIVALS]
+
+
+def flags(*more: str) -> list[str]:
+    """Legal flags that leave the length of the training open."""
+    return [*argv(without="train-iters"), "--skip-train", *(word for text in more for word in text.split())]
+
+
+def name_of(spelling: str) -> str:
+    return spelling.split()[0].removeprefix("--").replace("-", "_")
+
+
+def by_flag(config: Config) -> dict[str, dict[str, object]]:
+    return {section: flat(getattr(config, section)) for section in SECTIONS}
+
+
+def yaml_line(name: str, value: object) -> str:
+    text = "null" if value is None else [*value] if isinstance(value, tuple) else str(value)
+    return f"{name}: {str(text).lower() if isinstance(value, bool) else text}\n"
+
+
+@pytest.mark.parametrize(("one", "other", "shared"), RIVALS, ids=IDS)
+def test_two_spellings_of_one_field_are_a_contradiction(one: str, other: str, shared: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flags(shared, one, other))
+    first, second = ("=".join(spelling.split(maxsplit=1)) for spelling in (one, other))
+    assert caught.value.problems == [f"{second}: contradicts {first}; give one of them"]
+
+
+@pytest.mark.parametrize(("one", "other", "shared"), RIVALS, ids=IDS)
+def test_a_flag_takes_the_place_of_another_spelling_in_a_file(
+    one: str, other: str, shared: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.yaml"
+    for below, above in ((one, other), (other, one)):
+        file.write_text(yaml_line(name_of(below), " ".join(below.split()[1:]) or True))
+        parsed = parse_with_origins(["--config", str(file), *flags(shared, above)])
+        assert parsed.config == parse(flags(shared, above))
+        assert parsed.origins[name_of(above)] == "command line"
+        assert parsed.origins[name_of(below)] == "default"
+        written = dump_yaml(parsed.config, parsed.origins)
+        assert f"  {name_of(below)}:" not in written and f"  {name_of(above)}:" in written
+        file.write_text(written)
+        assert load_yaml(str(file)) == parsed.config == from_dict(to_dict(parsed.config))
+
+
+def test_a_spelling_taken_back_in_a_later_file_leaves_the_others_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("train_samples: 24\n")
+    (tmp_path / "b.yaml").write_text("train_iters: null\n")
+    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
+    assert parse([*files, *flags()]).training.length.train_samples == 24
+
+
+@pytest.mark.parametrize("spelling", sorted({spelling for one, other, _ in RIVALS for spelling in (one, other)}))
+def test_what_older_runs_have_written_reads_as_it_was_meant(spelling: str, tmp_path: Path) -> None:
+    """Every flag stood in it, those that were not given with their defaults."""
+    shared = next(shared for *pair, shared in RIVALS if spelling in pair)
+    config = parse(flags(shared, spelling))
+    whole = by_flag(config)
+    assert from_dict(whole) == config
+    file = tmp_path / "config.yaml"
+    with file.open("w") as stream:
+        for section, values in whole.items():
+            stream.write(f"{section}:\n" + "".join("  " + yaml_line(*pair) for pair in values.items()))
+    assert parse(["--config", str(file)]) == config
+    assert {name for values in whole.values() for name in values} == set(all_options())
+
+
+def test_every_spelling_with_rivals_is_tried_here() -> None:
+    options = all_options().values()
+    tried = {name_of(spelling) for one, other, _ in RIVALS for spelling in (one, other)}
+    assert not [each.flag for each in options if any(map(each.excludes, options)) and each.name not in tried]
+
+
+def test_sections_are_taken_apart_and_put_together() -> None:
+    config = parse(argv())
+    for section, cls in SECTIONS.items():
+        values = getattr(config, section)
+        assert assemble(cls, flat(values)) == values
+    assert (as_typed("--bf16", True), as_typed("--lr", 0.5)) == ("--bf16", "--lr=0.5")
