@@ -49,7 +49,16 @@ FLOORS = {
 TESTING = "megalite.testing"
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_FLAGS = 162
+# Fields of a section; another spelling of a field costs nothing.
+MAX_FIELDS = {
+    "model": 35,
+    "parallel": 22,
+    "training": 28,
+    "optimizer": 34,
+    "data": 16,
+    "checkpoint": 15,
+    "logging": 11,
+}
 
 NO_TORCH = (
     "megalite.errors",
@@ -360,7 +369,10 @@ def test_module_names_of_tests_are_unique() -> None:
     _check([f"{name}: {count} test modules have this name" for name, count in names.items() if count > 1])
 
 
-def test_the_number_of_flags_is_bounded() -> None:
+def test_the_number_of_fields_is_bounded_by_section() -> None:
     config = pytest.importorskip("megalite.config.root", reason="megalite.config is not there")
-    flags = len(config.all_options())
-    assert 40 <= flags <= MAX_FLAGS, f"{flags} flags, at most {MAX_FLAGS}: remove one before adding one"
+    fields = {(option.section, option.field) for option in config.all_options().values()}
+    counts = Counter(section for section, _ in fields)
+    assert sum(counts.values()) > 40
+    over = {section: count for section, count in counts.items() if count > MAX_FIELDS[section]}
+    assert not over, f"{over} fields, at most {MAX_FIELDS}: merge spellings or remove a field before adding one"
