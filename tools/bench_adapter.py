@@ -9,7 +9,6 @@ parallelism) and returns `step()`: forward, backward, clip where the bench clips
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +65,7 @@ def build(
     cfg, prec, tokens, labels = ctx["cfg"], ctx["prec"], ctx["x"], ctx["y"]
     config = model_config(cfg, tied=tied, activation=activation)
     layers = LayerContext(
-        tp=mesh.tp,
+        tp=mesh["tp"],
         sequence_parallel=sequence,
         dtype=torch.bfloat16 if prec == "bf16" else torch.float32,
         device=tokens.device,
@@ -75,11 +74,11 @@ def build(
     stack = build_stack(config, layer_specs(config), layers, init_seed=1)
     single = Axis.single("dp")
     buffers = ParameterBuffers(
-        [stack.logical_parameters()], dp_shard=single, dp_replicate=single, tp=mesh.tp, options=ZeroOptions()
+        [stack.logical_parameters()], dp_shard=single, dp_replicate=single, tp=mesh["tp"], options=ZeroOptions()
     )
     settings = Hyperparameters(adam_beta1=0.9, adam_beta2=0.95)
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, settings), model_axis=mesh.tp
+        [buffers], make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, settings), model_axis=mesh["tp"]
     )
     b, s = tokens.shape
     batch = Microbatch(
@@ -120,4 +119,5 @@ def model_config(cfg: dict[str, int], *, tied: bool, activation: str) -> ModelCo
 
 def _tensor_mesh(ctx: dict[str, Any]) -> ParallelMesh:
     mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], tp=ctx["world"])
-    return dataclasses.replace(mesh, tp=share_axis(mesh.tp))
+    mesh.adopt(share_axis(mesh["tp"]))
+    return mesh

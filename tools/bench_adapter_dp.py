@@ -77,13 +77,13 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     """A data-parallel training step at one ZeRO stage."""
     mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"])
     config = model_config(ctx["cfg"])
-    layer_context = LayerContext(tp=mesh.tp, device=ctx["x"].device, deferred=True)
+    layer_context = LayerContext(tp=mesh["tp"], device=ctx["x"].device, deferred=True)
     stack = build_stack(config, layer_specs(config), layer_context)
     buffers = ParameterBuffers(
         [stack.logical_parameters()],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
         fill=partial(fill, seed=1),
         device=ctx["x"].device,
@@ -91,10 +91,12 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     )
     buffers.attach(stack.ordered())
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()), model_axis=mesh.model
+        [buffers],
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
+        model_axis=mesh.over("tp", "pp"),
     )
     batch = microbatch(ctx["x"], ctx["y"])
-    factor = 1.0 / (batch.tokens.numel() * mesh.dp.size)
+    factor = 1.0 / (batch.tokens.numel() * mesh.size("dp"))
 
     def step() -> torch.Tensor:
         buffers.begin_batch(1)

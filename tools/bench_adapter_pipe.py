@@ -36,7 +36,7 @@ class PipelineBench:
         self.size = ctx["m"]
         mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], pp=ctx["world"])
         config = bench_config(ctx, schedule)
-        self.program = Schedules(config, mesh.pp.size).program(self.size, 1)
+        self.program = Schedules(config, mesh.size("pp")).program(self.size, 1)
         model = build_model(config, mesh, self.program, stage_cuts(config, self.program), ctx["x"].device)
         numbers = Hyperparameters(ctx["lr"], 0.01, 1.0)
         updater = Updater(
@@ -52,8 +52,8 @@ class PipelineBench:
             version=0,
             update_of=lambda microbatch: microbatch // self.size,
         )
-        channel = TorchChannel(mesh.pp_down, mesh.pp_up)
-        self.executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater)
+        channel = TorchChannel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"))
+        self.executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater)
         self.microbatches = [
             microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size), strict=True)
         ]

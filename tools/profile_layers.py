@@ -255,9 +255,9 @@ def link_seconds(bench: Bench, world: World) -> dict[str, list[float]]:
     """Operation -> [latency in s, bytes per s] between the processes, as `communication.Group` counts bytes."""
     if world.size == 1:
         return {}
-    dp = ParallelMesh.build(rank=world.rank, size=world.size).dp
+    dp = ParallelMesh.build(rank=world.rank, size=world.size)["dp"]
     line = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
-    channel = TorchChannel(line.pp_down, line.pp_up)
+    channel = TorchChannel(line.over("pp", apart="down"), line.over("pp", apart="up"))
     points: dict[str, list[float]] = {"all_reduce": [], "gather": [], "send": []}
     for nbytes in LINK_BYTES:
         whole = torch.zeros(nbytes // 4 // world.size * world.size, device=bench.device)
@@ -269,7 +269,7 @@ def link_seconds(bench: Bench, world: World) -> dict[str, list[float]]:
             return {"all_reduce": bench.clock(lambda: all_reduce_(whole, dp)), "gather": both / 2}
 
         def there_and_back(whole: Tensor = whole) -> dict[str, float]:
-            return {"send": bench.clock(lambda: _there_and_back(channel, whole, line.pp.rank)) / 2}
+            return {"send": bench.clock(lambda: _there_and_back(channel, whole, line.coordinate("pp"))) / 2}
 
         for name, seconds in (bench.medians(collectives) | bench.medians(there_and_back)).items():
             points[name].append(seconds)
@@ -304,7 +304,7 @@ def measure(config: Config, world: World, micro_batches: Sequence[int], repeats:
     for tp in [size for size in range(1, world.size + 1) if world.size % size == 0]:
         if model.num_attention_heads % tp or model.query_groups % tp or model.ffn_size % tp:
             continue
-        axis = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp).tp
+        axis = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp)["tp"]
         if world.device.type == "cpu":
             axis = share_axis(axis, timeout=600.0)
         splits = [False] if tp == 1 else [False, True] if model.seq_length % tp == 0 else [False]

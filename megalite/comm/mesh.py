@@ -4,9 +4,14 @@
 built once and passed to whoever needs them. An axis of size 1 has no group and costs nothing, so the same code in
 one process is the reference.
 
-Ranks are laid out with the tensor axis innermost, then data, then pipeline (Megatron's tp-dp-pp order):
+The grid has base axes, innermost first (Megatron's tp-cp-ep-dp-pp order), and is seen in two ways, by dense parameters
+and by those of experts:
 
-    world rank = tp + tp_size * (dp + dp_size * pp)
+    q = tp + TP * (cp + CP * dp)  =  etp + ETP * (ep + EP * edp)           world rank = q + TP * CP * DP * pp
+
+Data parallelism is itself a product: `dp = dp_shard + DP_SHARD * dp_replicate`, and `edp` likewise (ZeRO shards over
+the shards, neighbours first). Any product of base axes of one view is an axis: `mesh["tp"]`, `mesh.over("dp", "cp")`.
+Its communicator is made at its first use, so a run has those that it uses and no more.
 """
 
 from __future__ import annotations
@@ -14,11 +19,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 
 from megalite.errors import ConfigError
+
+DENSE = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")
+PRODUCTS = {"dp": DENSE[2:4], "edp": EXPERT[2:4], "world": DENSE}
 
 
 class WaitClock:
@@ -71,108 +82,171 @@ class Axis:
         return self.rank == self.size - 1
 
 
-@dataclass(frozen=True)
 class ParallelMesh:
-    """The grid of ranks.
+    """The grid of ranks, seen from one of them.
 
-    world: all ranks. tp, dp, pp: this rank's lines through the grid. model: tp x pp at this dp coordinate (one whole
-    copy of the model). dp is the product of `dp_replicate` and `dp_shard` (hybrid sharding; ZeRO shards over
-    dp_shard, neighbours first).
-    pp_down, pp_up: the same ranks as pp with their own communicators, one per direction, so that activations and
-    gradients that cross between two ranks cannot block each other.
+    `size` and `coordinate` are arithmetic and may be asked for anywhere. `mesh[name]`, `over` and `through` make a
+    communicator the first time: they are collective over the world, so every rank calls them with the same arguments
+    in the same order. Whoever composes a run does so while it is built and hands the axes on; `complete` says that it
+    is, and a communicator that is asked for later is an error instead of a hang.
     """
 
-    world: Axis
-    tp: Axis
-    dp: Axis
-    pp: Axis
-    model: Axis
-    dp_shard: Axis
-    dp_replicate: Axis
-    pp_down: Axis
-    pp_up: Axis
+    def __init__(self, rank: int, dense: dict[str, int], expert: dict[str, int], *, timeout: float | None) -> None:
+        self.rank = rank
+        self.waits = WaitClock()
+        self._views = (dense, expert)
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._axes: dict[tuple[str, str], Axis] = {}
+        self._complete = False
 
     @classmethod
     def single(cls) -> ParallelMesh:
         """The mesh of one process: no process group exists."""
-        names = ("world", "tp", "dp", "pp", "model", "dp_shard", "dp_replicate", "pp_down", "pp_up")
-        return cls(**{name: Axis.single(name) for name in names})
+        return cls.build(rank=0, size=1)
 
     @classmethod
-    def build(cls, *, rank: int, size: int, tp: int = 1, pp: int = 1, dp_replicate: int = 1) -> ParallelMesh:
-        """Builds the mesh of `size` ranks; collective: every rank of the world calls it with the same numbers.
+    def build(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        dp_replicate: int = 1,
+        timeout: float | None = None,
+    ) -> ParallelMesh:
+        """The mesh of `size` ranks, without a communicator yet.
 
-        Raises ConfigError where tp * pp does not divide the world or dp_replicate does not divide dp.
+        etp: tp where not given; dp and edp follow. dp_replicate: copies of the shards of optimizer state (hybrid
+        sharding). timeout: seconds that a collective over any axis but the world may take (None: torch's default).
+
+        Raises ConfigError where the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
-        if size % (tp * pp):
-            raise ConfigError([f"world size {size}: not divisible by tp*pp={tp * pp}"])
-        dp = size // (tp * pp)
-        if dp % dp_replicate:
-            raise ConfigError(
-                [f"--num-distributed-optimizer-instances={dp_replicate}: does not divide data-parallel size {dp}"]
-            )
-        if size == 1:
-            return cls.single()
+        dense = _view(DENSE, size, (tp, cp), dp_replicate, pp)
+        expert = _view(EXPERT, size, (tp if etp is None else etp, ep), dp_replicate, pp)
+        return cls(rank, dense, expert, timeout=timeout)
 
-        def world_rank(t: int, d: int, p: int) -> int:
-            return t + tp * (d + dp * p)
+    # ---- arithmetic --------------------------------------------------------------------------------------------------
 
-        shard = dp // dp_replicate
-        t_range, d_range, p_range = range(tp), range(dp), range(pp)
-        lines = {
-            "tp": [[world_rank(t, d, p) for t in t_range] for p in p_range for d in d_range],
-            "dp": [[world_rank(t, d, p) for d in d_range] for p in p_range for t in t_range],
-            "pp": [[world_rank(t, d, p) for p in p_range] for d in d_range for t in t_range],
-            "model": [[world_rank(t, d, p) for p in p_range for t in t_range] for d in d_range],
-            "dp_shard": [
-                [world_rank(t, r * shard + i, p) for i in range(shard)]
-                for p in p_range for r in range(dp_replicate) for t in t_range
-            ],
-            "dp_replicate": [
-                [world_rank(t, r * shard + i, p) for r in range(dp_replicate)]
-                for p in p_range for i in range(shard) for t in t_range
-            ],
-        }  # fmt: skip
-        axes = {name: make_axis(name, groups, rank) for name, groups in lines.items()}
-        for direction in ("pp_down", "pp_up"):
-            axes[direction] = make_axis(direction, lines["pp"], rank, share=False)
-        axes["world"] = make_axis("world", [list(range(size))], rank)
-        waits = axes["world"].waits
-        return cls(**{name: replace(axis, waits=waits) for name, axis in axes.items()})
+    def size(self, *names: str) -> int:
+        """Number of ranks along a product of axes."""
+        view, bases = self._resolve(names)
+        return prod(view[base] for base in bases)
 
-    def pipeline_subaxis(self, name: str, coordinates: Sequence[Sequence[int]]) -> Axis:
-        """An axis through some pipeline coordinates (tied embeddings: first and last; Chimera: the replicas of a
-        stage).
+    def coordinate(self, name: str) -> int:
+        """Where this rank stands on an axis."""
+        view, bases = self._resolve([name])
+        place, result = _coordinates(self.rank, view), 0
+        for base in reversed(bases):
+            result = result * view[base] + place[base]
+        return result
 
-        Collective over the world: every rank passes the same list of disjoint coordinate lists. A rank that is in
-        none of them gets an axis of size 1. It has a communicator of its own even where it goes through all ranks: what
-        travels on it is started at places that differ from rank to rank, so it keeps no order with anything else.
+    def _resolve(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
+        """(the view that has all these axes, the base axes of more than one rank that they consist of)."""
+        wanted = {base for name in names for base in PRODUCTS.get(name, (name,))}
+        for view in self._views:
+            if wanted <= set(view):
+                return view, tuple(base for base in view if base in wanted and view[base] > 1)
+        raise ValueError(f"no view of the mesh has the axes {sorted(wanted)}")
+
+    def _lines(self, view: dict[str, int], bases: Sequence[str]) -> list[list[int]]:
+        """All lists of world ranks that differ along these base axes only."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(prod(view.values())):
+            place = _coordinates(rank, view)
+            lines.setdefault(tuple(place[base] for base in view if base not in bases), []).append(rank)
+        return list(lines.values())
+
+    # ---- axes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> Axis:
+        """All ranks, with the default process group."""
+        return self["world"]
+
+    def __getitem__(self, name: str) -> Axis:
+        """The axis of this name (see the module)."""
+        return self.over(name)
+
+    def over(self, *names: str, apart: str = "") -> Axis:
+        """The product of some axes, ranks in the order of the grid. Collective at first use.
+
+        apart: names a communicator of its own, for messages that keep no order with any others.
         """
-        if self.world.size == 1:
-            return Axis.single(name)
-        tp, dp = self.tp.size, self.dp.size
-        lists = [
-            [t + tp * (d + dp * p) for p in line] for line in coordinates for d in range(dp) for t in range(tp)
-        ]  # fmt: skip
-        return replace(make_axis(name, lists, self.world.rank, share=False), waits=self.world.waits)
+        view, bases = self._resolve(names)
+        return self._axis("*".join(bases) or names[0], self._lines(view, bases), apart)
+
+    def through(self, coordinates: Sequence[int], *, apart: str) -> Axis:
+        """An axis through some coordinates of the pipeline (tied embeddings: first and last; Chimera: the replicas of
+        a stage). Collective at first use; a rank that is at none of them gets an axis of size 1.
+
+        It has a communicator of its own even where it goes through all ranks: what travels on it is started at places
+        that differ from rank to rank, so it keeps no order with anything else.
+        """
+        lines = self._lines(self._views[0], ["pp"])
+        return self._axis("pp", [[line[p] for p in coordinates] for line in lines], apart)
+
+    def adopt(self, axis: Axis) -> None:
+        """Puts `axis` (the same ranks, another carrier) where the axis of its name is."""
+        self._axes[axis.name, ""] = axis
+
+    def complete(self) -> None:
+        """All communicators of the run exist."""
+        self._complete = True
+
+    def _axis(self, name: str, lines: Sequence[Sequence[int]], apart: str) -> Axis:
+        axis = self._axes.get((name, apart))
+        if axis is None:
+            new = any(len(ranks) > 1 for ranks in lines)
+            assert not (new and self._complete), f"the communicator of {name} {apart} has to be made with the run"
+            axis = make_axis(apart or name, lines, self.rank, share=not apart, timeout=self._timeout)
+            axis = self._axes[name, apart] = replace(axis, waits=self.waits)
+        return axis
 
     def __str__(self) -> str:
         """`tp2 x pp4 x dp2`, axes of size 1 left out."""
-        parts = [f"{axis.name}{axis.size}" for axis in (self.tp, self.pp, self.dp) if axis.size > 1]
-        return " x ".join(parts) or "one process"
+        sizes = {name: self.size(name) for name in ("tp", "cp", "pp", "dp", "ep")}
+        return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def make_axis(name: str, lists: Sequence[Sequence[int]], rank: int, *, share: bool = True) -> Axis:
+def _view(names: Sequence[str], world: int, inner: tuple[int, int], replicate: int, pp: int) -> dict[str, int]:
+    """Sizes of the base axes `names`; the third takes what the others leave of the world."""
+    used = prod(inner) * pp
+    if world % used:
+        label = "*".join(name for name, size in zip(names, inner, strict=False) if size > 1 or name == names[0])
+        raise ConfigError([f"world size {world}: not divisible by {label}*pp={used}"])
+    if world // used % replicate:
+        raise ConfigError(
+            [f"--num-distributed-optimizer-instances={replicate}: does not divide data-parallel size {world // used}"]
+        )
+    return dict(zip(names, (*inner, world // used // replicate, replicate, pp), strict=True))
+
+
+def _coordinates(rank: int, view: dict[str, int]) -> dict[str, int]:
+    """The rank formula: a world rank's coordinates, mixed radix, innermost first."""
+    place = {}
+    for base, size in view.items():
+        rank, place[base] = divmod(rank, size)
+    return place
+
+
+def make_axis(
+    name: str, lists: Sequence[Sequence[int]], rank: int, *, share: bool = True, timeout: timedelta | None = None
+) -> Axis:
     """Makes a process group for every list of ranks and returns the axis of the list that holds `rank`.
 
-    Collective. Lists of one rank get no group; a list of all ranks shares the default group unless `share` is False.
+    Collective. Lists of fewer than two ranks get no group; a list of all ranks shares the default group unless `share`
+    is False. timeout: of the new groups (None: torch's default, 30 minutes).
     """
     mine = Axis.single(name, rank)
     for ranks in lists:
-        if len(ranks) == 1:
+        if len(ranks) < 2:
             continue
         whole_world = len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks)
-        group = dist.group.WORLD if whole_world and share else dist.new_group(list(ranks))
+        group = dist.group.WORLD if whole_world and share else dist.new_group(list(ranks), timeout=timeout)
         if rank in ranks:
             mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
     return mine

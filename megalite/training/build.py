@@ -107,7 +107,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     """Builds, initialises and shards this rank's stages. `cuts[s]`: indices of stage s in the list of layers."""
     specs = layer_specs(config.model)
     placement = program.placement
-    rank = mesh.pp.rank
+    rank = mesh.coordinate("pp")
     num_slots = program.weight_versions[rank]
     tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
     replica_axes = _replica_axes(mesh, placement)
@@ -126,9 +126,9 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         )
         buffers[key] = ParameterBuffers(
             [module.logical_parameters() for module in modules],
-            dp_shard=mesh.dp_shard,
-            dp_replicate=mesh.dp_replicate,
-            tp=mesh.tp,
+            dp_shard=mesh["dp_shard"],
+            dp_replicate=mesh["dp_replicate"],
+            tp=mesh["tp"],
             options=zero_options(config),
             tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
             counts_tied=key == (0, 0),
@@ -145,17 +145,23 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             buffers[key].attach(module.ordered())
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
-    shared_axis = mesh.pipeline_subaxis("embedding", [holders(placement)] if tied_apart and mesh.pp.size > 1 else [])
+    tied_at = holders(placement) if tied_apart else []
     optimizer = ShardedOptimizer(
         list(buffers.values()),
-        make_optimizer=optimizer_factory(config, mesh.tp),
+        make_optimizer=optimizer_factory(config, mesh["tp"]),
         # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
-        model_axis=mesh.tp if program.update_per_microbatch else mesh.model,
+        model_axis=mesh["tp"] if program.update_per_microbatch else mesh.over("tp", "pp"),
         offload_fraction=offload_fraction(config),
         store_param_remainders=config.optimizer.store_param_remainders,
     )
     return Model(
-        stages, buffers, optimizer, placement, SharedGradient(shared_axis), num_slots, program.update_per_microbatch
+        stages,
+        buffers,
+        optimizer,
+        placement,
+        SharedGradient(mesh.through(tied_at, apart="embedding")),
+        num_slots,
+        program.update_per_microbatch,
     )
 
 
@@ -163,7 +169,7 @@ def _build_module(
     config: Config, mesh: ParallelMesh, specs: list[LayerSpec], queue: WeightGradQueue, device: torch.device
 ) -> LayerStack:
     context = LayerContext(
-        tp=mesh.tp,
+        tp=mesh["tp"],
         sequence_parallel=config.parallel.sequence_parallel,
         dtype=parameter_dtype(config),
         device=device,
@@ -182,7 +188,7 @@ def _replica_axes(mesh: ParallelMesh, placement: Placement) -> dict[int, Axis]:
     axes = {}
     for stage in range(placement.num_stages):
         ranks = sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas)})
-        axes[stage] = mesh.pipeline_subaxis(f"stage{stage}", [ranks])
+        axes[stage] = mesh.through(ranks, apart=f"stage{stage}")
     return {stage: axis for stage, axis in axes.items() if axis.size > 1}
 
 
@@ -214,7 +220,7 @@ def stage_cuts(config: Config, program: Program) -> list[range]:
 def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> TensorSpec:
     """What crosses between stages: `[s, b, h]`, `[s/t, b, h]` under sequence parallelism."""
     model = config.model
-    split = mesh.tp.size if config.parallel.sequence_parallel else 1
+    split = mesh.size("tp") if config.parallel.sequence_parallel else 1
     shape = (model.seq_length // split, config.training.micro_batch_size, model.hidden_size)
     dtype = wide_dtype(config) if model.fp32_residual_connection else parameter_dtype(config)
     return TensorSpec(shape, dtype, device)

@@ -57,7 +57,7 @@ class DataFlow:
 
     def evaluation(self, dataset: Dataset) -> Iterable[list[Microbatch]]:
         """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same."""
-        samples = self.config.global_batch_size(self.mesh.world.size)
+        samples = self.config.global_batch_size(self.mesh.size("world"))
         if self.config.training.full_validation:
             return full_pass(dataset.sequential(), samples, **self._shape(), **self._masks())
         return islice(self._batches(dataset, samples), self.config.training.eval_iters)
@@ -89,8 +89,8 @@ class DataFlow:
     def _shape(self) -> _Shape:
         return {
             "micro_batch_size": self.config.training.micro_batch_size,
-            "dp_rank": self.mesh.dp.rank,
-            "dp_size": self.mesh.dp.size,
+            "dp_rank": self.mesh.coordinate("dp"),
+            "dp_size": self.mesh.size("dp"),
         }
 
     def _masks(self) -> _Masks:
@@ -116,7 +116,7 @@ def open_data(
     """Opens the splits. Rank 0 builds what is not cached yet, then the others map it. Raises DataError."""
     if not mesh.world.is_first:
         barrier(mesh.world)
-    datasets = open_datasets(config, mesh.world.size, tokenizer, began_with=began_with)
+    datasets = open_datasets(config, mesh.size("world"), tokenizer, began_with=began_with)
     if mesh.world.is_first:
         barrier(mesh.world)
     _check_alike(datasets, mesh)

@@ -51,22 +51,24 @@ class Batch:
 class Feed:
     """Fetches batches on demand and forgets them when asked to.
 
-    loss_scale: the scale that a batch begun now is computed with. loss_dtype: fp32, or fp64 in fp64 mode.
+    dp_size: data-parallel replicas. tokens_over: the axis over which tokens are counted, so that each has the same
+    weight (None: each micro-batch has). loss_scale: the scale that a batch begun now is computed with. loss_dtype:
+    fp32, or fp64 in fp64 mode.
     """
 
     def __init__(
         self,
         loader: Loader | None,
         *,
-        dp: Axis,
-        per_token: bool,
+        dp_size: int,
+        tokens_over: Axis | None,
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[], float],
     ) -> None:
         self._loader = loader
-        self._dp = dp
-        self._per_token = per_token
+        self._dp_size = dp_size
+        self._tokens_over = tokens_over
         self._device = device
         self.loss_dtype = loss_dtype
         self._seconds = 0.0
@@ -124,10 +126,10 @@ class Feed:
 
     def _factors(self, microbatches: list[Microbatch], scale: float) -> list[Tensor]:
         tokens = torch.stack([mb.loss_mask.to(self.loss_dtype).sum() for mb in microbatches])
-        if self._per_token:
+        if self._tokens_over is not None:
             total = tokens.sum()
-            all_reduce_(total, self._dp)
+            all_reduce_(total, self._tokens_over)
             weights = torch.ones_like(tokens) / total.clamp(min=1)
         else:
-            weights = 1.0 / (tokens.clamp(min=1) * (len(microbatches) * self._dp.size))
+            weights = 1.0 / (tokens.clamp(min=1) * (len(microbatches) * self._dp_size))
         return list((weights * scale).unbind())

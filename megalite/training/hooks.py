@@ -100,7 +100,7 @@ class Hooks:
         """Before the first step, after a checkpoint was loaded."""
         self._began = self._clock()
         self._interval = IntervalStats(
-            trainer.config, world_size=trainer.mesh.world.size, device=trainer.device, clock=self._clock
+            trainer.config, world_size=trainer.mesh.size("world"), device=trainer.device, clock=self._clock
         )
         for hook in self._hooks:
             hook.on_start(trainer)

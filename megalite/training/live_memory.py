@@ -100,10 +100,10 @@ class MemoryCheckHook(Hook):
         on_cpu = trainer.device.type == "cpu"
         if trainer.config.training.rampup_batch_size is not None or to_go < (LEAST_ITERATIONS if on_cpu else WATCHED):
             return  # the first batches are not the ones that the prediction is about
-        config, world = trainer.config, trainer.mesh.world.size
+        config, world = trainer.config, trainer.mesh.size("world")
         program = program_of(config, world)
         cuts = stage_cuts(config, program)
-        rank = trainer.mesh.pp.rank
+        rank = trainer.mesh.coordinate("pp")
         self._predicted = rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
         self._until = trainer.iteration + WATCHED
         if on_cpu:

@@ -79,7 +79,7 @@ class JsonlHook(Hook):
                 "consumed_tokens": trainer.consumed_tokens,
                 "train_iters": trainer.train_iters,
                 "layout": str(trainer.mesh),
-                "world_size": trainer.mesh.world.size,
+                "world_size": trainer.mesh.size("world"),
                 "device": trainer.device.type,
                 "flops_convention": FLOPS_CONVENTION,
                 "megalite_version": __version__,
@@ -209,12 +209,12 @@ class ProfileHook(Hook):
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
         if self._profiler is not None and stats.iteration + 1 >= trainer.config.logging.profile_step_end:
-            self._stop(trainer.mesh.world.rank, stats.iteration)
+            self._stop(trainer.mesh.rank, stats.iteration)
         self._start_before(trainer, stats.iteration + 1)
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         if self._profiler is not None:
-            self._stop(trainer.mesh.world.rank, trainer.iteration)
+            self._stop(trainer.mesh.rank, trainer.iteration)
 
     def _start_before(self, trainer: TrainerView, iteration: int) -> None:
         window = trainer.config.logging

@@ -35,7 +35,7 @@ class PipelineTracer:
     def __init__(self, path: str, executor: Executor, mesh: ParallelMesh, train_iters: int) -> None:
         self._path = Path(path)
         self._executor = executor
-        self._mesh = mesh
+        self._pipeline, self._prints = mesh["pp"], mesh.rank == 0
         self._train_iters = train_iters
         self._zero = 0.0
         self._batches: list[Batch] = []
@@ -46,7 +46,7 @@ class PipelineTracer:
         if iteration <= self._train_iters - shown:
             return
         if self._executor.trace is None:
-            barrier(self._mesh.pp)
+            barrier(self._pipeline)
             self._zero = time.perf_counter()
             self._executor.trace = []
         self._batches.append(batch)
@@ -57,8 +57,8 @@ class PipelineTracer:
             return
         rows = [(str(s.action), s.start - self._zero, s.end - self._zero) for s in self._executor.trace]
         self._executor.trace = None
-        everybody = all_gather_json(rows, self._mesh.pp)
-        if not self._mesh.world.is_first:
+        everybody = all_gather_json(rows, self._pipeline)
+        if not self._prints:
             return
         spans = [
             (rank, parse_action(text), start, end)

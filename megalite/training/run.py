@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -71,10 +71,11 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
+        timeout=60 * parallel.distributed_timeout_minutes,
     )
     if world.device.type == "cpu":
-        mesh = replace(mesh, tp=share_axis(mesh.tp, timeout=60 * parallel.distributed_timeout_minutes))
-    schedules = Schedules(config, mesh.pp.size)
+        mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
+    schedules = Schedules(config, mesh.size("pp"))
     program = schedules.full(world.size)
     cuts = stage_cuts(config, program)
     if world.is_first:
@@ -111,6 +112,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
             if world.is_first:
                 logger.info("\n%s", format_table(report.rows))
         trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
+        mesh.complete()
         yield OpenRun(trainer, state, directory)
 
 
@@ -156,16 +158,17 @@ def assemble(
     """Wires executor, updater, feed, evaluation and hooks into a trainer."""
     feed = Feed(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
-        dp=mesh.dp,
-        per_token=config.training.calculate_per_token_loss,
+        dp_size=mesh.size("dp"),
+        tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
         device=world.device,
         loss_dtype=wide_dtype(config),
         loss_scale=lambda: scaler.scale,
     )
     updater = make_updater(config, state.schedules, model, scaler, feed, progress)
-    channel = TorchChannel(mesh.pp_down, mesh.pp_up, headers=config.parallel.check_pipeline_messages)
+    directions = [mesh.over("pp", apart=direction) for direction in ("down", "up")]
+    channel = TorchChannel(*directions, headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
-    executor = Executor(mesh.pp.rank, model.stages, model.placement, channel, updater, synchronize=synchronize)
+    executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
     traced = config.logging.trace_pipeline
     parts = Parts(

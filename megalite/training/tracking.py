@@ -61,7 +61,7 @@ class TensorBoardHook(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         tensorboard = optional_package(f"--tensorboard-dir={self._directory}", "torch.utils.tensorboard", "tensorboard")
         self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
-        self._writer.add_scalar("world-size", trainer.mesh.world.size, trainer.iteration)
+        self._writer.add_scalar("world-size", trainer.mesh.size("world"), trainer.iteration)
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         self._add(trainer, record)

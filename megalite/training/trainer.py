@@ -170,16 +170,16 @@ class Trainer:
 
     def train_step(self, *, drain: bool) -> StepStats:
         """One iteration; with `drain` nothing of the next batch is begun."""
-        self.mesh.world.waits.take()  # what was waited for between two iterations belongs to none
+        self.mesh.waits.take()  # what was waited for between two iterations belongs to none
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
-        fault_point("iteration", rank=self.mesh.world.rank, step=number)
+        fault_point("iteration", rank=self.mesh.rank, step=number)
         samples = self.parts.batch_sizes.at(progress.consumed_samples)
         if number in self.config.training.iterations_to_skip:
             return self._pass_over(samples, began)
         batch = self._plan(samples, drain=drain)
         program = self.parts.program(batch.size, number)
-        actions = program.actions_for_batch(self.mesh.pp.rank, batch)
+        actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
         if self.parts.tracer is not None:
             self.parts.tracer.before(number, program, batch)
         losses = self.parts.executor.run(actions, self.parts.feed)
@@ -210,7 +210,7 @@ class Trainer:
             loss_scale=results[-1].loss_scale,
             skipped=skipped,
             iteration_time_s=time.perf_counter() - began,
-            wait_time_s=self.mesh.world.waits.take(),
+            wait_time_s=self.mesh.waits.take(),
             data_time_s=self.parts.feed.take_seconds(),
         )
 
@@ -227,7 +227,7 @@ class Trainer:
         return ScheduleBatch(progress.updates, progress.microbatches, size, next_size, first=self._drained)
 
     def _microbatches(self, samples: int) -> int:
-        return samples // (self.config.training.micro_batch_size * self.mesh.dp.size)
+        return samples // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
     def _pass_over(self, samples: int, began: float) -> StepStats:
         """`--iterations-to-skip`: the data of this iteration is consumed, nothing is computed."""
@@ -260,7 +260,7 @@ class Trainer:
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
         total = torch.zeros((), dtype=self.parts.feed.loss_dtype, device=self.device) if mine is None else mine
-        if self.mesh.tp.rank > 0:  # tensor-parallel ranks hold the same loss
+        if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
         if self.device.type == "cpu" or (self.iteration + 1) % self.config.logging.log_interval == 0:

@@ -62,7 +62,7 @@ class Validator:
             for microbatches in batches:
                 local = [mb.to(self._device) for mb in microbatches]
                 losses = self._losses(local)
-                if self._mesh.tp.rank == 0 and losses:
+                if self._mesh.coordinate("tp") == 0 and losses:
                     total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
         finally:
             self._train(True)
@@ -83,7 +83,7 @@ class Validator:
         """Summed losses of the micro-batches on the rank that computed them; an empty list elsewhere."""
         program = forward_program(self._placement, len(microbatches))
         stages = {key: ForwardOnly(stage) for key, stage in self._stages.items() if key[1] == 0}
-        rank = self._mesh.pp.rank
+        rank = self._mesh.coordinate("pp")
         executor = Executor(rank, stages, self._placement, self._channel, NoUpdates(self._newest_version()))
         losses = executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), _Fixed(microbatches))
         executor.finish()

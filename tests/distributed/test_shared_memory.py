@@ -21,7 +21,7 @@ ELEMENTS = SLOT_BYTES // 4
 
 def axes(world: World, timeout: float = 20.0) -> tuple[Axis, Axis]:
     """The same ranks, through shared memory and through gloo."""
-    plain = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size).tp
+    plain = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)["tp"]
     shared = share_axis(plain, timeout=timeout)
     assert shared.shared is not None
     return shared, plain
@@ -114,7 +114,7 @@ def body_elsewhere(world: World, change: dict[str, Any]) -> bool:
         module._host = lambda: change["host"]  # type: ignore[assignment]
     if world.rank == 0 and "create" in change:
         module._create = lambda folder, total: None  # type: ignore[assignment]
-    plain = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size).tp
+    plain = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)["tp"]
     axis = share_axis(plain)
     x = torch.ones(2)
     collectives.all_reduce_(x, axis)

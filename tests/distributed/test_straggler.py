@@ -71,15 +71,15 @@ def body_waits(world: World) -> float:
     """Seconds that this rank waited in collectives to which rank 1 came 0.2 s late, twice."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size)
     barrier(mesh.world)
-    mesh.dp.waits.take()
+    mesh["dp"].waits.take()
     for _ in range(2):
         if world.rank == 1:
             time.sleep(0.2)
-        handle = all_reduce_(torch.ones(4), mesh.dp, async_op=True)
+        handle = all_reduce_(torch.ones(4), mesh["dp"], async_op=True)
         handle.wait()
         all_gather(torch.ones(4), mesh.world)
-    waited = mesh.world.waits.take()  # the axes of a mesh share one clock
-    assert mesh.dp.waits.take() == 0.0
+    waited = mesh.waits.take()  # the axes of a mesh share one clock
+    assert mesh["dp"].waits.take() == 0.0
     return waited
 
 

@@ -63,7 +63,7 @@ def body_model(
     """
     tp = Axis.single("tp")
     if world.size > 1:
-        tp = share_axis(ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size).tp)
+        tp = share_axis(ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)["tp"])
     config = ModelConfig(**{**SHAPE, **fields})
     ctx = LayerContext(tp=tp, sequence_parallel=sequence, dtype=torch.float64, seed=3, autograd_only=bool(backend))
     with mock.patch.object(Block, "compile", partialmethod(Block.compile, backend=backend)):

@@ -131,17 +131,17 @@ def tensor_parallel_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
 
 def body_tensor_parallel(world: World, tp_size: int, stage: int) -> tuple[float, list[Any]]:
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size)
-    parameters = tensor_parallel_parameters(mesh.tp)
+    parameters = tensor_parallel_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage),
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.model)
+    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.over("tp", "pp"))
     buffers.begin_batch(1)
-    share = 1.0 / mesh.dp.size
+    share = 1.0 / mesh.size("dp")
     for (_, parameter), part in zip(parameters, (1.0, 1.0, 1.0 / tp_size), strict=True):
         add_gradient(parameter, torch.full_like(parameter, 3.0 * share * part))
     buffers.start_reduce()
@@ -178,22 +178,22 @@ def body_tied(world: World, stage: int) -> tuple[float, Tensor, list[int]]:
     tied = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
     own = nn.Parameter(torch.ones(5, dtype=torch.float64))
     buffers = ParameterBuffers(
-        [[(TIED, tied), (f"layers.{mesh.pp.rank}.bias", own)]],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        [[(TIED, tied), (f"layers.{mesh.coordinate('pp')}.bias", own)]],
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage, overlap_grad_reduce=True),
         tied=frozenset({TIED}),
-        counts_tied=mesh.pp.is_first,
+        counts_tied=mesh.coordinate("pp") == 0,
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.model)
+    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.over("tp", "pp"))
     buffers.begin_batch(2)
     for _ in range(2):
-        add_gradient(tied, torch.full_like(tied, 0.25 / mesh.dp.size))
-        add_gradient(own, torch.full_like(own, 0.5 / mesh.dp.size))
+        add_gradient(tied, torch.full_like(tied, 0.25 / mesh.size("dp")))
+        add_gradient(own, torch.full_like(own, 0.5 / mesh.size("dp")))
     buffers.start_reduce()
     for gradient in buffers.tied_gradients():
-        all_reduce_(gradient, mesh.pp)
+        all_reduce_(gradient, mesh["pp"])
     buffers.start_tied_reduce()
     buffers.finish_reduce()
     norm = float(optimizer.grad_norm())
@@ -219,12 +219,12 @@ def body_not_finite(world: World, stage: int) -> float:
     weight = nn.Parameter(torch.ones(300))
     buffers = ParameterBuffers(
         [[("layers.0.weight", weight)]],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage),
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.model)
+    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.over("tp", "pp"))
     buffers.begin_batch(1)
     gradient = torch.ones(300)
     gradient[7] = math.inf if world.rank == 1 else 1.0

@@ -90,14 +90,14 @@ def train(world: World, case: Case, dtype: torch.dtype = torch.float64) -> tuple
     layers = make_layers(dtype)
     buffers = ParameterBuffers(
         [named(layers)],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(case.stage, case.overlap, case.overlap, case.bucket_size),
     )
     buffers.attach(list(layers))
-    optimizer = ShardedOptimizer([buffers], make_optimizer=OPTIMIZERS[case.optimizer], model_axis=mesh.model)
-    per_rank = BATCH // mesh.dp.size
+    optimizer = ShardedOptimizer([buffers], make_optimizer=OPTIMIZERS[case.optimizer], model_axis=mesh.over("tp", "pp"))
+    per_rank = BATCH // mesh.size("dp")
     pieces = case.microbatches or per_rank
     norms = []
     for step in range(STEPS):
@@ -105,7 +105,7 @@ def train(world: World, case: Case, dtype: torch.dtype = torch.float64) -> tuple
         for piece in range(pieces):
             if piece == pieces - 1 and not case.counted:
                 buffers.arm()
-            first = mesh.dp.rank * per_rank + piece * (per_rank // pieces)
+            first = mesh.coordinate("dp") * per_rank + piece * (per_rank // pieces)
             losses = [loss_of(layers, step, first + i, dtype) for i in range(per_rank // pieces)]
             torch.stack(losses).sum().backward()
         buffers.start_reduce()

@@ -22,7 +22,7 @@ def draw(rank: int, number: int, count: int, dtype: torch.dtype) -> Tensor:
 
 def body(world: World, dtype: torch.dtype, async_op: bool) -> int:
     """Three reduce-scatters and then three all-gathers, all under way at once; how many went by direct messages."""
-    axis = ParallelMesh.build(rank=world.rank, size=world.size).dp
+    axis = ParallelMesh.build(rank=world.rank, size=world.size)["dp"]
     direct = 0
     originals = exchange.reduce_scatter, exchange.all_gather
 

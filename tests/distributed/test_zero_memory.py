@@ -64,10 +64,10 @@ def body_bytes(world: World, hidden: int, stage: int, dtype: torch.dtype, versio
         [(name, nn.Parameter(torch.zeros(shape, dtype=dtype))) for name, shape in shapes] for _ in range(versions)
     ]
     buffers = ParameterBuffers(
-        copies, dp_shard=mesh.dp_shard, dp_replicate=mesh.dp_replicate, tp=mesh.tp, options=ZeroOptions(stage)
+        copies, dp_shard=mesh["dp_shard"], dp_replicate=mesh["dp_replicate"], tp=mesh["tp"], options=ZeroOptions(stage)
     )
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), model_axis=mesh.model
+        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), model_axis=mesh.over("tp", "pp")
     )
     after_step = []
     gradient = torch.zeros(1, dtype=dtype)
@@ -118,11 +118,11 @@ def body_leak(world: World, stage: int, steps: int) -> list[int]:
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     options = ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1000)
     buffers = ParameterBuffers(
-        [named], dp_shard=mesh.dp_shard, dp_replicate=mesh.dp_replicate, tp=mesh.tp, options=options
+        [named], dp_shard=mesh["dp_shard"], dp_replicate=mesh["dp_replicate"], tp=mesh["tp"], options=options
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), model_axis=mesh.model
+        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), model_axis=mesh.over("tp", "pp")
     )
     sizes = []
     for step in range(steps):
@@ -218,16 +218,16 @@ def body_scratch(
         buffers.append(
             ParameterBuffers(
                 [chunk.logical_parameters()],
-                dp_shard=mesh.dp_shard,
-                dp_replicate=mesh.dp_replicate,
-                tp=mesh.tp,
+                dp_shard=mesh["dp_shard"],
+                dp_replicate=mesh["dp_replicate"],
+                tp=mesh["tp"],
                 options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
                 beside=buffers[0] if buffers else None,
             )
         )
         buffers[-1].attach(chunk.ordered())
     optimizer = ShardedOptimizer(
-        buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), model_axis=mesh.model
+        buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), model_axis=mesh.over("tp", "pp")
     )
     watch = Watch(buffers)
     for _ in range(2):

@@ -27,21 +27,21 @@ def body(
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     buffers = ParameterBuffers(
         [named],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage, bucket_size=1000),
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.model,
+        model_axis=mesh.over("tp", "pp"),
         offload_fraction=fraction,
     )
     for step in range(3):
         buffers.begin_batch(1)
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + mesh.dp.rank)).to(dtype)
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + mesh.coordinate("dp"))).to(dtype)
         for layer in layers:
             x = layer(x).tanh()
         x.square().mean().backward()
@@ -92,16 +92,16 @@ def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.
     mesh, parameter, stream = ParallelMesh.single(), nn.Parameter(torch.ones(8)), _Stream()
     buffers = ParameterBuffers(
         [[("w", parameter)]],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(3),
         keep_gradients=False,
     )
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.model,
+        model_axis=mesh.over("tp", "pp"),
         offload_fraction=1.0,
     )
     (part,) = optimizer.parts

@@ -54,20 +54,20 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
     """Three steps on given gradients; this rank's masters and moments as (name, whole shape, offset, values)."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size, dp_replicate=replicate)
     row = OPTIMIZERS[name.removesuffix("*")]
-    settings = Hyperparameters(adam_eps=1e-5, tp=mesh.tp, adafactor_scale_parameter=name.endswith("*"))
-    parameters = make_parameters(mesh.tp)
+    settings = Hyperparameters(adam_eps=1e-5, tp=mesh["tp"], adafactor_scale_parameter=name.endswith("*"))
+    parameters = make_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage, bucket_size=200 if offload else None),
         whole=row.whole,
     )
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda g: row(g, settings),
-        model_axis=mesh.model,
+        model_axis=mesh.over("tp", "pp"),
         offload_fraction=offload,
     )
     for step in range(1, 4):
@@ -75,7 +75,7 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
         for (label, p), (_, shape, dim) in zip(reversed(parameters), reversed(SHAPES), strict=True):
             sink = sink_of(p)
             assert sink is not None
-            sink.add(local_part(values_of(label, shape, step), dim, mesh.tp) / mesh.dp.size)
+            sink.add(local_part(values_of(label, shape, step), dim, mesh["tp"]) / mesh.size("dp"))
         buffers.start_reduce()
         buffers.finish_reduce()
         optimizer.step(lr=0.01, weight_decay=0.1)

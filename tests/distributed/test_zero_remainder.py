@@ -42,22 +42,22 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     buffers = ParameterBuffers(
         [named],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(stage, bucket_size=1000),
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.model,
+        model_axis=mesh.over("tp", "pp"),
         store_param_remainders=remainders,
     )
     held = optimizer.memory()
     for step in range(3):
         buffers.begin_batch(1)
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + mesh.dp.rank)).bfloat16()
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + mesh.coordinate("dp"))).bfloat16()
         for layer in layers:
             x = layer(x).tanh()
         x.square().mean().backward()

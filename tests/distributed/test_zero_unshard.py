@@ -49,14 +49,14 @@ def body(
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     buffers = ParameterBuffers(
         [named],
-        dp_shard=mesh.dp_shard,
-        dp_replicate=mesh.dp_replicate,
-        tp=mesh.tp,
+        dp_shard=mesh["dp_shard"],
+        dp_replicate=mesh["dp_replicate"],
+        tp=mesh["tp"],
         options=ZeroOptions(3, overlap_grad_reduce=True, overlap_param_gather=prefetch),
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), model_axis=mesh.model
+        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), model_axis=mesh.over("tp", "pp")
     )
     counting = Counting(buffers)
 
@@ -71,7 +71,7 @@ def body(
         if keep:
             buffers.unshard()
         for piece in range(microbatches):
-            seed = 100 * batch + 10 * piece + mesh.dp.rank
+            seed = 100 * batch + 10 * piece + mesh.coordinate("dp")
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             for begin in range(0, LAYERS, recompute or LAYERS):
                 part = list(layers)[begin : begin + (recompute or LAYERS)]
