@@ -5,7 +5,6 @@ One process, `--nprocs N` local ranks, or whatever torchrun, SLURM or mpirun has
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from megalite.comm.launch import INTERRUPTED, Place, launch, print_error, print_
 from megalite.config import Config
 from megalite.config.cli import Parsed, parse_with_origins
 from megalite.errors import MegaliteError
+from megalite.streams import keep_streams
 
 if TYPE_CHECKING:
     from megalite.comm.world import World
@@ -81,12 +81,12 @@ def leave(status: int) -> NoReturn:
     """Ends the process at once. What is to be kept is on disk by now, and the interpreter's own way out takes a torch
     process a second of computing, which is a minute on a starved machine."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it has gone
-            stream.flush()
+        stream.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
+    keep_streams()
     try:
         leave(main(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -166,17 +166,19 @@ class Hooks:
         return summary
 
 
-def guarded(hook: Hook) -> Hook:
+def guarded(hook: Hook, name: str) -> Hook:
     """Wrap a hook so that its first exception is logged as a warning and ends the hook, never the training.
 
-    For trackers on one rank only: a hook that communicates must fail on all ranks or on none.
+    For hooks that write on their own rank only: one that communicates must fail on all ranks or on none. name: of what
+    it writes, for the warning.
     """
-    return _Guarded(hook)
+    return _Guarded(hook, name)
 
 
 class _Guarded(Hook):
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook, name: str) -> None:
         self._hook: Hook | None = hook
+        self._name = name
 
     def _call(self, method: str, *arguments: object) -> None:
         if self._hook is None:
@@ -184,9 +186,9 @@ class _Guarded(Hook):
         try:
             getattr(self._hook, method)(*arguments)
         except Exception as error:
-            name, self._hook = type(self._hook).__name__, None
+            self._hook = None
             what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
-            logger.warning("%s stopped, training goes on: %s", name, what)
+            logger.warning("%s stopped, training goes on: %s", self._name, what)
 
     def on_start(self, trainer: TrainerView) -> None:
         self._call("on_start", trainer)

@@ -44,13 +44,15 @@ def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> 
     if rank == 0:
         hooks.append(ConsoleHook())
         if save is not None:
-            hooks.append(JsonlHook(Path(save) / METRICS_FILE, start_facts))
+            path = Path(save) / METRICS_FILE
+            hooks.append(guarded(JsonlHook(path, start_facts), str(path)))
         if logging.tensorboard_dir is not None:
-            hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir)))
+            hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir), "TensorBoard"))
         if logging.wandb_project is not None:
-            hooks.append(guarded(WandbHook()))
+            hooks.append(guarded(WandbHook(), "wandb"))
     if logging.profile and rank in logging.profile_ranks:
-        hooks.append(ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile"))
+        profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile")
+        hooks.append(guarded(profiler, "the profiler"))
     return Hooks(hooks)
 
 

@@ -69,9 +69,14 @@ class PipelineTracer:
         measured = Timeline.measured(
             spans, title=f"{program.name}, measured", batch_starts=[batch.start for batch in self._batches]
         )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(_render(self._path.suffix, measured, self._plan(program, measured)), encoding="utf-8")
-        logger.info("pipeline timeline: %s", self._path)
+        text = _render(self._path.suffix, measured, self._plan(program, measured))
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            logger.warning("--trace-pipeline=%s: could not be written: %s", self._path, error.strerror)
+        else:
+            logger.info("pipeline timeline: %s", self._path)
 
     def _plan(self, program: Program, measured: Timeline) -> Timeline:
         """The same batches simulated with the mean times that were measured, stage by stage and kind by kind.

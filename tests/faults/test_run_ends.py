@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import subprocess
@@ -18,6 +19,7 @@ from megalite.checkpoint import committed
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.nn.block import Block
+from megalite.streams import Stream
 from megalite.testing import RanksFailed, run_ranks, run_single
 from megalite.training.observers import read_metrics
 from megalite.training.run import open_run, run
@@ -163,3 +165,33 @@ def test_updates_that_are_all_skipped_end_the_run_and_are_not_saved(tmp_path: Pa
     with pytest.raises(RanksFailed, match="iteration 6: the last 3 were skipped"):
         run_single(whole_run, short)
     assert not (tmp_path / "COMPLETED").exists()
+
+
+def body_logs_nowhere(world: World, argv: list[str]) -> tuple[int, str]:
+    """The run with its standard output on a full disk; returns its status and what standard error said."""
+    err = io.StringIO()
+    with open("/dev/full", "w") as full:
+        sys.stdout, before = Stream(full, "standard output", err), sys.stdout  # type: ignore[assignment]
+        try:
+            return whole_run(world, argv), err.getvalue()
+        finally:
+            sys.stdout = before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_logging_that_can_not_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    status, said = run_single(body_logs_nowhere, command(tmp_path))
+    assert status == 0 and (tmp_path / "COMPLETED").exists()
+    assert said.startswith("standard output failed (No space left on device)") and said.count("\n") == 1
+    assert capfd.readouterr().out.count("metrics.jsonl stopped, training goes on: OSError") == 1
+
+
+def test_closed_streams_become_the_null_device(tmp_path: Path) -> None:
+    """Else the first file that is opened takes the number of standard output, and is printed into."""
+    program = "from megalite.streams import keep_streams\nkeep_streams()\n" + (
+        "import os, sys\nfile = open(sys.argv[1], 'w')\nos.write(1, b'printed')\nprint('printed', flush=True)\n"
+    )
+    closed = f"exec {sys.executable} -c '{program.replace(chr(39), chr(34))}' {tmp_path / 'file'} >&- 2>&-"
+    assert subprocess.run(["bash", "-c", closed], cwd=ROOT, timeout=60).returncode == 0
+    assert (tmp_path / "file").read_text() == ""

@@ -80,14 +80,14 @@ def test_the_summary_tells_how_it_ended_and_the_last_values() -> None:
 def test_a_guarded_hook_fails_once_and_alone(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     trainer = FakeTrainer(tiny_config(log_interval=1))
-    hooks = Hooks([guarded(Broken()), recorder])
+    hooks = Hooks([guarded(Broken(), "the broken one"), recorder])
     hooks.on_start(trainer)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             hooks.after_step(trainer, trainer.step())
         hooks.on_end(trainer, "completed")
     assert [name for name, _ in recorder.calls] == ["start", "log", "log", "log", "end"]
-    assert caplog.messages == ["Broken stopped, training goes on: OSError: no space left"]
+    assert caplog.messages == ["the broken one stopped, training goes on: OSError: no space left"]
 
 
 def test_after_a_failure_the_open_interval_is_left_alone() -> None:

@@ -1,0 +1,77 @@
+"""Standard output and error that can fail without ending a run.
+
+A reader that has gone (`| head`), a full disk behind `> log`, a terminal that was lost with its ssh: what is written
+there is lost, what is computed is not. The first failure is said once, on the other of the two streams; from then on
+the null device stands in for the one that failed, for Python and for libraries alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, TextIO
+
+__all__ = ["Stream", "keep_streams"]
+
+
+class Stream:
+    """A text stream whose `write` and `flush` never raise for what lies behind it.
+
+    stream: the real one. name: in words. other: where its failure is told.
+    """
+
+    def __init__(self, stream: TextIO, name: str, other: TextIO) -> None:
+        self._stream, self._name, self._other = stream, name, other
+
+    def write(self, text: str) -> int:
+        """Writes the text, or drops it."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes; what can not be written is dropped."""
+        try:
+            self._stream.flush()
+        except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+            with contextlib.suppress(OSError):
+                os.set_blocking(self._stream.fileno(), True)
+                self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(descriptor, self._stream.fileno())
+            os.close(descriptor)
+            self._stream.flush()  # what was buffered
+        with contextlib.suppress(OSError, ValueError):
+            self._other.write(
+                f"{self._name} failed ({error.strerror}): nothing is written there any more, work goes on\n"
+            )
+            self._other.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def keep_streams() -> None:
+    """Makes this process's standard streams outlive their readers. Call it first: closed ones become the null device,
+    lest the next file that is opened takes their number and is written into by whoever prints.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    out = sys.stdout or open(os.devnull, "w", encoding="utf-8")
+    err = sys.stderr or open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(out, Stream):
+        sys.stdout, sys.stderr = (  # type: ignore[assignment]
+            Stream(out, "standard output", err),
+            Stream(err, "standard error", out),
+        )
