@@ -59,14 +59,14 @@ class Piece(NamedTuple):
 class Statistic(NamedTuple):
     """Optimizer state of a parameter as a whole: fewer dimensions (`kept`), the same on all ranks that share it.
 
-    parameter: its number in a list of `LocalParameter`. replicated: every tensor-parallel rank holds the same values.
+    parameter: its number in a list of `LocalParameter`. sharded: names of the axes along which ranks hold other values.
     """
 
     label: str
     parameter: int
     kept: tuple[int, ...]
     values: Tensor
-    replicated: bool
+    sharded: frozenset[str]
 
     def shard(self, of: LocalParameter, replica: int) -> TensorShard:
         """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""

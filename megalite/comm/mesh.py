@@ -74,6 +74,11 @@ class Axis:
         return cls(name, 1, 0, (world_rank,))
 
     @property
+    def names(self) -> frozenset[str]:
+        """The base axes along which its ranks really differ."""
+        return frozenset(self.name.split("*")) if self.size > 1 else frozenset()
+
+    @property
     def is_first(self) -> bool:
         return self.rank == 0
 

@@ -31,8 +31,13 @@ class Kind(NamedTuple):
     """What the optimizer and the norm must know of an element; equal kinds lie together."""
 
     no_decay: bool
-    tp_replicated: bool
-    tp_partial_grad: bool
+    sharded: frozenset[str]
+    partial: frozenset[str]
+
+    @property
+    def order(self) -> tuple[bool, bool, list[str], list[str]]:
+        """Sorts kinds: what decays and what is cut comes first."""
+        return self.no_decay, not self.sharded, sorted(self.sharded), sorted(self.partial)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Entry:
     @property
     def kind(self) -> Kind:
         place = self.placement
-        return Kind(not place.decay, place.tp_replicated, place.tp_partial_grad)
+        return Kind(not place.decay, place.sharded, place.partial)
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def _group(
 
 
 def _place_flat(group: Sequence[Entry], start: int, shards: int) -> tuple[list[Run], int]:
-    ordered = sorted(group, key=lambda entry: entry.kind)
+    ordered = sorted(group, key=lambda entry: entry.kind.order)
     at = start
     pieces: list[tuple[Kind, list[Slot]]] = []
     for entry in ordered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
+NO_AXES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -14,17 +15,17 @@ class Placement:
     global_shape: shape of the logical tensor, without padding.
     offset: where the local rectangle begins. The local shape may reach past `global_shape` (vocabulary padding); what
     lies outside is zero, is never stored and never counted.
-    tp_replicated: every tensor-parallel rank holds the same rectangle.
-    tp_partial_grad: each tensor-parallel rank computes only its share of the gradient, which must be summed over the
-    axis (norms under sequence parallelism, query/key norms of split heads).
+    sharded: names of the axes that cut it (see `comm.mesh`): along every other axis of a stage all ranks hold the same
+    rectangle. partial: names of the axes along which each rank computes only its share of the gradient, which must be
+    summed over them (norms under sequence parallelism, query/key norms of split heads).
     decay: weight decay applies (matrices and embeddings: yes; biases and norms: no).
     init_std: standard deviation of the normal initial values; None: constant `init_value`.
     """
 
     global_shape: Shape
     offset: Shape
-    tp_replicated: bool
-    tp_partial_grad: bool = False
+    sharded: frozenset[str] = NO_AXES
+    partial: frozenset[str] = NO_AXES
     decay: bool = True
     init_std: float | None = None
     init_value: float = 0.0

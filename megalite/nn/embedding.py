@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megalite.comm.autograd import own_slice
 from megalite.config.model import ModelConfig
-from megalite.inventory.placement import Placement
+from megalite.inventory.placement import NO_AXES, Placement
 from megalite.microbatch import Microbatch
 from megalite.nn.context import LayerContext
 from megalite.nn.dropout import HiddenDropout, site_key
@@ -21,7 +21,8 @@ class PositionEmbedding(nn.Module):
         self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
         self.tp, self.split = ctx.tp, ctx.sequence_split
         shape = (config.max_positions, config.hidden_size)
-        place = Placement(shape, (0, 0), True, tp_partial_grad=self.split, init_std=config.init_method_std)
+        partial = ctx.tp.names if self.split else NO_AXES
+        place = Placement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
         self.weight = new_parameter(shape, place, ctx)
 
     def forward(self, positions: Tensor) -> Tensor:

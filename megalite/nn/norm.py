@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
-from megalite.inventory.placement import Placement
+from megalite.inventory.placement import NO_AXES, Placement
 from megalite.nn.context import LayerContext
 from megalite.parallel.tensor import new_parameter
 
@@ -21,11 +21,12 @@ class Norm(nn.Module):
     def __init__(self, size: int, config: ModelConfig, ctx: LayerContext, *, split_input: bool) -> None:
         super().__init__()
         self.size, self.epsilon = size, config.norm_epsilon
-        place = Placement((size,), (0,), True, tp_partial_grad=split_input, decay=False, init_value=1.0)
+        partial = ctx.tp.names if split_input else NO_AXES
+        place = Placement((size,), (0,), partial=partial, decay=False, init_value=1.0)
         self.weight = new_parameter((size,), place, ctx)
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
-            place = Placement((size,), (0,), True, tp_partial_grad=split_input, decay=False)
+            place = Placement((size,), (0,), partial=partial, decay=False)
             self.bias = new_parameter((size,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megalite.comm.collectives import all_reduce_, device_of
 from megalite.comm.layout import LocalParameter, Piece, Rectangle, Statistic, range_to_rectangles
 from megalite.comm.mesh import Axis
+from megalite.inventory.placement import NO_AXES
 from megalite.optim.rule import UpdateRule
 
 DECAY_EXPONENT = 0.8
@@ -45,7 +46,7 @@ class _Mean:
         self.kept = tuple(d for d in range(len(shape)) if d != over)
         self.count = 1 if over is None else whole[over]
         self.partial = cut is not None and over == cut
-        self.replicated = cut is None or self.partial
+        self.sharded = NO_AXES if self.partial else parameter.placement.sharded
         self.shape = tuple(shape[d] for d in self.kept)
         self.over = over
         self.values = torch.empty(0)
@@ -125,7 +126,7 @@ class Adafactor(UpdateRule):
         """The state: the same on every rank of the shard axis."""
         for number, tracked in enumerate(self.tracked):
             for mean in tracked.means:
-                yield Statistic(mean.label, number, mean.kept, mean.values, mean.replicated)
+                yield Statistic(mean.label, number, mean.kept, mean.values, mean.sharded)
 
     @torch.no_grad()
     def step(self) -> None:

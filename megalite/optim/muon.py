@@ -105,8 +105,9 @@ def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
 
 def gather_matrix(local: Tensor, placement: Placement, tp: Axis) -> tuple[Tensor, int | None]:
     """(the whole matrix, the dimension it is cut along or None where it is not)."""
-    if tp.size == 1 or placement.tp_replicated:
+    if not placement.sharded:
         return local, None
+    assert placement.sharded == tp.names, "a matrix is gathered over one axis"
     cut = [d for d, (have, total) in enumerate(zip(local.shape, placement.global_shape, strict=True)) if have != total]
     assert len(cut) == 1, "a matrix is cut along one dimension"
     dim = cut[0]

@@ -90,8 +90,8 @@ def body_model(
         gradients[name] = {
             "shape": place.global_shape,
             "offset": place.offset,
-            "partial": place.tp_partial_grad,
-            "replicated": place.tp_replicated,
+            "partial": bool(place.partial),
+            "replicated": not place.sharded,
             "value": gradient[tuple(slice(n) for n in valid)].contiguous(),
         }
     stack.eval()

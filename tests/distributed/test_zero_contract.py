@@ -120,9 +120,9 @@ def tensor_parallel_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
     matrix = nn.Parameter(torch.ones(4 // tp.size, 6, dtype=torch.float64))
     bias, norm = (nn.Parameter(torch.ones(6, dtype=torch.float64)) for _ in range(2))
     places = [
-        (matrix, Placement((4, 6), (tp.rank * 4 // tp.size, 0), tp_replicated=False)),
-        (bias, Placement((6,), (0,), tp_replicated=True, decay=False)),
-        (norm, Placement((6,), (0,), tp_replicated=True, tp_partial_grad=True, decay=False)),
+        (matrix, Placement((4, 6), (tp.rank * 4 // tp.size, 0), tp.names)),
+        (bias, Placement((6,), (0,), decay=False)),
+        (norm, Placement((6,), (0,), partial=tp.names, decay=False)),
     ]
     for parameter, placement in places:
         parameter.placement = placement  # type: ignore[attr-defined]

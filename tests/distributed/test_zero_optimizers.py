@@ -41,7 +41,8 @@ def make_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
     for name, shape, dim in SHAPES:
         p = nn.Parameter(local_part(values_of(name, shape, 0), dim, tp))
         offset = tuple(tp.rank * p.shape[d] if d == dim else 0 for d in range(len(shape)))
-        place = Placement(shape, offset, tp_replicated=dim is None, decay=name.endswith("weight") and len(shape) > 1)
+        cut = frozenset() if dim is None else tp.names
+        place = Placement(shape, offset, cut, decay=name.endswith("weight") and len(shape) > 1)
         p.placement = place  # type: ignore[attr-defined]
         parameters.append((name, p))
     return parameters

@@ -25,7 +25,7 @@ def vocab_parameter(
     trained.
     """
     local = padded_size // ctx.tp.size
-    place = Placement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.size == 1, init_std=init_std)
+    place = Placement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.names, init_std=init_std)
     return new_parameter((local, hidden_size), place, ctx)
 
 

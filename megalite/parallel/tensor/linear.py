@@ -29,7 +29,7 @@ from megalite.comm import collectives
 from megalite.comm.autograd import copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, WeightGradQueue, sink_of, sum_widened
-from megalite.inventory.placement import Placement
+from megalite.inventory.placement import NO_AXES, Placement
 from megalite.parallel.tensor.context import TensorContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 
@@ -56,12 +56,11 @@ class ColumnParallelLinear(nn.Module):
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         begin = ctx.tp.rank * local
-        replicated = ctx.tp.size == 1
-        place = Placement((*stack, out_features, in_features), (*origin, begin, 0), replicated, init_std=init_std)
+        place = Placement((*stack, out_features, in_features), (*origin, begin, 0), ctx.tp.names, init_std=init_std)
         self.weight = new_parameter((*stack, local, in_features), place, ctx)
         self.bias: nn.Parameter | None = None
         if bias:
-            place = Placement((*stack, out_features), (*origin, begin), replicated, decay=False)
+            place = Placement((*stack, out_features), (*origin, begin), ctx.tp.names, decay=False)
             self.bias = new_parameter((*stack, local), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,14 +97,13 @@ class RowParallelLinear(nn.Module):
         self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
         self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
         local = in_features // ctx.tp.size
-        place = Placement((out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.size == 1, init_std=init_std)
+        place = Placement((out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.names, init_std=init_std)
         self.weight = new_parameter((out_features, local), place, ctx)
         self.bias: nn.Parameter | None = None
         if bias:
-            partial = ctx.sequence_parallel and ctx.tp.size > 1
-            self.bias = new_parameter(
-                (out_features,), Placement((out_features,), (0,), True, tp_partial_grad=partial, decay=False), ctx
-            )
+            partial = ctx.tp.names if ctx.sequence_parallel else NO_AXES
+            place = Placement((out_features,), (0,), partial=partial, decay=False)
+            self.bias = new_parameter((out_features,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, in/t]` (what `activation` takes, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence

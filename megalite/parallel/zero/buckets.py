@@ -43,7 +43,7 @@ class ParameterBuffers:
             `.sink_uses` (contributions a micro-batch, 1).
         dp_shard: ranks over which ZeRO shards (all of data parallelism in stage 0). dp_replicate: ranks that hold
             copies of the shards.
-        tp: the axis over which partial gradients (`placement.tp_partial_grad`) are summed.
+        tp: the axis over which partial gradients (`placement.partial`) are summed.
         tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
         counts_tied: False on the stage that holds the copy: it is neither counted in the norm nor saved.
         extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have been summed over
@@ -295,7 +295,7 @@ class ParameterBuffers:
         for bucket in self.buckets:
             for run in bucket.plan.runs:
                 start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
-                if run.kind.tp_partial_grad and start < stop:
+                if run.kind.partial and start < stop:
                     pieces.append(bucket.gradient[start - bucket.owned_start : stop - bucket.owned_start])
         if pieces:
             packed = torch.cat(pieces)
@@ -361,7 +361,7 @@ def placement_of(name: str, parameter: Tensor) -> Placement:
     placement = getattr(parameter, "placement", None)
     if placement is None:
         shape = tuple(parameter.shape)
-        return Placement(shape, (0,) * len(shape), tp_replicated=True, decay=len(shape) > 1)
+        return Placement(shape, (0,) * len(shape), decay=len(shape) > 1)
     return placement
 
 

@@ -141,7 +141,7 @@ class ShardedOptimizer:
             return False
         if segment.buffers.replica:
             return False
-        return segment.buffers.tp.is_first or not segment.run.kind.tp_replicated
+        return segment.buffers.tp.is_first or bool(segment.run.kind.sharded)
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor = 1.0, version: int = 0) -> None:
@@ -191,7 +191,7 @@ class ShardedOptimizer:
                 shards += segment.shards(f"optimizer/{name}/", value, replica)
         for part in self.parts:
             for statistic, home in part.statistics():
-                replica = replica_of(home.buffers, home.bucket, everywhere=True, tp_replicated=statistic.replicated)
+                replica = replica_of(home.buffers, home.bucket, everywhere=True, sharded=statistic.sharded)
                 shards.append(statistic.shard(home.parameter, replica))
         return [*shards, TensorShard("optimizer/step", (), (), self.step_count, self._rank_of_copy())]
 
@@ -217,7 +217,7 @@ class ShardedOptimizer:
             buffers,
             segment.bucket,
             everywhere=not buffers.options.stage,
-            tp_replicated=segment.run.kind.tp_replicated,
+            sharded=segment.run.kind.sharded,
         )
 
     def _rank_of_copy(self) -> int:
@@ -232,15 +232,15 @@ class ShardedOptimizer:
             part.set_step_count(count)
 
 
-def replica_of(buffers: ParameterBuffers, bucket: Bucket, *, everywhere: bool, tp_replicated: bool) -> int:
+def replica_of(buffers: ParameterBuffers, bucket: Bucket, *, everywhere: bool, sharded: frozenset[str]) -> int:
     """Which copy of a tensor this rank holds, 0 being the one that is written.
 
-    everywhere: all ranks of the shard axis hold it. tp_replicated: all tensor-parallel ranks do.
+    everywhere: all ranks of the shard axis hold it. sharded: the axes that cut it.
     """
     copies = buffers.dp_replicate.rank
     if everywhere:
         copies = copies * buffers.dp_shard.size + buffers.dp_shard.rank
-    if tp_replicated:
+    if not sharded:
         copies = copies * buffers.tp.size + buffers.tp.rank
     if bucket.plan.tied and not buffers.counts_tied:
         copies += 1

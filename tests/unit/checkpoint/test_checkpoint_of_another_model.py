@@ -53,7 +53,7 @@ def vocabulary(words: int, width: int, tp: int, dp: int, padded: int, *, fill: b
         table = torch.zeros(padded, width)
         table[:words] = logical if fill else 0
         flat = table[t * rows : (t + 1) * rows].reshape(-1).clone()
-        placement = Placement((words, width), (t * rows, 0), tp_replicated=False)
+        placement = Placement((words, width), (t * rows, 0), frozenset({"tp"}))
         bounds = [flat.numel() * d // dp for d in range(dp + 1)]
         for d in range(dp):
             part = flat[bounds[d] : bounds[d + 1]]

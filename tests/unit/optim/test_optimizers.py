@@ -23,7 +23,7 @@ def run(name: str, steps: int, settings: Hyperparameters, *, matrix: bool = Fals
     generator = torch.Generator().manual_seed(1)
     shape = (6, 4) if matrix else (24,)
     p = torch.randn(shape, generator=generator, dtype=torch.float64).float()
-    places = [Placement(shape, (0,) * len(shape), tp_replicated=True)] if matrix else []
+    places = [Placement(shape, (0,) * len(shape))] if matrix else []
     rule = OPTIMIZERS[name]([{"params": [p], "decay": True, "whole": matrix, "placements": places}], settings)
     for _ in range(steps):
         rule.param_groups[0].update(lr=0.1, weight_decay=0.01, **group)
