@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-use_environment "torch numpy yaml safetensors xxhash" -e .
+use_environment
 
 SAVE=${SAVE:-checkpoints/quickstart}
 TOKENIZER=${TOKENIZER:-${SAVE%/}-tokenizer}
@@ -23,3 +23,6 @@ echo "== the model continues 'def '"
 python tools/generate_text.py --load "$SAVE" --prompt "def " --max-new-tokens 200 --temperature 0.7 --top-k 40 --seed 1
 echo
 echo "saved in $SAVE: config.yaml, metrics.jsonl and the checkpoint"
+if [[ ${VIRTUAL_ENV:-} == "$PWD/.venv" ]]; then
+    echo "to go on in the same environment: source .venv/bin/activate"
+fi

@@ -8,9 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-use_environment \
-    "torch numpy yaml safetensors xxhash pytest ruff mypy transformers tokenizers sentencepiece datasets pyarrow zstandard
-     tensorboard wandb matplotlib" -e ".[dev]"
+use_environment dev
 
 status=0
 echo "== formatting" && python -m ruff format --check . || status=1

@@ -13,7 +13,7 @@ import pytest
 from megalite.config import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted([*ROOT.glob("scripts/*"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*ROOT.glob("scripts/*.s[hb]*"), ROOT / ".ci" / "run"])
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 16 --micro-batch-size 1 --lr 1 --mock-data "
     "--vocab-size 64"
