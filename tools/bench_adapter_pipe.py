@@ -19,11 +19,12 @@ from torch import Tensor
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import TorchChannel
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.inventory.pipeline import stage_cuts
 from megalite.microbatch import Microbatch
 from megalite.optim import ConstantLossScaler
 from megalite.parallel.pipeline.executor import Executor
 from megalite.schedule import Batch
-from megalite.training.build import Schedules, build_model, stage_cuts
+from megalite.training.build import Schedules, build_model
 from megalite.training.update import Hyperparameters, Updater
 
 CHUNKS = {"interleaved": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -36,7 +37,7 @@ class PipelineBench:
         self.size = ctx["m"]
         mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], pp=ctx["world"])
         config = bench_config(ctx, schedule)
-        self.program = Schedules(config, mesh.size("pp")).program(self.size, 1)
+        self.program = Schedules(config).program(self.size, 1)
         model = build_model(config, mesh, self.program, stage_cuts(config, self.program), ctx["x"].device)
         numbers = Hyperparameters(ctx["lr"], 0.01, 1.0)
         updater = Updater(

@@ -215,7 +215,7 @@ def transformers_gpt(cfg: dict[str, int], device: Any) -> tuple[Any, Callable[..
 def model_flops(cfg: dict[str, int], batch: int) -> int:
     from bench_adapter import model_config
 
-    from megalite.config.arithmetic import flops_per_iteration
+    from megalite.inventory.layers import flops_per_iteration
 
     return flops_per_iteration(model_config(cfg, tied=True, activation="gelu-tanh"), batch)
 

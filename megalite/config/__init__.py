@@ -9,7 +9,7 @@ Picture::
 Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`, `checkpoint`, `logging`), made of
 `schema.option`; `root` puts them together; `reader`, `yaml_file`, `names` and `values` read what users type, `cli`
 merges it; `legal` judges it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back;
-`arithmetic` (parameters, FLOPs) and `batch_size` (ramp-up) are the numbers.
+`batch_size` is the ramp-up.
 
 Field names are Megatron-LM's flag names with underscores. Sections are frozen; a changed copy is made with
 `dataclasses.replace`. Derived numbers are properties, so they can not go stale.

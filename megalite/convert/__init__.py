@@ -3,7 +3,6 @@
     config.json  <->  ModelConfig            one declarative name map a family
     tensors      <->  logical tensors        q, k, v <-> grouped rows; gate, up <-> [2, f, h]
 
-    layout.py           names and shapes of a model's logical tensors
     family.py           what a family is: rules (names and form of tensors) and its config.json
     llama.py            Llama 2/3, Mistral, Qwen2, Qwen3
     gpt2.py, gpt_neox.py

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.convert.fields import Fields
-from megalite.convert.layout import logical_shapes
+from megalite.inventory.layers import parameter_shapes
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Family:
     def pairs(self, model: ModelConfig) -> Iterator[Pair]:
         """Every tensor of this model, in its order."""
         rules = {rule.ours: rule for rule in self.rules}
-        for name in logical_shapes(model):
+        for name in parameter_shapes(model):
             layer, kind = name.rsplit(".", 1)
             index = ""
             if layer.startswith("layers."):

@@ -22,12 +22,12 @@ from megalite.checkpoint.format import check_file_name, parse_json
 from megalite.checkpoint.saving import check_space
 from megalite.checkpoint.storage import fsync_directory
 from megalite.convert.family import Family, Pair
-from megalite.convert.layout import logical_shapes
 from megalite.convert.registry import family_of, read_model
 from megalite.convert.source import Origin, Source, staged
 from megalite.convert.tokenizer_files import huggingface_files, read_tokenizer
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import CheckpointError
+from megalite.inventory.layers import parameter_shapes
 
 CONFIG, GENERATION, INDEX, SINGLE = (
     "config.json",
@@ -53,7 +53,7 @@ class HuggingFaceSource:
         self.origin = Origin.from_meta(raw)
         self._files = self._where_tensors_are()
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
-        self._shapes = logical_shapes(self.model)
+        self._shapes = parameter_shapes(self.model)
         self._check_names()
 
     @cached_property
@@ -137,7 +137,7 @@ def write_huggingface(source: Source, directory: Path, *, dtype: torch.dtype | N
     model = source.model
     family = family_of(model, source.origin.model_type)
     check_space(
-        directory, sum(torch.Size(s).numel() for s in logical_shapes(model).values()) * (dtype or torch.int8).itemsize
+        directory, sum(torch.Size(s).numel() for s in parameter_shapes(model).values()) * (dtype or torch.int8).itemsize
     )
     special = dict(source.origin.special_tokens)
     eod = source.tokenizer.eod_id
@@ -197,7 +197,7 @@ def _alone(part: Tensor) -> Tensor:
 
 def _shards(source: Source, family: Family) -> Iterator[list[Pair]]:
     """Tensors in the order of the model, cut where a file would become too large."""
-    shapes = logical_shapes(source.model)
+    shapes = parameter_shapes(source.model)
     pairs: list[Pair] = []
     held = 0
     for pair in family.pairs(source.model):

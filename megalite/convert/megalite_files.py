@@ -20,12 +20,13 @@ from megalite.checkpoint.saving import check_space
 from megalite.checkpoint.storage import Part, publish, read_extra, write_file, write_proof, write_shard_file
 from megalite.config.model import ModelConfig
 from megalite.config.saved import from_dict, to_dict
-from megalite.convert.layout import layer_of, logical_shapes
 from megalite.convert.registry import config_around
 from megalite.convert.source import Origin, Source, staged
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
+from megalite.inventory.buckets import layer_of
+from megalite.inventory.layers import parameter_shapes
 
 
 class CheckpointSource:
@@ -60,7 +61,7 @@ def write_checkpoint(source: Source, directory: Path, *, dtype: torch.dtype | No
 
     dtype: of the stored weights; None keeps each as it is. Raises CheckpointError.
     """
-    shapes = logical_shapes(source.model)
+    shapes = parameter_shapes(source.model)
     save_id, name = uuid.uuid4().hex[:12], directory_name(0)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}

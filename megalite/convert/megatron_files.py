@@ -23,7 +23,6 @@ from megalite.checkpoint.discovery import TRACKER, directory_name
 from megalite.checkpoint.saving import check_space
 from megalite.checkpoint.storage import fsync_directory, read_small
 from megalite.config.model import ModelConfig
-from megalite.convert.layout import logical_shapes
 from megalite.convert.megatron import (
     COPY,
     CORE,
@@ -43,6 +42,7 @@ from megalite.convert.source import Origin, Source, staged
 from megalite.convert.tokenizer_files import read_tokenizer
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import CheckpointError
+from megalite.inventory.layers import parameter_shapes
 
 RELEASE, VERSION = "release", 3.0
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -137,7 +137,7 @@ class MegatronSource:
 
     def _check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
-        shapes = logical_shapes(self.model)
+        shapes = parameter_shapes(self.model)
         missing = sorted(shapes.keys() - self._places.keys())
         if missing:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
@@ -288,7 +288,7 @@ def write_megatron(
     model = source.model
     check_cut(model, tensor_parallel, pipeline_parallel)
     args = write_args(model, implementation)
-    shapes = logical_shapes(model)
+    shapes = parameter_shapes(model)
     check_space(directory, sum(torch.Size(s).numel() for s in shapes.values()) * (dtype or torch.int8).itemsize)
     args |= {
         "tensor_model_parallel_size": tensor_parallel,
@@ -322,7 +322,7 @@ def _rank_weights(
     model = source.model
     layers = model.num_layers // stage[1]
     last, first = stage[0] == stage[1] - 1, stage[0] == 0
-    for ours in logical_shapes(model):
+    for ours in parameter_shapes(model):
         rule, index = rule_of(ours)
         here = int(index) // layers == stage[0] if index else (first if ours.startswith("embedding.") else last)
         if not here:

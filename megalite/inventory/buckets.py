@@ -112,28 +112,42 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
+def bucket_limit(bucket_size: int | None, shards: int, *, on_cpu: bool, overlap: bool) -> int | None:
+    """Elements after which a bucket is closed, `bucket_size` where that is given; None: one bucket.
+
+    By default, with overlap, `max(40M, 1M * shards)` on a GPU (Megatron's: the latency of a ring grows with its
+    ranks), 8M on a CPU, where large messages gain nothing; without overlap one bucket.
+    """
+    if bucket_size or not overlap:
+        return bucket_size or None
+    return 8_000_000 if on_cpu else max(40_000_000, 1_000_000 * shards)
+
+
 def plan_buckets(
     entries: Sequence[Entry],
     *,
+    zero_stage: int,
     shards: int,
     bucket_size: int | None,
+    overlap: bool,
+    on_cpu: bool,
     tied: frozenset[str] = frozenset(),
-    by_layer: bool = False,
 ) -> list[BucketPlan]:
     """Buckets in the order in which backward completes them: the last layers first, tied parameters at the very end.
 
-    by_layer: one bucket a layer (stage 3) instead of `bucket_size` elements (None: no limit).
+    Stage 0 shards nothing. Stage 3, and stage 2 without `bucket_size`, have one bucket a layer; the others close one
+    after `bucket_limit` elements.
     """
+    by_layer = zero_stage == 3 or (zero_stage == 2 and bucket_size is None)
+    limit = bucket_limit(bucket_size, shards, on_cpu=on_cpu, overlap=overlap)
+    shards = shards if zero_stage else 1
     plans: list[BucketPlan] = []
     start = 0
-    for group in _group(entries, bucket_size, tied, by_layer):
+    for group in _group(entries, limit, tied, by_layer):
         place = _place_whole if group[0].whole else _place_flat
         runs, stop = place(group, start, shards)
-        plans.append(
-            BucketPlan(
-                start, stop, tuple(runs), tied=group[0].name in tied, layer=layer_of(group[0].name) if by_layer else ""
-            )
-        )
+        layer = layer_of(group[0].name) if by_layer else ""
+        plans.append(BucketPlan(start, stop, tuple(runs), tied=group[0].name in tied, layer=layer))
         start = stop
     return plans
 

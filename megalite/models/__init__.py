@@ -6,6 +6,6 @@
     stage = build_stack(config, specs[begin:end], ctx)      # a LayerStack, initialised
 """
 
-from megalite.models.families import MODELS, LayerSpec, build_stack, layer_specs, parameter_count
+from megalite.models.families import MODELS, LayerSpec, build_stack, layer_specs
 
-__all__ = ["MODELS", "LayerSpec", "build_stack", "layer_specs", "parameter_count"]
+__all__ = ["MODELS", "LayerSpec", "build_stack", "layer_specs"]

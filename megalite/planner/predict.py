@@ -10,29 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from megalite.config import Config
-from megalite.config.arithmetic import flops_per_iteration
+from megalite.inventory.buckets import bucket_limit
+from megalite.inventory.layers import flops_per_iteration
+from megalite.inventory.pipeline import computations, stage_cuts
 from megalite.planner.activations import recompute_cost_layers
 from megalite.planner.communication import Group
 from megalite.planner.cost import LayerTimes, Times, TimeSource, forward_flops_per_block, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
-from megalite.planner.states import Precision, default_bucket_size, stage_elements
-from megalite.schedule import (
-    Costs,
-    Program,
-    build,
-    estimate_costs,
-    load_program,
-    merge_backward,
-    partition,
-    simulate,
-)
+from megalite.planner.states import Precision, stage_elements
+from megalite.schedule import Costs, Program, simulate
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
-__all__ = ["Prediction", "Steady", "memory_of", "predict", "program_of", "stage_cuts", "steady_state"]
+__all__ = ["Prediction", "Steady", "memory_of", "predict", "program_of", "steady_state"]
 
 #: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
 SIMULATED_ACTIONS = 6_000
@@ -95,44 +88,9 @@ class Steady:
         return len(self.ends) * self.makespan / self.busy - 1 if self.busy else 0.0
 
 
-def program_of(config: Config, world_size: int, num_microbatches: int | None = None) -> Program:
+def program_of(config: Config, world_size: int) -> Program:
     """The computations of a full batch, as they run."""
-    parallel = config.parallel
-    if parallel.pipeline_schedule_file is not None:
-        return merge_backward(load_program(parallel.pipeline_schedule_file))
-    m = config.num_microbatches(world_size) if num_microbatches is None else num_microbatches
-    chunks, pairs = parallel.virtual_pipeline_model_parallel_size, parallel.chimera_pairs
-    return _built(parallel.schedule, parallel.pipeline_model_parallel_size, m, chunks, pairs)
-
-
-@cache
-def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int) -> Program:
-    """One object for one shape, so that what is worked out of a program is found again."""
-    return merge_backward(build(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
-
-
-def stage_cuts(config: Config, program: Program) -> list[range]:
-    """Stage -> indices into [embedding, block 0, ..., head], cut as a run cuts them."""
-    parallel, model = config.parallel, config.model
-    costs = estimate_costs(
-        model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_size,
-        vocab_size=model.vocab_size,
-        seq_length=model.seq_length,
-        attention_width=model.query_size,
-        key_value_width=model.kv_size,
-        gated=model.gated,
-    )
-    cut = partition(
-        model.num_layers,
-        program.placement,
-        costs=costs,
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-        layout=parallel.pipeline_model_parallel_layout,
-    )
-    return [cut.items(stage) for stage in range(cut.num_stages)]
+    return computations(config, config.num_microbatches(world_size))
 
 
 def predict(
@@ -189,8 +147,8 @@ def steady_state(config: Config, program: Program, costs: Costs) -> Steady:
     fixed = config.parallel.pipeline_schedule_file is not None
     if actions <= SIMULATED_ACTIONS or skipped < unit or fixed or m - skipped - unit < 2 * p:
         return _simulated(program, costs)
-    long = _simulated(program_of(config, 0, m - skipped), costs)
-    short = _simulated(program_of(config, 0, m - skipped - unit), costs)
+    long = _simulated(computations(config, m - skipped), costs)
+    short = _simulated(computations(config, m - skipped - unit), costs)
     rate = (long.makespan - short.makespan) / unit
     ends = tuple(end + rate * skipped for end in long.ends)
     return Steady(long.makespan + rate * skipped, ends, long.busy / (m - skipped) * m)
@@ -295,7 +253,7 @@ class _Stages:
 
     @cached_property
     def _elements(self) -> tuple[int, ...]:
-        return tuple(stage_elements(self.config, cut, len(self.cuts)) for cut in self.cuts)
+        return tuple(stage_elements(self.config, cut) for cut in self.cuts)
 
     def rank_elements(self, program: Program, rank: int) -> int:
         return sum(self.elements(stage) for stage, _ in program.placement.stages_of(rank))
@@ -309,7 +267,8 @@ class _Stages:
         if self.dp == 1:
             return 0.0, 0.0
         zero = parallel.zero_stage
-        bucket = default_bucket_size(self.config, self.shards, on_cpu=self.hardware.on_cpu)
+        overlap = parallel.overlap_grad_reduce
+        bucket = bucket_limit(parallel.ddp_bucket_size, self.shards, on_cpu=self.hardware.on_cpu, overlap=overlap)
         late, slowest = 0.0, 0.0
         for rank in range(program.num_ranks):
             elements = self.rank_elements(program, rank)

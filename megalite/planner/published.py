@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from megalite.config import Config
-from megalite.config.arithmetic import count_parameters, flops_per_iteration
 from megalite.config.cli import read_unjudged
+from megalite.inventory.layers import count_parameters, flops_per_iteration
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
 from megalite.planner.predict import Prediction, predict

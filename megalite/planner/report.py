@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import Config
-from megalite.config.arithmetic import FLOPS_CONVENTION
+from megalite.inventory.layers import FLOPS_CONVENTION
 from megalite.planner.hardware import Hardware
 from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, pareto

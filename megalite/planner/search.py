@@ -11,14 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from megalite.config import Config
+from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.activations import recompute_cost_layers, stage_activations
 from megalite.planner.communication import Group
 from megalite.planner.cost import LayerTimes, TimeSource
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
-from megalite.planner.predict import Prediction, memory_of, predict, program_of, stage_cuts
+from megalite.planner.predict import Prediction, memory_of, predict, program_of
 from megalite.planner.space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
-from megalite.planner.states import Precision, stage_parameters
+from megalite.planner.states import Precision, stage_elements
 from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
 
 __all__ = ["Found", "Misfit", "Quick", "pareto", "search"]
@@ -72,7 +73,6 @@ class Quick:
     source: TimeSource
     _layers: dict[tuple[int, int, bool, str | None], tuple[LayerTimes, float, Config]] = field(default_factory=dict)
     _elements: dict[int, int] = field(default_factory=dict)
-    _cuts: dict[int, list[range]] = field(default_factory=dict)
 
     def _shared(self, layout: Layout) -> tuple[LayerTimes, float, Config]:
         """(Times, the fewest bytes that a block may keep, configuration)."""
@@ -104,9 +104,8 @@ class Quick:
         """Parameters of the whole model on one tensor-parallel rank."""
         tp = layout.tensor_model_parallel_size
         if tp not in self._elements:
-            config = apply(self.config, layout)
-            whole = stage_parameters(config, range(config.model.num_layers + 2), 1)
-            self._elements[tp] = sum(p.numel for p in whole)
+            whole = range(self.config.model.num_layers + 2)
+            self._elements[tp] = stage_elements(apply(self.config, layout), whole)
         return self._elements[tp]
 
     def exact_memory(
@@ -114,11 +113,7 @@ class Quick:
     ) -> tuple[list[range], tuple[RankMemory, ...]]:
         """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run."""
         program = program_of(config, self.world_size)
-        number = program.num_stages
-        if cuts is None:
-            if number not in self._cuts:
-                self._cuts[number] = stage_cuts(config, program)
-            cuts = self._cuts[number]
+        cuts = stage_cuts(config, program) if cuts is None else cuts
         return cuts, memory_of(config, self.world_size, self.hardware, program, cuts)
 
     def predict(self, config: Config, cuts: list[range]) -> Prediction:

@@ -1,36 +1,22 @@
 """Bytes of weights, gradients, masters and moments on one rank, to the byte.
 
-The arithmetic of the flat buffers (`megalite.parallel.zero`) without a tensor: parameters lie one after the other in
-buckets, each begins at a multiple of 64 elements, and a bucket is a multiple of 64 times the shards. So the numbers
-hold the padding too, and equal what a run allocates (tests/unit/planner/test_states.py builds the real buffers).
+The bucket plan that a run lays its flat buffers by (`megalite.inventory.buckets`) is counted, padding included, so the
+numbers equal what a run allocates (tests/unit/planner/test_states.py builds the real buffers).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.config.arithmetic import layer_shapes, parameter_shapes
-from megalite.config.model import ModelConfig
+from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
+from megalite.inventory.layers import WORD_EMBEDDINGS, first_alike, stage_parameters
 
-__all__ = [
-    "Precision",
-    "StateBytes",
-    "StageParameter",
-    "default_bucket_size",
-    "stage_elements",
-    "stage_parameters",
-    "state_bytes",
-]
-
-ALIGNMENT = 64
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-COLUMN_CUT = ("attention.qkv.weight", "attention.qkv.bias", "mlp.fc1.weight", "mlp.fc1.bias")
-ROW_CUT = ("attention.proj.weight", "mlp.fc2.weight")
+__all__ = ["Precision", "StateBytes", "stage_elements", "state_bytes"]
 
 
 class Precision(NamedTuple):
@@ -46,17 +32,6 @@ class Precision(NamedTuple):
         half = training.bf16 or training.fp16
         compute, wide = (8, 8) if training.fp64 else (2, 4) if half else (4, 4)
         return cls(compute, wide, 2 if training.bf16 and config.parallel.grad_reduce_in_bf16 else wide)
-
-
-class StageParameter(NamedTuple):
-    """A parameter as one tensor-parallel rank holds it. matrix: two or more dimensions inside a layer. statistics:
-    numbers that Adafactor keeps of it."""
-
-    name: str
-    numel: int
-    tied: bool
-    matrix: bool
-    statistics: int
 
 
 @dataclass(frozen=True)
@@ -83,62 +58,11 @@ class StateBytes:
         return self.weights + self.gradients + self.master + self.moments
 
 
-def stage_parameters(config: Config, items: range, num_stages: int) -> list[StageParameter]:
-    """The parameters of a stage in forward order. items: indices into [embedding, block 0, ..., head]."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    layers = model.num_layers
-    tied_head = not model.untie_embeddings_and_output_weights and layers + 1 in items
-    shapes = _shapes(model, items)
-    names = [name for name in shapes if _item_of(name, layers) in items]
-    if tied_head and 0 not in items:
-        names.append(WORD_EMBEDDINGS)
-    apart = not model.untie_embeddings_and_output_weights and num_stages > 1
-    rows = config.padded_vocab_size() // tp
-    result = []
-    for name in names:
-        shape = _local_shape(name, shapes[name], rows, tp)
-        numel = math.prod(shape)
-        matrix = name.startswith("layers.") and len(shape) >= 2
-        factored = len(shape) >= 2 and not name.endswith("bias")
-        statistics = numel // shape[-1] + numel // shape[-2] if factored else numel
-        result.append(StageParameter(name, numel, apart and name == WORD_EMBEDDINGS, matrix, statistics))
-    return result
-
-
-def _local_shape(name: str, shape: tuple[int, ...], rows: int, tp: int) -> tuple[int, ...]:
-    """What a tensor-parallel rank holds; rows: of its part of the vocabulary, padding included."""
-    if name in (WORD_EMBEDDINGS, "head.output.weight"):
-        return (rows, shape[-1])
-    if name.endswith(ROW_CUT):
-        return (*shape[:-1], shape[-1] // tp)
-    if name.endswith(COLUMN_CUT):
-        return (*shape[:-2], shape[-2] // tp, shape[-1]) if name.endswith("weight") else (*shape[:-1], shape[-1] // tp)
-    return shape
-
-
-def default_bucket_size(config: Config, data_parallel_size: int, *, on_cpu: bool) -> int | None:
-    """Elements of a gradient bucket, `--ddp-bucket-size` or the default; None: one bucket."""
-    parallel = config.parallel
-    if parallel.ddp_bucket_size is not None:
-        return parallel.ddp_bucket_size
-    if not parallel.overlap_grad_reduce:
-        return None
-    return 8_000_000 if on_cpu else max(40_000_000, 1_000_000 * data_parallel_size)
-
-
-def _alike(config: Config, items: range) -> range:
-    """The first stage of the same layers: blocks are alike, so what is counted of one holds for the other."""
-    return items if 0 in items or config.model.num_layers + 1 in items else range(1, 1 + len(items))
-
-
-def stage_elements(config: Config, items: range, num_stages: int) -> int:
-    """Elements of the parameters of a stage on one tensor-parallel rank."""
-    return _stage_elements(config, _alike(config, items), num_stages)
-
-
-@lru_cache
-def _stage_elements(config: Config, items: range, num_stages: int) -> int:
-    return sum(parameter.numel for parameter in stage_parameters(config, items, num_stages))
+def stage_elements(config: Config, items: range) -> int:
+    """Elements of the parameters of a stage on one tensor-parallel rank. items: indices into [embedding, block 0, ...,
+    head]."""
+    tp = config.parallel.tensor_model_parallel_size
+    return sum(math.prod(p.local_shape(tp)) for _, p in stage_parameters(config.model, items))
 
 
 def state_bytes(
@@ -151,7 +75,8 @@ def state_bytes(
         versions: weight versions alive at once. num_gradients: updates whose gradients are in memory at once.
         on_cpu: whether the ranks are CPU processes (the default bucket is smaller there).
     """
-    return _state_bytes(config, world_size, _alike(config, items), num_stages, versions, num_gradients, on_cpu)
+    alike = first_alike(config.model, items)
+    return _state_bytes(config, world_size, alike, num_stages, versions, num_gradients, on_cpu)
 
 
 @lru_cache
@@ -191,55 +116,41 @@ class _Bucket(NamedTuple):
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
 
 
-def _shapes(model: ModelConfig, items: range) -> dict[str, tuple[int, ...]]:
-    """Of the layers `items`, and of both ends, in the order of the model."""
-    ends = parameter_shapes(replace(model, num_layers=0))
-    shapes = {name: shape for name, shape in ends.items() if name.startswith("embedding")}
-    for item in items:
-        if 0 < item <= model.num_layers:
-            shapes |= layer_shapes(model, item - 1)
-    return shapes | {name: shape for name, shape in ends.items() if name.startswith("head")}
-
-
-def _item_of(name: str, layers: int) -> int:
-    first, *rest = name.split(".")
-    return int(rest[0]) + 1 if first == "layers" else 0 if first == "embedding" else layers + 1
-
-
-def _align(count: int, unit: int = ALIGNMENT) -> int:
-    return -(-count // unit) * unit
-
-
 def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu: bool) -> list[_Bucket]:
-    zero = config.parallel.zero_stage
-    by_layer = zero == 3 or (zero == 2 and config.parallel.ddp_bucket_size is None)
-    limit = default_bucket_size(config, shards, on_cpu=on_cpu)
-    muon = config.optimizer.optimizer == "muon"
-    ordered = list(enumerate(stage_parameters(config, items, num_stages)))
-    groups: dict[tuple[bool, bool, str], list[list[StageParameter]]] = {}
-    order: list[list[StageParameter]] = []
-    for _, parameter in sorted(ordered, key=lambda pair: (pair[1].tied, -pair[0])):
-        layer = ".".join(parameter.name.split(".")[: 2 if parameter.name.startswith("layers.") else 1])
-        key = (parameter.tied, muon and parameter.matrix, layer if by_layer else "")
-        stack = groups.setdefault(key, [])
-        if not stack or (not by_layer and limit is not None and sum(p.numel for p in stack[-1]) >= limit):
-            stack.append([])
-            order.append(stack[-1])
-        stack[-1].append(parameter)
-    return [_bucket(group, shards if zero else 1, muon and group[0].matrix) for group in order]
+    model, parallel = config.model, config.parallel
+    tp, muon = parallel.tensor_model_parallel_size, config.optimizer.optimizer == "muon"
+    apart = not model.untie_embeddings_and_output_weights and num_stages > 1
+    entries = []
+    for index, (name, parameter) in enumerate(stage_parameters(model, items)):
+        shape = parameter.local_shape(tp)
+        whole = muon and name.startswith("layers.") and len(shape) >= 2
+        place = parameter.place(tp, sequence_parallel=parallel.sequence_parallel)
+        entries.append(Entry(index, name, shape, place, whole))
+    plans = plan_buckets(
+        entries,
+        zero_stage=parallel.zero_stage,
+        shards=shards,
+        bucket_size=parallel.ddp_bucket_size,
+        overlap=parallel.overlap_grad_reduce,
+        on_cpu=on_cpu,
+        tied=frozenset({WORD_EMBEDDINGS} if apart else ()),
+    )
+    return [_bucket(plan, shards if parallel.zero_stage else 1) for plan in plans]
 
 
-def _bucket(group: Sequence[StageParameter], shards: int, whole: bool) -> _Bucket:
-    statistics = sum(p.statistics for p in group)
-    if not whole:
-        numel = _align(sum(_align(p.numel) for p in group), shards * ALIGNMENT)
-        return _Bucket(numel, group[0].tied, False, numel // shards, statistics)
-    loads, states = [0] * shards, [0] * shards
-    for parameter in sorted(group, key=lambda p: -p.numel):
-        owner = loads.index(min(loads))
-        loads[owner] += _align(parameter.numel)
-        states[owner] += parameter.numel
-    return _Bucket(shards * max(loads), group[0].tied, True, max(states), statistics)
+def _bucket(plan: BucketPlan, owners: int) -> _Bucket:
+    numel = plan.stop - plan.start
+    share, whole = numel // owners, plan.runs[0].whole
+    states = [0 if whole else share] * owners
+    for run in plan.runs if whole else ():
+        states[(run.start - plan.start) // share] += run.slots[0].entry.numel
+    return _Bucket(numel, plan.tied, whole, max(states), sum(_statistics(slot.entry) for slot in plan.slots))
+
+
+def _statistics(entry: Entry) -> int:
+    """Numbers that Adafactor keeps of a parameter: a row and a column of a matrix."""
+    shape, numel = entry.shape, entry.numel
+    return numel // shape[-1] + numel // shape[-2] if entry.placement.decay and len(shape) >= 2 else numel
 
 
 def _moments(

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megalite.config import Config
-from megalite.config.arithmetic import count_parameters
 from megalite.errors import ConfigError
+from megalite.inventory.layers import count_parameters
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.fit import shortage
 from megalite.planner.hardware import Hardware, Link

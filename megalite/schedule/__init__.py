@@ -26,7 +26,7 @@ tests/unit/schedule (closed forms of the papers, random shapes, mutations).
 """
 
 from megalite.schedule.action import Action, parse_action
-from megalite.schedule.partition import Partition, compact_layout, estimate_costs, partition, partition_of
+from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Batch, Peak, Program
@@ -64,7 +64,6 @@ __all__ = [
     "compact_layout",
     "default_schedule",
     "dump_program",
-    "estimate_costs",
     "find",
     "insert_communication",
     "insert_reduce",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
 from megalite.errors import ScheduleError
@@ -99,13 +100,16 @@ def partition(
             f"--pipeline-model-parallel-size={placement.num_ranks}: {num_stages} stages for {num_layers} layers, "
             f"embedding and head; use at most {num_layers + 2} stages, or more layers"
         )
-    costs = [0.0, *[1.0] * num_layers, 0.0] if costs is None else [float(cost) for cost in costs]
+    costs = (0.0, *[1.0] * num_layers, 0.0) if costs is None else tuple(float(cost) for cost in costs)
     if len(costs) != num_layers + 2 or min(costs) < 0:
-        raise ScheduleError(f"partition: {num_layers + 2} costs >= 0 are needed (embedding, layers, head), got {costs}")
+        raise ScheduleError(
+            f"partition: {num_layers + 2} costs >= 0 are needed (embedding, layers, head), got {list(costs)}"
+        )
     return Partition(num_layers, _balanced(costs, num_stages))
 
 
-def _balanced(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:
+@lru_cache(maxsize=256)
+def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
     """Contiguous non-empty slices with the least maximum; among those the least sum of squares, earliest cuts first."""
     total = [0.0, *accumulate(costs)]
     n = len(costs)
@@ -251,29 +255,3 @@ def _expand(layout: str, flag: str) -> str:
             f"{flag}: cannot read {wrong[0]!r}; the letters are E t L | ( ) * and commas, as in Et*3|(tt|)*2,tL"
         )
     return text
-
-
-def estimate_costs(
-    num_layers: int,
-    *,
-    hidden_size: int,
-    ffn_hidden_size: int,
-    vocab_size: int,
-    seq_length: int,
-    attention_width: int | None = None,
-    key_value_width: int | None = None,
-    gated: bool = False,
-) -> list[float]:
-    """Relative costs for `partition` by multiply-adds per token, one layer = 1: [embedding, layers ..., head].
-
-    attention_width: heads * head dim (default hidden_size). key_value_width: query groups * head dim (default the
-    same). The embedding is a look-up, so 0; the head is a product with the whole vocabulary. Causal attention counts
-    half.
-    """
-    wide = hidden_size if attention_width is None else attention_width
-    narrow = wide if key_value_width is None else key_value_width
-    projections = hidden_size * (2 * wide + 2 * narrow)
-    scores = wide * seq_length  # two products of seq_length * wide, half of each masked
-    mlp = (3 if gated else 2) * hidden_size * ffn_hidden_size
-    head = hidden_size * vocab_size
-    return [0.0, *[1.0] * num_layers, head / (projections + scores + mlp)]

@@ -17,6 +17,7 @@ from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.p2p import TensorSpec
 from megalite.config import Config
 from megalite.gradient import WeightGradQueue
+from megalite.inventory.pipeline import lowered
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.nn.init import fill
@@ -28,8 +29,7 @@ from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.tensor import WORD_EMBEDDINGS
 from megalite.parallel.zero import ActivationOffload, MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.schedule import Program, insert_unshard, load_program, lower, partition, validate
-from megalite.schedule import build as build_schedule
+from megalite.schedule import Program, validate
 from megalite.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ class Schedules:
     steps."""
 
     config: Config
-    num_ranks: int
 
     def program(self, num_microbatches: int, iteration: int) -> Program:
         """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
@@ -71,19 +70,9 @@ class Schedules:
     def _lowered(self, name: str, num_microbatches: int) -> Program:
         key = (name, num_microbatches)
         if key not in self._cache:
-            program = lower(self._generate(name, num_microbatches))
-            if self.config.parallel.zero_stage == 3 and name == "breadth-first":
-                program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
-            validate(program)
-            self._cache[key] = program
+            self._cache[key] = lowered(self.config, num_microbatches, name)
+            validate(self._cache[key])
         return self._cache[key]
-
-    def _generate(self, name: str, num_microbatches: int) -> Program:
-        parallel = self.config.parallel
-        if parallel.pipeline_schedule_file is not None:
-            return load_program(parallel.pipeline_schedule_file)
-        chunks, pairs = parallel.virtual_pipeline_model_parallel_size, parallel.chimera_pairs
-        return build_schedule(name, self.num_ranks, num_microbatches, chunks, num_pairs=pairs)
 
     @cached_property
     def _cache(self) -> dict[tuple[str, int], Program]:
@@ -201,20 +190,6 @@ def zero_options(config: Config) -> ZeroOptions:
         bucket_size=parallel.ddp_bucket_size,
         grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
     )
-
-
-def stage_cuts(config: Config, program: Program) -> list[range]:
-    """Which layers each stage holds: indices into the list [embedding, block 0 .., head]. Raises ScheduleError."""
-    parallel = config.parallel
-    cut = partition(
-        config.model.num_layers,
-        program.placement,
-        costs=[spec.flops for spec in layer_specs(config.model)],
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-        layout=parallel.pipeline_model_parallel_layout,
-    )
-    return [cut.items(stage) for stage in range(cut.num_stages)]
 
 
 def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> TensorSpec:

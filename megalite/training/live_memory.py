@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.comm.collectives import all_gather_json
+from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.memory import RankMemory, rank_memory
-from megalite.planner.predict import program_of, stage_cuts
+from megalite.planner.predict import program_of
 from megalite.training.hooks import Hook, TrainerView
 from megalite.training.startup import in_units
 from megalite.training.stats import Record, StepStats

@@ -22,7 +22,7 @@ import torch
 from megalite import __version__
 from megalite.comm import collectives
 from megalite.config import Config
-from megalite.config.arithmetic import FLOPS_CONVENTION
+from megalite.inventory.layers import FLOPS_CONVENTION
 from megalite.training.console import ConsoleHook
 from megalite.training.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.training.live_memory import MemoryCheckHook

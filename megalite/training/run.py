@@ -16,10 +16,11 @@ from megalite.comm.world import World
 from megalite.config import Config
 from megalite.data.survey import differences
 from megalite.errors import DataError
+from megalite.inventory.pipeline import stage_cuts
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline.executor import Executor
 from megalite.training import matmul
-from megalite.training.build import Model, Schedules, build_model, build_scaler, stage_cuts, wide_dtype
+from megalite.training.build import Model, Schedules, build_model, build_scaler, wide_dtype
 from megalite.training.dataflow import DataFlow, open_data, resolve_tokenizer
 from megalite.training.directory import RunDirectory
 from megalite.training.exits import COMPLETED, ExitPolicy
@@ -75,7 +76,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     )
     if world.device.type == "cpu":
         mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
-    schedules = Schedules(config, mesh.size("pp"))
+    schedules = Schedules(config)
     program = schedules.full(world.size)
     cuts = stage_cuts(config, program)
     if world.is_first:

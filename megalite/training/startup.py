@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.config import Config
-from megalite.config.arithmetic import FLOPS_CONVENTION, count_parameters, flops_per_iteration
+from megalite.inventory.layers import FLOPS_CONVENTION, count_parameters, flops_per_iteration
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 

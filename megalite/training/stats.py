@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config
-from megalite.config.arithmetic import flops_per_iteration
+from megalite.inventory.layers import flops_per_iteration
 from megalite.training.peaks import peak_flops
 
 __all__ = ["IntervalStats", "Record", "StepStats", "evaluation_record", "peak_memory_bytes", "perplexity"]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megalite.checkpoint import CheckpointReader, resolve
 from megalite.convert import hf_files, megatron_process
-from megalite.convert.layout import logical_shapes
+from megalite.inventory.layers import parameter_shapes
 from megalite.training.loading import load_for_inference
 from megalite.training.tool import run_tool
 from pretrain_gpt import main as pretrain
@@ -73,7 +73,7 @@ def test_export_is_verified_and_comes_back_bit_equal(changes: Any, convert: Conv
 
     assert convert("--from", "hf", "--to", "megalite", "--load", tmp_path / "hf", "--save", tmp_path / "b")[0] == 0
     before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("run", "b"))
-    weights = list(logical_shapes(load_for_inference(tmp_path / "run").config.model))
+    weights = list(parameter_shapes(load_for_inference(tmp_path / "run").config.model))
     assert sorted(after.names) == sorted(weights)
     assert all(torch.equal(before.read(name), after.read(name)) for name in weights)
     assert load_for_inference(tmp_path / "b").tokenizer.encode(text) == list(text.encode())
@@ -136,7 +136,7 @@ def test_megatron_and_back(
         status, out, error = convert("--from", source, "--to", target, "--load", load, "--save", save, *more)
         assert status == 0 and out == f"wrote {save / 'iter_0000000' if save == back else save}\n", error
     before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("run", "back"))
-    assert sorted(after.names) == sorted(logical_shapes(load_for_inference(back).config.model))
+    assert sorted(after.names) == sorted(parameter_shapes(load_for_inference(back).config.model))
     assert all(torch.equal(before.read(name), after.read(name)) for name in after.names)
 
     status, _, error = convert("--from", "megatron", "--to", "megalite", "--load", there, "--save", tmp_path / "x")

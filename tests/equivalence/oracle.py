@@ -20,10 +20,11 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.gradient import GradSink, attach_sink
+from megalite.inventory.pipeline import stage_cuts
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.schedule import build
-from megalite.training.build import parameter_dtype, stage_cuts
+from megalite.training.build import parameter_dtype
 from megalite.training.dataflow import open_data, resolve_tokenizer
 
 

@@ -25,7 +25,7 @@ from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
 from megalite.inventory.placement import Placement
 from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
 from megalite.parallel.zero.host_memory import prefer_own_pages
-from megalite.parallel.zero.options import ZeroOptions, default_bucket_size
+from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.unshard import BucketWeights, Unsharder
 
 MOST_UNDER_WAY = 2
@@ -92,11 +92,12 @@ class ParameterBuffers:
         ]
         self.plans = plan_buckets(
             entries,
-            shards=dp_shard.size if options.stage else 1,
-            bucket_size=options.bucket_size
-            or default_bucket_size(dp_shard.size, self.device, overlap=options.overlap_grad_reduce),
+            zero_stage=options.stage,
+            shards=dp_shard.size,
+            bucket_size=options.bucket_size,
+            overlap=options.overlap_grad_reduce,
+            on_cpu=self.device.type != "cuda",
             tied=tied,
-            by_layer=options.stage == 3 or (options.stage == 2 and options.bucket_size is None),
         )
         self.unsharder: Unsharder = beside.unsharder if beside else Unsharder(prefetch=options.overlap_param_gather)
         self.scratch: ScratchPool = beside.scratch if beside else ScratchPool(self.gradient_dtype, self.device)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class ZeroOptions:
@@ -15,7 +13,7 @@ class ZeroOptions:
     overlap_grad_reduce: a bucket's reduction starts as soon as its last gradient is there, not at the end of the batch.
     overlap_param_gather: updated weights are gathered while the next forward runs (stages 1 and 2), layers ahead of
     their use (stage 3).
-    bucket_size: elements of a gradient bucket; None: `default_bucket_size`. Stage 3 has one bucket a layer, whatever
+    bucket_size: elements of a gradient bucket; None: `bucket_limit`'s default. Stage 3 has one bucket a layer, whatever
     this says.
     grad_reduce_in_bf16: gradients of bf16 parameters are accumulated and summed in bf16 (half the bytes, 8 bits of
     mantissa).
@@ -26,12 +24,3 @@ class ZeroOptions:
     overlap_param_gather: bool = False
     bucket_size: int | None = None
     grad_reduce_in_bf16: bool = False
-
-
-def default_bucket_size(data_parallel_size: int, device: torch.device, *, overlap: bool) -> int | None:
-    """Elements of a bucket: with overlap `max(40M, 1M * dp)` on a GPU (Megatron's: the latency of a ring grows with
-    dp), 8M on a CPU, where large messages gain nothing; without overlap one bucket.
-    """
-    if not overlap:
-        return None
-    return max(40_000_000, 1_000_000 * data_parallel_size) if device.type == "cuda" else 8_000_000

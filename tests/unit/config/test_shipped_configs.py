@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config, parse, with_vocab_size
-from megalite.config.arithmetic import count_parameters
+from megalite.inventory.layers import count_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from megalite.config.model import ModelConfig
 from megalite.convert import HuggingFaceSource, family_of, write_checkpoint
-from megalite.convert.layout import logical_shapes
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
+from megalite.inventory.layers import parameter_shapes
 
 CONFIG: dict[str, Any] = dict(
     model_type="llama", vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
         seq_length=32, vocab_size=20, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu",
         add_bias_linear=False, untie_embeddings_and_output_weights=True,
     )  # fmt: skip
-    shapes = logical_shapes(model)
+    shapes = parameter_shapes(model)
     tensors = {}
     for pair in family_of(model).pairs(model):
         parts = pair.form.to_theirs(model, torch.randn(shapes[pair.ours]))
@@ -137,7 +137,7 @@ def test_damaged_headers(directory: Path) -> None:
         file.write_bytes(raw[: generator.randrange(header)] if generator.random() < 0.2 else raw)
         try:
             source = HuggingFaceSource(directory)
-            for name in logical_shapes(source.model):
+            for name in parameter_shapes(source.model):
                 source.read(name)
         except MegaliteError:
             refused += 1

@@ -24,9 +24,9 @@ from megalite.convert import (
     write_huggingface,
     write_megatron,
 )
-from megalite.convert.layout import logical_shapes
 from megalite.convert.source import Source
 from megalite.errors import ConfigError
+from megalite.inventory.layers import parameter_shapes
 from tests.unit.convert.megatron_layout import HereInstead, Way, megatron_enum, write_megatron_files
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -60,7 +60,7 @@ def peer(kind: str, **changes: Any) -> Any:
 
 
 def all_tensors(source: Source) -> dict[str, Tensor]:
-    return {name: source.read(name) for name in logical_shapes(source.model)}
+    return {name: source.read(name) for name in parameter_shapes(source.model)}
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -222,7 +222,7 @@ class Fixed:
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
         generator = torch.Generator().manual_seed(0)
-        self.tensors = {name: torch.randn(s, generator=generator) for name, s in logical_shapes(model).items()}
+        self.tensors = {name: torch.randn(s, generator=generator) for name, s in parameter_shapes(model).items()}
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name]

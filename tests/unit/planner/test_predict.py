@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from megalite.config import Config
-from megalite.config.arithmetic import count_parameters, flops_per_iteration
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
+from megalite.inventory.layers import count_parameters, flops_per_iteration
 from megalite.planner.communication import Group
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import available, load_hardware, parse_hardware
-from megalite.planner.predict import Prediction, predict, program_of, stage_cuts, steady_state
+from megalite.planner.predict import Prediction, predict, program_of, steady_state
 from megalite.schedule import Costs, simulate
 
 GPT = (
@@ -85,16 +85,6 @@ def test_a_long_batch_is_continued_exactly(schedule: str) -> None:
     )
     assert found.makespan == pytest.approx(float(whole.makespan))
     assert found.bubble_over_ideal == pytest.approx(float(whole.bubble_over_ideal))
-
-
-def test_stages_are_cut_as_a_run_cuts_them() -> None:
-    from megalite.training.build import Schedules
-    from megalite.training.build import stage_cuts as cut_by_the_run
-
-    for extra in ("", "--pipeline-schedule zb-v", "--decoder-first-pipeline-num-layers 1"):
-        config = _gpt(9, 64, 4, 1, 4, 16, f"--micro-batch-size 1 {extra}", 4)
-        program = program_of(config, 4)
-        assert stage_cuts(config, program) == cut_by_the_run(config, Schedules(config, 4).full(4))
 
 
 def test_collectives_follow_alpha_and_beta() -> None:

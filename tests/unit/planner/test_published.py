@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 
 from megalite.config import ModelConfig
-from megalite.config.arithmetic import count_parameters
 from megalite.config.model import FAMILY_DEFAULTS
+from megalite.inventory.layers import count_parameters
 from megalite.planner.published import compare, configured, published_flops, published_runs, table
 
 

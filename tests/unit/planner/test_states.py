@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,13 +14,13 @@ from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import Entry, plan_buckets
+from megalite.inventory.layers import stage_parameters
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers
-from megalite.parallel.zero.options import default_bucket_size
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
-from megalite.planner.states import stage_parameters, state_bytes
+from megalite.planner.states import stage_elements, state_bytes
 from megalite.training.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
 
 BASE = (
@@ -119,7 +120,9 @@ def test_a_meta_instantiation_of_a_large_layout_gives_the_same_bytes(
     config = _config(f"{flags} --tensor-model-parallel-size {tp} --zero-stage {zero}", world_size=tp * dp)
     [module] = _modules(config, items, "meta")
     named: list[tuple[str, Any]] = module.logical_parameters()
-    assert {n: p.numel() for n, p in named} == {p.name: p.numel for p in stage_parameters(config, items, 2)}
+    assert {n: p.numel() for n, p in named} == {
+        n: math.prod(p.local_shape(tp)) for n, p in stage_parameters(config.model, items)
+    }
     tied = (
         frozenset({WORD_EMBEDDINGS})
         if len(items) < 6 and not config.model.untie_embeddings_and_output_weights
@@ -128,10 +131,12 @@ def test_a_meta_instantiation_of_a_large_layout_gives_the_same_bytes(
     options = zero_options(config)
     plans = plan_buckets(
         [Entry(i, n, tuple(p.shape), p.placement) for i, (n, p) in enumerate(named)],
-        shards=dp if zero else 1,
-        bucket_size=options.bucket_size or default_bucket_size(dp, torch.device("cpu"), overlap=True),
+        zero_stage=zero,
+        shards=dp,
+        bucket_size=options.bucket_size,
+        overlap=True,
+        on_cpu=True,
         tied=tied,
-        by_layer=zero >= 2,
     )
     total = sum(plan.stop - plan.start for plan in plans)
     streamed = sum(plan.stop - plan.start for plan in plans if not plan.tied)
@@ -159,6 +164,6 @@ def test_two_versions_and_two_gradients() -> None:
 def test_bytes_per_parameter_over_four_shards_are_those_of_the_zero_paper(zero: int, half: float, full: float) -> None:
     for flags, expected in (("--bf16", half), ("", full)):
         config = _config(f"{flags} --hidden-size 512 --zero-stage {zero}", world_size=4)
-        parameters = sum(p.numel for p in stage_parameters(config, range(6), 1))
+        parameters = stage_elements(config, range(6))
         found = state_bytes(config, 4, range(6), num_stages=1, versions=1, num_gradients=1, on_cpu=True)
         assert found.held == pytest.approx(expected * parameters, rel=1e-3)

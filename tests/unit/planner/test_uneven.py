@@ -12,10 +12,11 @@ from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
 from megalite.config.legal import problems
 from megalite.config.saved import dump_yaml, load_yaml
+from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.cost import LayerTimes, Roofline, Times
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.memory import rank_memory
-from megalite.planner.predict import predict, program_of, stage_cuts
+from megalite.planner.predict import predict, program_of
 from megalite.planner.search import Found, search
 from megalite.planner.space import SEARCHED
 from megalite.planner.uneven import Room, deal, recomputing, recut, smallest_numbers

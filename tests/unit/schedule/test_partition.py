@@ -8,7 +8,7 @@ import random
 import pytest
 
 from megalite.errors import ScheduleError
-from megalite.schedule import Partition, estimate_costs, partition
+from megalite.schedule import Partition, partition
 from megalite.schedule.partition import parse_layout
 from megalite.schedule.placement import bidirectional, loop, vee
 
@@ -120,21 +120,3 @@ def test_contradictions() -> None:
         partition(4, loop(1), first=2, last=1)
     with pytest.raises(ScheduleError, match="6 costs >= 0 are needed"):
         partition(4, loop(2), costs=[1.0] * 4)
-
-
-def test_estimated_head_of_gpt2() -> None:
-    costs = estimate_costs(12, hidden_size=768, ffn_hidden_size=3072, vocab_size=50257, seq_length=1024)
-    per_layer = 12 * 768**2 + 768 * 1024  # 4 h^2 attention, 8 h^2 mlp, s*h for the two halved score products
-    assert costs[0] == 0 and costs[1:13] == [1.0] * 12 and costs[13] == pytest.approx(768 * 50257 / per_layer)
-    assert str(partition(12, loop(4), costs=costs)) == "Etttt|tttt|tttt|L"
-    gated = estimate_costs(
-        2,
-        hidden_size=8,
-        ffn_hidden_size=16,
-        vocab_size=32,
-        seq_length=4,
-        attention_width=8,
-        key_value_width=4,
-        gated=True,
-    )
-    assert gated[-1] == pytest.approx(8 * 32 / (8 * 24 + 8 * 4 + 3 * 8 * 16))

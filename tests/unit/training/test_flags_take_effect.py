@@ -22,8 +22,9 @@ from megalite.comm.world import World
 from megalite.config import parse
 from megalite.config.root import all_options
 from megalite.errors import MegaliteError
+from megalite.inventory.pipeline import stage_cuts
 from megalite.training import run as training_run
-from megalite.training.build import Schedules, stage_cuts
+from megalite.training.build import Schedules
 from megalite.training.matmul import set_matmul_precision
 from megalite.training.run import run
 from pretrain_gpt import main
@@ -274,7 +275,7 @@ def test_layers_are_dealt_as_asked(flags: str) -> None:
     cuts = []
     for added in ("", flags):
         config = parse([*BASE.split(), *pipeline.split(), *added.split()], world_size=4)
-        cuts.append(stage_cuts(config, Schedules(config, 4).full(4)))
+        cuts.append(stage_cuts(config, Schedules(config).full(4)))
     assert cuts[0] != cuts[1]
     assert [layer for cut in cuts[1] for layer in cut] == list(range(10))
 

@@ -1,0 +1,267 @@
+"""What a model consists of, layer by layer, without a tensor: parameters, matrix products, sums over the tensor axis.
+
+A model is the list [embedding, block 0, ..., block L-1, head]. Everything that counts or cuts it reads this list:
+parameter counts and FLOPs, memory, the cuts of a pipeline, conversion, the planner. `nn` builds the same from the
+configuration (tests/unit/test_inventory.py holds the two together over every family and flag).
+
+Layers may differ; those with the same description are one object, so whatever is worked out of a layer is found again
+by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.config.model import ModelConfig
+from megalite.inventory.placement import Placement, Shape
+
+__all__ = [
+    "FLOPS_CONVENTION",
+    "WORD_EMBEDDINGS",
+    "Layer",
+    "Parameter",
+    "Product",
+    "count_parameters",
+    "first_alike",
+    "flops_per_iteration",
+    "layer_name",
+    "layers",
+    "parameter_shapes",
+    "stage_parameters",
+]
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+FLOPS_CONVENTION = "model FLOPs, Megatron's convention: causal attention halved, no recomputation"
+
+
+def _share(extent: int, shards: int, multiple: int) -> int:
+    """What one of `shards` holds of an extent that is padded to a multiple of `multiple` in each."""
+    return -(-extent // (multiple * shards)) * multiple
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One logical tensor of a layer.
+
+    name: inside its layer; shape: without padding. cut: the dimension that the tensor axis cuts, None: every rank
+    holds all of it. multiple: each rank's part of that dimension is padded to it (vocabulary).
+    partial: what a rank sees only its share of, so that gradients must be summed over the tensor axis: `sequence` (its
+    tokens, under sequence parallelism), `heads` (its heads), or nothing.
+    decay, init_std, init_value: as in `Placement`. copy_of: logical name of the tensor of another layer that this is.
+    """
+
+    name: str
+    shape: Shape
+    cut: int | None = None
+    multiple: int = 1
+    partial: str = ""
+    decay: bool = True
+    init_std: float | None = None
+    init_value: float = 0.0
+    copy_of: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local_shape(self, shards: int) -> Shape:
+        """What one of `shards` tensor-parallel ranks holds in memory."""
+        local = list(self.shape)
+        if self.cut is not None:
+            local[self.cut] = _share(local[self.cut], shards, self.multiple)
+        return tuple(local)
+
+    def place(self, shards: int, rank: int = 0, *, sequence_parallel: bool = False) -> Placement:
+        """Where the part of tensor-parallel rank `rank` of `shards` lies."""
+        offset = [0] * len(self.shape)
+        if self.cut is not None:
+            offset[self.cut] = rank * self.local_shape(shards)[self.cut]
+        return Placement(
+            self.shape,
+            tuple(offset),
+            tp_replicated=shards == 1 or self.cut is None,
+            tp_partial_grad=shards > 1
+            and (self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)),
+            decay=self.decay,
+            init_std=self.init_std,
+            init_value=self.init_value,
+        )
+
+
+@dataclass(frozen=True)
+class Product:
+    """`[m, k] x [k, n]`, m the tokens of a micro-batch.
+
+    cut: which of n and k the tensor axis cuts. multiple: of each rank's part of it. core: of two activations, inside
+    attention: no weights, cut by heads, causal (half of it counts), and what selective recomputation repeats.
+    """
+
+    name: str
+    n: int
+    k: int
+    cut: str
+    multiple: int = 1
+    core: bool = False
+
+    def local(self, shards: int) -> tuple[int, int]:
+        """(n, k) of one of `shards` tensor-parallel ranks."""
+        if self.cut == "n":
+            return _share(self.n, shards, self.multiple), self.k
+        return self.n, _share(self.k, shards, self.multiple)
+
+    def flops(self, shards: int | None = None) -> int:
+        """Of one token forward, 2 per multiply-add. shards: with what `shards` tensor-parallel ranks pad."""
+        n, k = (self.n, self.k) if shards is None else (_share(self.n, shards, self.multiple) * shards, self.k)
+        return n * k if self.core else 2 * n * k
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer. model: the configuration as this layer has it.
+
+    gathers: inputs that each tensor-parallel rank needs whole (`f` of Megatron-LM: gathered under sequence
+    parallelism, their gradients summed). sums: outputs that are summed over the axis (`g`: scattered under sequence
+    parallelism, their gradients gathered).
+    """
+
+    kind: str
+    model: ModelConfig
+    parameters: tuple[Parameter, ...]
+    products: tuple[Product, ...] = ()
+    gathers: int = 0
+    sums: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        return self.kind == "block"
+
+    def flops(self, shards: int | None = None, *, core: bool | None = None) -> int:
+        """Of one token forward; core: only of attention's core, or only of the rest."""
+        return sum(p.flops(shards) for p in self.products if core is None or p.core == core)
+
+
+def _norm(name: str, size: int, model: ModelConfig, partial: str = "sequence") -> list[Parameter]:
+    weight = Parameter(f"{name}.weight", (size,), partial=partial, decay=False, init_value=1.0)
+    bias = Parameter(f"{name}.bias", (size,), partial=partial, decay=False)
+    return [weight, bias] if model.normalization == "LayerNorm" else [weight]
+
+
+def _column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
+    """Outputs are cut. A gated projection keeps gate and value apart in a leading dimension, so that a slice of it is a
+    rectangle."""
+    cut = len(rows) - 1
+    weight = Parameter(f"{name}.weight", (*rows, columns), cut, init_std=model.init_method_std)
+    return [weight, Parameter(f"{name}.bias", rows, cut, decay=False)] if bias else [weight]
+
+
+def _row(name: str, rows: int, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
+    """Inputs are cut; writes to the residual stream: the 2L of them add up to one (GPT-2)."""
+    std = model.init_method_std / math.sqrt(2 * model.num_layers)
+    weight = Parameter(f"{name}.weight", (rows, columns), 1, init_std=std)
+    return [weight, Parameter(f"{name}.bias", (rows,), partial="sequence", decay=False)] if bias else [weight]
+
+
+def _vocabulary(name: str, model: ModelConfig, copy_of: str | None = None) -> Parameter:
+    shape, multiple = (model.vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
+    return Parameter(name, shape, 0, multiple, init_std=model.init_method_std, copy_of=copy_of)
+
+
+def _embedding(model: ModelConfig) -> Layer:
+    parameters = [_vocabulary("word_embeddings.weight", model)]
+    if model.position_embedding_type == "learned_absolute":
+        shape = (model.max_positions, model.hidden_size)
+        parameters.append(
+            Parameter("position_embeddings.weight", shape, partial="sequence", init_std=model.init_method_std)
+        )
+    return Layer("embedding", model, tuple(parameters), sums=1)
+
+
+def _block(model: ModelConfig) -> Layer:
+    h, f, q, s, bias = model.hidden_size, model.ffn_size, model.query_size, model.seq_length, model.add_bias_linear
+    qkv, up = q + 2 * model.kv_size, (2, f) if model.gated else (f,)
+    head_norms = ("attention.q_norm", "attention.k_norm") if model.qk_layernorm else ()
+    parameters = [
+        *_norm("input_norm", h, model),
+        *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
+        *_row("attention.proj", h, q, model, bias),
+        *(parameter for name in head_norms for parameter in _norm(name, model.head_dim, model, "heads")),
+        *_norm("mlp_norm", h, model),
+        *_column("mlp.fc1", up, h, model, bias),
+        *_row("mlp.fc2", h, f, model, bias),
+    ]
+    products = (
+        Product("qkv", qkv, h, "n"),
+        Product("scores", s, q, "k", core=True),
+        Product("context", q, s, "n", core=True),
+        Product("proj", h, q, "k"),
+        Product("fc1", math.prod(up), h, "n"),
+        Product("fc2", h, f, "k"),
+    )
+    return Layer("block", model, tuple(parameters), products, gathers=2, sums=2)
+
+
+def _head(model: ModelConfig) -> Layer:
+    tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+    parameters = [*_norm("final_norm", model.hidden_size, model), _vocabulary("output.weight", model, tied)]
+    output = Product("output", model.vocab_size, model.hidden_size, "n", model.make_vocab_size_divisible_by)
+    return Layer("head", model, tuple(parameters), (output,), gathers=1)
+
+
+@lru_cache(maxsize=256)
+def layers(model: ModelConfig) -> tuple[Layer, ...]:
+    """[embedding, block 0, ..., head]. The vocabulary must be known (it comes from the tokenizer)."""
+    assert model.vocab_size > 0, "the vocabulary size comes from the tokenizer: resolve it first"
+    return (_embedding(model), *[_block(model)] * model.num_layers, _head(model))
+
+
+@lru_cache(maxsize=4096)
+def first_alike(model: ModelConfig, items: range) -> range:
+    """The first stretch of the list with the same layers as `items`: what is counted of one holds for the other."""
+    all_layers = layers(model)
+    wanted, length = all_layers[items.start : items.stop], len(items)
+    return next(range(i, i + length) for i in range(items.stop) if all_layers[i : i + length] == wanted)
+
+
+def layer_name(index: int, num_layers: int) -> str:
+    """Of item `index` of the list: 'embedding', 'layers.3', 'head'."""
+    return "embedding" if index == 0 else "head" if index > num_layers else f"layers.{index - 1}"
+
+
+def stage_parameters(model: ModelConfig, items: range) -> Iterator[tuple[str, Parameter]]:
+    """(Logical name, parameter) of the layers `items` (indices of the list) in forward order, each tensor once."""
+    seen: set[str] = set()
+    for index in items:
+        prefix = layer_name(index, model.num_layers)
+        for parameter in layers(model)[index].parameters:
+            name = parameter.copy_of or f"{prefix}.{parameter.name}"
+            if name not in seen:
+                seen.add(name)
+                yield name, parameter
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Logical name -> shape without padding of every tensor of the model, in its order; a tied one once."""
+    return {name: parameter.shape for name, parameter in stage_parameters(model, range(model.num_layers + 2))}
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Elements of all logical parameters, vocabulary unpadded; tied weights count once."""
+    return sum(p.numel for layer in layers(model) for p in layer.parameters if p.copy_of is None)
+
+
+def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model_parallel_size: int = 1) -> int:
+    """Model FLOPs of one iteration, forward and backward, in Megatron-LM's convention: 2 per multiply-add, backward
+    counted twice a forward, causal attention halved, nothing for recomputation, the output layer with the padded
+    vocabulary. Not comparable with conventions that count otherwise, so whoever prints them names it.
+
+    With B samples of s tokens, width h, L layers, queries q = a*d, keys k = g*d, MLP width f with c matrices (3 when
+    gated, else 2) and padded vocabulary V::
+
+        6*B*s * (L*h*f*c + L*h*(2q + 2k) + h*V) + 6*B*s*s*q*L
+    """
+    per_token = sum(layer.flops(tensor_model_parallel_size) for layer in layers(model))
+    return 3 * global_batch_size * model.seq_length * per_token

@@ -1,0 +1,65 @@
+"""How a configuration runs on a pipeline: its program, and which layers each stage holds.
+
+The trainer executes what these functions return, and the planner prices it.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+from megalite.config import Config
+from megalite.config.model import ModelConfig
+from megalite.inventory.layers import layers
+from megalite.schedule import Program, build, insert_unshard, load_program, lower, merge_backward, partition
+
+__all__ = ["computations", "lowered", "stage_cuts"]
+
+
+def computations(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
+    """F, B, I, W and STEP of a batch as they run, without messages, reductions and gathers.
+
+    schedule: instead of the configuration's. Raises ScheduleError.
+    """
+    parallel = config.parallel
+    if parallel.pipeline_schedule_file is not None:
+        return merge_backward(load_program(parallel.pipeline_schedule_file))
+    return _built(
+        schedule or parallel.schedule,
+        parallel.pipeline_model_parallel_size,
+        num_microbatches,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.chimera_pairs,
+    )
+
+
+@cache
+def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int) -> Program:
+    """One object for one shape, so that what is worked out of a program is found again."""
+    return merge_backward(build(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
+
+
+def lowered(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
+    """The same with everything that an executor needs. Raises ScheduleError."""
+    program = lower(computations(config, num_microbatches, schedule))
+    if config.parallel.zero_stage == 3 and (schedule or config.parallel.schedule) == "breadth-first":
+        program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
+    return program
+
+
+@lru_cache(maxsize=256)
+def _forward_flops(model: ModelConfig) -> tuple[float, ...]:
+    return tuple(float(layer.flops()) for layer in layers(model))
+
+
+def stage_cuts(config: Config, program: Program) -> list[range]:
+    """Which layers each stage holds: indices into [embedding, block 0, ..., head]. Raises ScheduleError."""
+    parallel = config.parallel
+    cut = partition(
+        config.model.num_layers,
+        program.placement,
+        costs=_forward_flops(config.model),
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        layout=parallel.pipeline_model_parallel_layout,
+    )
+    return [cut.items(stage) for stage in range(cut.num_stages)]

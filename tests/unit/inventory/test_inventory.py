@@ -1,0 +1,110 @@
+"""The inventory of a model against the modules that are built: over every family and flag that changes a parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megalite.comm.mesh import Axis
+from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
+from megalite.inventory.layers import count_parameters, layer_name, layers, parameter_shapes, stage_parameters
+from megalite.models import build_stack, layer_specs
+from megalite.nn.context import LayerContext
+from megalite.nn.naming import placement_of
+from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+SHAPE: dict[str, Any] = dict(
+    num_layers=2, hidden_size=24, num_attention_heads=4, seq_length=8, vocab_size=50, make_vocab_size_divisible_by=8
+)
+# Every field that decides which parameters there are, how large they are or how they begin, with its values.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "activation": ("gelu", "swiglu"),
+    "add_bias_linear": (True, False),
+    "add_qkv_bias": (True, False),
+    "qk_layernorm": (True, False),
+    "position_embedding_type": ("learned_absolute", "rope", "none"),
+    "untie_embeddings_and_output_weights": (True, False),
+    "num_query_groups": (None, 2),
+}
+OTHERS = [
+    {**FAMILY_DEFAULTS["llama"], "model_type": "llama", "num_query_groups": 2},
+    {"activation": "geglu", "kv_channels": 10, "max_position_embeddings": 20, "init_method_std": 0.5},
+    {"activation": "squared-relu", "ffn_hidden_size": 36, "num_layers": 3},
+    {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
+]
+LAYOUTS = ((1, 0, True), (2, 0, False), (2, 1, True))  # tensor-parallel size, rank, sequence parallelism
+
+
+def _models() -> Iterator[ModelConfig]:
+    for values in itertools.product(*CHOICES.values()):
+        yield ModelConfig(**SHAPE, **dict(zip(CHOICES, values, strict=True)))
+    for changes in OTHERS:
+        yield ModelConfig(**{**SHAPE, **changes})
+
+
+def _check(model: ModelConfig, items: range, size: int, rank: int, split: bool) -> None:
+    ctx = LayerContext(tp=Axis("tp", size, rank, tuple(range(size))), sequence_parallel=split, device="meta")
+    stack = build_stack(model, layer_specs(model)[items.start : items.stop], ctx)
+    built = [(name, tuple(p.shape), placement_of(p)) for name, p in stack.logical_parameters()]
+    listed = [
+        (name, p.local_shape(size), p.place(size, rank, sequence_parallel=split))
+        for name, p in stage_parameters(model, items)
+    ]
+    assert built == listed, f"{model}, tensor-parallel rank {rank} of {size}, sequence parallel {split}"
+
+
+def test_what_is_built_is_what_the_inventory_lists() -> None:
+    """Names in order, shapes, places, initial values of every parameter."""
+    for number, model in enumerate(_models()):
+        _check(model, range(model.num_layers + 2), *LAYOUTS[number % 3])
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_are_built_as_the_inventory_lists_them(layout: tuple[int, int, bool], untied: bool) -> None:
+    """A head apart from the embedding holds a copy of it, under its name."""
+    model = ModelConfig(**SHAPE, qk_layernorm=True, untie_embeddings_and_output_weights=untied)
+    for items in (range(4), range(2), range(1, 3), range(3, 4)):
+        _check(model, items, *layout)
+
+
+def test_products_are_those_of_the_linear_layers() -> None:
+    """Every weight matrix but those that are looked up multiplies once a token, cut as its layer is."""
+    for size in (1, 2):
+        ctx = LayerContext(tp=Axis("tp", size, 0, tuple(range(size))), device="meta")
+        for model in (ModelConfig(**{**SHAPE, **changes}) for changes in ({}, *OTHERS)):
+            block = build_stack(model, layer_specs(model)[1:2], ctx).ordered()[0]
+            linears = {
+                name.rpartition(".")[2]: module
+                for name, module in block.named_modules()
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            }
+            products = {p.name: p for p in layers(model)[1].products if not p.core}
+            assert list(linears) == list(products)
+            for name, linear in linears.items():
+                *rows, columns = linear.weight.shape
+                assert products[name].local(size) == (math.prod(rows), columns)
+                assert products[name].cut == ("n" if isinstance(linear, ColumnParallelLinear) else "k")
+
+
+def test_counts_are_sums_of_what_is_listed() -> None:
+    for model in _models():
+        assert count_parameters(model) == sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+def test_equal_layers_are_one_object_and_other_models_have_others() -> None:
+    model = ModelConfig(**SHAPE)
+    first, second = layers(model)[1:3]
+    assert first is second
+    assert layers(dataclasses.replace(model, ffn_hidden_size=8))[1] is not first
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "embedding"), (1, "layers.0"), (2, "layers.1"), (3, "head")])
+def test_names_of_layers(index: int, name: str) -> None:
+    assert layer_name(index, 2) == name == layer_specs(ModelConfig(**SHAPE))[index].name
