@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalite.config.model import ModelConfig
-from megalite.inventory.placement import Placement, Shape
+from megalite.inventory.placement import NO_AXES, Placement, Shape
 
 __all__ = [
     "FLOPS_CONVENTION",
@@ -80,12 +80,13 @@ class Parameter:
         offset = [0] * len(self.shape)
         if self.cut is not None:
             offset[self.cut] = rank * self.local_shape(shards)[self.cut]
+        axes = frozenset({"tp"}) if shards > 1 else NO_AXES
+        shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
         return Placement(
             self.shape,
             tuple(offset),
-            tp_replicated=shards == 1 or self.cut is None,
-            tp_partial_grad=shards > 1
-            and (self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)),
+            sharded=NO_AXES if self.cut is None else axes,
+            partial=axes if shared else NO_AXES,
             decay=self.decay,
             init_std=self.init_std,
             init_value=self.init_value,
