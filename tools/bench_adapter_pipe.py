@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm.mesh import ParallelMesh
-from megalite.comm.p2p import TorchChannel
+from megalite.comm.p2p import Channel
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megalite.inventory.pipeline import stage_cuts
 from megalite.microbatch import Microbatch
@@ -53,7 +53,7 @@ class PipelineBench:
             version=0,
             update_of=lambda microbatch: microbatch // self.size,
         )
-        channel = TorchChannel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"))
+        channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"))
         self.executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater)
         self.microbatches = [
             microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size), strict=True)

@@ -30,7 +30,7 @@ from torch import Tensor
 from megalite.comm.collectives import all_gather_into, all_gather_json, all_reduce_, barrier, reduce_scatter_into
 from megalite.comm.launch import launch
 from megalite.comm.mesh import Axis, ParallelMesh
-from megalite.comm.p2p import Label, TensorSpec, TorchChannel
+from megalite.comm.p2p import Channel, Label, TensorSpec
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
@@ -257,7 +257,7 @@ def link_seconds(bench: Bench, world: World) -> dict[str, list[float]]:
         return {}
     dp = ParallelMesh.build(rank=world.rank, size=world.size)["dp"]
     line = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
-    channel = TorchChannel(line.over("pp", apart="down"), line.over("pp", apart="up"))
+    channel = Channel(line.over("pp", apart="down"), line.over("pp", apart="up"))
     points: dict[str, list[float]] = {"all_reduce": [], "gather": [], "send": []}
     for nbytes in LINK_BYTES:
         whole = torch.zeros(nbytes // 4 // world.size * world.size, device=bench.device)
@@ -283,7 +283,7 @@ def link_seconds(bench: Bench, world: World) -> dict[str, list[float]]:
     return links
 
 
-def _there_and_back(channel: TorchChannel, x: Tensor, rank: int) -> None:
+def _there_and_back(channel: Channel, x: Tensor, rank: int) -> None:
     """Ranks 0 and 1 pass a message to each other once; the others rest."""
     spec = TensorSpec(tuple(x.shape), x.dtype, x.device)
     if rank == 0:

@@ -4,9 +4,8 @@ A channel carries tensors whose shapes both ends know; no shape ever travels. Me
 arrive in the order in which they were sent (the schedule validator proves that both ends agree on that order), so
 neither tags nor matching are needed: NCCL has none, gloo gets a running number.
 
-    TorchChannel     between processes; one communicator for messages to higher ranks, one for messages to lower
-                     ranks, so that activations and gradients that cross cannot block each other
-    LoopbackChannel  all ranks in one process, for tests and for teaching
+One communicator carries the messages to higher ranks and one those to lower ranks, so that activations and gradients
+that cross cannot block each other.
 
 With `headers=True` a small message that says what follows (kind, stage, micro-batch, shape) goes ahead of each
 tensor, and whoever receives something else than the schedule says raises RuntimeFailure naming rank, stage and
@@ -16,8 +15,8 @@ micro-batch.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,28 +55,6 @@ class Label:
         return f"{self.kind} for stage {self.stage}, micro-batch {self.microbatch}"
 
 
-class Incoming(Protocol):
-    """A receive that has been posted."""
-
-    def ready(self) -> bool:
-        """Whether `wait` returns at once. (Only the loopback channel ever says no: across processes waiting blocks.)"""
-        ...
-
-    def wait(self) -> Tensor: ...
-
-
-class Channel(Protocol):
-    def send(self, x: Tensor, *, peer: int, label: Label) -> None:
-        """Starts sending; the tensor must not change until it has left."""
-        ...
-
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming: ...
-
-    def flush(self) -> None:
-        """Returns when everything sent has left."""
-        ...
-
-
 def _encode(label: Label, shape: tuple[int, ...], device: torch.device) -> Tensor:
     words = [ord(label.kind), label.stage, label.microbatch, len(shape), *shape]
     return torch.tensor(words + [0] * (_HEADER_LENGTH - len(words)), dtype=torch.int64, device=device)
@@ -109,7 +86,35 @@ def connect(axis: Axis) -> None:
                 second(token, peer, group=axis.group)
 
 
-class TorchChannel:
+@dataclass
+class Incoming:
+    """A receive that has been posted."""
+
+    buffer: Tensor
+    work: Any
+    header: Tensor | None
+    header_work: Any
+    label: Label
+    rank: int
+    peer: int
+    waits: WaitClock
+
+    def wait(self) -> Tensor:
+        try:
+            with self.waits:
+                if self.header is not None:
+                    self.header_work.wait()
+                    _check(self.header, self.label, tuple(self.buffer.shape), rank=self.rank, peer=self.peer)
+                self.work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RuntimeFailure(
+                f"pipeline rank {self.rank}: waiting for {self.label} from pipeline rank {self.peer} failed: {reason}"
+            ) from error
+        return self.buffer
+
+
+class Channel:
     """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones).
 
     Made by all ranks of the pipeline at the same time.
@@ -127,6 +132,7 @@ class TorchChannel:
         return self._down if target > source else self._up
 
     def send(self, x: Tensor, *, peer: int, label: Label) -> None:
+        """Starts sending; the tensor must not change until it has left."""
         if self._headers:
             self._isend(_encode(label, tuple(x.shape), x.device), peer)
         self._isend(x.contiguous(), peer)
@@ -146,7 +152,7 @@ class TorchChannel:
         header_work = self._irecv(header, peer) if header is not None else None
         buffer = spec.empty()
         work, line = self._irecv(buffer, peer), self._line(peer, self._down.rank)
-        return _Posted(buffer, work, header, header_work, label, self._down.rank, peer, line.waits)
+        return Incoming(buffer, work, header, header_work, label, self._down.rank, peer, line.waits)
 
     def _irecv(self, buffer: Tensor, peer: int) -> Any:
         line = self._line(peer, self._down.rank)
@@ -154,88 +160,7 @@ class TorchChannel:
         return dist.irecv(buffer, line.ranks[peer], group=line.group, tag=self._received[peer])
 
     def flush(self) -> None:
+        """Returns when everything sent has left."""
         with self._down.waits:
             while self._in_flight:
                 self._in_flight.popleft()[0].wait()
-
-
-@dataclass
-class _Posted:
-    buffer: Tensor
-    work: Any
-    header: Tensor | None
-    header_work: Any
-    label: Label
-    rank: int
-    peer: int
-    waits: WaitClock
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        try:
-            with self.waits:
-                if self.header is not None:
-                    self.header_work.wait()
-                    _check(self.header, self.label, tuple(self.buffer.shape), rank=self.rank, peer=self.peer)
-                self.work.wait()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RuntimeFailure(
-                f"pipeline rank {self.rank}: waiting for {self.label} from pipeline rank {self.peer} failed: {reason}"
-            ) from error
-        return self.buffer
-
-
-@dataclass
-class LoopbackHub:
-    """The wires of all ranks of one process: a queue for each ordered pair."""
-
-    wires: dict[tuple[int, int], deque[tuple[Label, Tensor]]] = field(default_factory=lambda: defaultdict(deque))
-
-
-class LoopbackChannel:
-    """One rank's end of a `LoopbackHub`. What is sent is copied, as on a real wire."""
-
-    def __init__(self, hub: LoopbackHub, rank: int) -> None:
-        self._hub, self._rank = hub, rank
-        self._expected: defaultdict[int, deque[_LoopbackPosted]] = defaultdict(deque)
-
-    def send(self, x: Tensor, *, peer: int, label: Label) -> None:
-        self._hub.wires[self._rank, peer].append((label, x.detach().clone()))
-
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming:
-        posted = _LoopbackPosted(self, spec, peer, label)
-        self._expected[peer].append(posted)
-        return posted
-
-    def deliver(self, peer: int) -> None:
-        """Hands what has arrived from `peer` to the posted receives, first come first served."""
-        wire, expected = self._hub.wires[peer, self._rank], self._expected[peer]
-        while wire and expected:
-            label, x = wire.popleft()
-            posted = expected.popleft()
-            _check(
-                _encode(label, tuple(x.shape), x.device), posted.label, posted.spec.shape, rank=self._rank, peer=peer
-            )
-            posted.value = x
-
-    def flush(self) -> None:
-        return None
-
-
-class _LoopbackPosted:
-    def __init__(self, channel: LoopbackChannel, spec: TensorSpec, peer: int, label: Label) -> None:
-        self.channel, self.spec, self.peer, self.label = channel, spec, peer, label
-        self.value: Tensor | None = None
-
-    def ready(self) -> bool:
-        self.channel.deliver(self.peer)
-        return self.value is not None
-
-    def wait(self) -> Tensor:
-        if not self.ready():
-            raise RuntimeFailure(f"{self.label} from rank {self.peer} was waited for before it was sent")
-        assert self.value is not None
-        return self.value

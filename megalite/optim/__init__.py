@@ -1,13 +1,12 @@
-"""Update rules, learning-rate schedules, loss scaling, clipping.
+"""Update rules, learning-rate schedules, loss scaling.
 
 Public names: `OPTIMIZERS` (table), `Hyperparameters`, `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of
-consumed samples), `DynamicLossScaler`, `ConstantLossScaler`, `clip_coefficient`.
+consumed samples), `DynamicLossScaler`, `ConstantLossScaler`.
 
 Nothing here knows about ranks: sharding is `parallel/zero`, which hands an update rule flat pieces of the parameters.
 Proof: `tests/unit/optim/`.
 """
 
-from megalite.optim.clip import clip_coefficient
 from megalite.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from megalite.optim.optimizers import OPTIMIZERS, Hyperparameters
 from megalite.optim.precision import ConstantLossScaler, DynamicLossScaler, LossScaler
@@ -20,5 +19,4 @@ __all__ = [
     "LearningRateSchedule",
     "LossScaler",
     "WeightDecaySchedule",
-    "clip_coefficient",
 ]

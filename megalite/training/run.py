@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.comm.mesh import ParallelMesh
-from megalite.comm.p2p import TorchChannel
+from megalite.comm.p2p import Channel
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
@@ -167,7 +167,7 @@ def assemble(
     )
     updater = make_updater(config, state.schedules, model, scaler, feed, progress)
     directions = [mesh.over("pp", apart=direction) for direction in ("down", "up")]
-    channel = TorchChannel(*directions, headers=config.parallel.check_pipeline_messages)
+    channel = Channel(*directions, headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
@@ -225,7 +225,7 @@ def evaluation(
     mesh: ParallelMesh,
     data: DataFlow,
     model: Model,
-    channel: TorchChannel,
+    channel: Channel,
     updater: Updater,
     device: torch.device,
 ) -> Callable[[int, bool], list[Record]]:

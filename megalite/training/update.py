@@ -24,7 +24,7 @@ from megalite.comm.collectives import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim.precision import LossScaler
-from megalite.parallel.pipeline.executor import StageKey
+from megalite.parallel.pipeline.executor import Events, StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
@@ -56,7 +56,7 @@ class Policy(Protocol):
     def __call__(self, update: int) -> Hyperparameters: ...
 
 
-class Updater:
+class Updater(Events):
     """The executor's `Events`: reduction and optimizer steps of this rank's stages.
 
     policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. max_skipped:

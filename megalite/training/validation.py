@@ -13,8 +13,8 @@ from megalite.comm.collectives import all_reduce_
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import Channel
 from megalite.microbatch import Microbatch
-from megalite.parallel.pipeline.executor import Executor, StageKey
-from megalite.parallel.pipeline.forward_only import ForwardOnly, NoUpdates, forward_program
+from megalite.parallel.pipeline.executor import Events, Executor, StageKey
+from megalite.parallel.pipeline.forward_only import ForwardOnly, forward_program
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule.placement import Placement
 from megalite.training.stats import Record, evaluation_record
@@ -82,9 +82,10 @@ class Validator:
     def _losses(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """Summed losses of the micro-batches on the rank that computed them; an empty list elsewhere."""
         program = forward_program(self._placement, len(microbatches))
-        stages = {key: ForwardOnly(stage) for key, stage in self._stages.items() if key[1] == 0}
+        version = self._newest_version()
+        stages = {key: ForwardOnly(stage, version) for key, stage in self._stages.items() if key[1] == 0}
         rank = self._mesh.coordinate("pp")
-        executor = Executor(rank, stages, self._placement, self._channel, NoUpdates(self._newest_version()))
+        executor = Executor(rank, stages, self._placement, self._channel, Events())
         losses = executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), _Fixed(microbatches))
         executor.finish()
         return list(losses.values())

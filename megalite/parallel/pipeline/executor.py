@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
@@ -44,26 +45,30 @@ class Source(Protocol):
         ...
 
 
-class Events(Protocol):
-    """What the actions mean outside the pipeline."""
+class Events:
+    """What the actions mean outside the pipeline. This one is that of forwards alone: nothing."""
 
     def newest_version(self) -> int:
         """The version that an action without one uses: that of the newest weights."""
-        ...
+        return 0
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
         """The stage is about to add the micro-batch's gradient; `last`: it is the last contribution to its update."""
-        ...
 
-    def reduce(self, stage: StageKey, update: int) -> None: ...
+    def reduce(self, stage: StageKey, update: int) -> None:
+        """Start the reduction of the update's gradient."""
 
-    def norm(self, stage: StageKey, update: int) -> None: ...
+    def norm(self, stage: StageKey, update: int) -> None:
+        """Start the sum of the update's gradient norm."""
 
-    def step(self, stage: StageKey, update: int) -> None: ...
+    def step(self, stage: StageKey, update: int) -> None:
+        """Apply the update."""
 
-    def unshard(self, stage: StageKey) -> None: ...
+    def unshard(self, stage: StageKey) -> None:
+        """Gather the stage's weights."""
 
-    def reshard(self, stage: StageKey) -> None: ...
+    def reshard(self, stage: StageKey) -> None:
+        """Free what `unshard` gathered."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,6 @@ class Executor:
         self.stages = dict(stages)
         self.placement = placement
         self.trace: list[Span] | None = None
-        self.num_executed = 0
         self._channel = channel
         self._events = events
         self._synchronize = synchronize
@@ -134,25 +138,14 @@ class Executor:
 
     def run(self, actions: Sequence[Action], source: Source) -> dict[int, Tensor]:
         """Runs the actions; returns the summed losses of the micro-batches whose last stage ran here, by number."""
-        for _ in self.steps(actions, source):
-            raise RuntimeFailure(f"pipeline rank {self.rank}: a receive was waited for in vain")
-        return self.take_losses()
-
-    def take_losses(self) -> dict[int, Tensor]:
-        losses, self._losses = self._losses, {}
-        return losses
-
-    def steps(self, actions: Sequence[Action], source: Source) -> Iterator[None]:
-        """The interpreter as a generator: yields where a loopback message has not been sent yet, and goes on when
-        resumed."""
-        last = _last_backwards(actions)
         for index, action in enumerate(actions):
             for part in action.parts or (action,):
-                while not self._can_run(part):
-                    yield
                 if part.kind in _BACKWARD_KINDS:
-                    self._events.before_backward(_key(part), part.microbatch, last=index in last)
+                    last = part is action and part.kind == kinds.BACKWARD and _reduces_next(actions, index)
+                    self._events.before_backward(_key(part), part.microbatch, last=last)
                 self._execute(part, source)
+        losses, self._losses = self._losses, {}
+        return losses
 
     def _execute(self, action: Action, source: Source) -> None:
         handler = self._handlers.get(action.kind)
@@ -161,7 +154,6 @@ class Executor:
                 f"the schedule has an action {action} of kind {action.kind!r} that nothing here can execute"
             )
         fault_point("action", kind=action.kind, stage=action.stage, microbatch=action.microbatch)
-        self.num_executed += 1
         if self.trace is None:
             handler(action, source)
             return
@@ -226,11 +218,6 @@ class Executor:
 
     # tensors on their way
 
-    def _can_run(self, action: Action) -> bool:
-        kind = {kinds.FORWARD: "F", kinds.BACKWARD: "B", kinds.BACKWARD_INPUT: "B"}.get(action.kind)
-        incoming = self._state.posted.get((kind or "", action.stage, action.replica, action.microbatch))
-        return incoming is None or incoming.ready()
-
     def _take(self, kind: str, action: Action) -> Tensor:
         slot = (kind, action.stage, action.replica, action.microbatch)
         if slot in self._state.ready:
@@ -259,43 +246,15 @@ class Executor:
         return state.batches.pop(number)
 
 
-def run_loopback(
-    executors: Sequence[Executor], programs: Sequence[Sequence[Action]], sources: Sequence[Source]
-) -> None:
-    """Runs all ranks' actions in one process, each as far as its messages allow, round after round.
-
-    Raises RuntimeFailure where no rank can go on: the schedule deadlocks.
-    """
-    running = {i: e.steps(p, s) for i, (e, p, s) in enumerate(zip(executors, programs, sources, strict=True))}
-    stuck = 0
-    while running:
-        for index in list(running):
-            before = executors[index].num_executed
-            if next(running[index], StopIteration) is StopIteration:
-                del running[index]
-                stuck = 0
-            else:
-                stuck = 0 if executors[index].num_executed != before else stuck + 1
-            if stuck > 2 * len(executors):
-                raise RuntimeFailure("the schedule deadlocks: every rank waits for a message that nobody can send")
-
-
 def _key(action: Action) -> StageKey:
     return action.stage, action.replica
 
 
-def _last_backwards(actions: Sequence[Action]) -> set[int]:
-    """Indices of the whole backwards that are the last computation of their stage before its REDUCE."""
-    last: set[int] = set()
-    open_stages: set[StageKey] = set()
-    for index in range(len(actions) - 1, -1, -1):
-        action = actions[index]
-        if action.kind == kinds.REDUCE:
-            open_stages.add(_key(action))
-            continue
-        for part in action.computations():
-            if part.kind in _BACKWARD_KINDS and _key(part) in open_stages:
-                open_stages.discard(_key(part))
-                if part.kind == kinds.BACKWARD and part is action:
-                    last.add(index)
-    return last
+def _reduces_next(actions: Sequence[Action], index: int) -> bool:
+    """Whether the gradient that the backward at `index` completes is reduced before anything else is computed."""
+    for action in islice(actions, index + 1, None):
+        if action.kind == kinds.REDUCE and _key(action) == _key(actions[index]):
+            return True
+        if action.is_compute:
+            return False
+    return False

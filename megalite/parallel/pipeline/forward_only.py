@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megalite.comm.p2p import TensorSpec
 from megalite.microbatch import Microbatch
-from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import Peak, Program, insert_communication
 from megalite.schedule.action import Action, forward
@@ -43,44 +42,17 @@ def forward_program(placement: Placement, num_microbatches: int) -> Program:
 
 
 class ForwardOnly(Stage):
-    """A stage seen by an executor that only evaluates: same weights, no graph, nothing kept."""
+    """A stage seen by an executor that only evaluates: its weights of one version, no graph, nothing kept."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, version: int) -> None:
         self.modules = stage.modules
         self.spec: TensorSpec = stage.spec
         self.is_first, self.is_last = stage.is_first, stage.is_last
+        self._version = version
 
     def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
-        return self.evaluate(x, batch, version=version)
+        return self.evaluate(x, batch, version=self._version)
 
     @property
     def num_in_flight(self) -> int:
         return 0
-
-
-class NoUpdates:
-    """`Events` of a run without backwards; `version` says which weights it sees (the newest)."""
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-
-    def newest_version(self) -> int:
-        return self._version
-
-    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
-        raise AssertionError("a forward-only program has no backward")
-
-    def reduce(self, stage: StageKey, update: int) -> None:
-        raise AssertionError("a forward-only program has no reduction")
-
-    def norm(self, stage: StageKey, update: int) -> None:
-        raise AssertionError("a forward-only program has no gradient")
-
-    def step(self, stage: StageKey, update: int) -> None:
-        raise AssertionError("a forward-only program has no step")
-
-    def unshard(self, stage: StageKey) -> None:
-        raise AssertionError("a forward-only program gathers in the layers")
-
-    def reshard(self, stage: StageKey) -> None:
-        raise AssertionError("a forward-only program gathers in the layers")

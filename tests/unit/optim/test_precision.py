@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
-import torch
-
-from megalite.optim import ConstantLossScaler, DynamicLossScaler, clip_coefficient
+from megalite.optim import ConstantLossScaler, DynamicLossScaler
 
 
 def run(scaler: DynamicLossScaler, overflows: str) -> list[float]:
@@ -56,13 +51,3 @@ def test_constant_scale_never_moves() -> None:
     scaler.update(found_non_finite=True)
     assert scaler.scale == 128.0 and scaler.skips_non_finite
     assert not ConstantLossScaler().skips_non_finite
-
-
-@pytest.mark.parametrize(("norm", "limit", "want"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (5.0, 0.0, 1.0)])
-def test_clip_coefficient(norm: float, limit: float, want: float) -> None:
-    assert float(clip_coefficient(torch.tensor(norm, dtype=torch.float64), limit)) == pytest.approx(want, rel=1e-5)
-
-
-def test_clip_coefficient_does_not_hide_an_overflow() -> None:
-    assert float(clip_coefficient(torch.tensor(math.inf), 1.0)) == 0.0
-    assert math.isnan(float(clip_coefficient(torch.tensor(math.nan), 1.0)))

@@ -299,12 +299,12 @@ def test_matrix_precision_is_set_as_asked(precision: str, monkeypatch: pytest.Mo
 def test_messages_between_stages_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[bool] = []
 
-    class Channel(training_run.TorchChannel):
+    class Checked(training_run.Channel):
         def __init__(self, *axes: Any, headers: bool = False) -> None:
             asked.append(headers)
             super().__init__(*axes, headers=headers)
 
-    monkeypatch.setattr(training_run, "TorchChannel", Channel)
+    monkeypatch.setattr(training_run, "Channel", Checked)
     for flags in ("", "--check-pipeline-messages"):
         observe(flags, tmp_path / flags)
     assert asked == [False, True]
