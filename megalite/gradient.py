@@ -164,14 +164,10 @@ def _move_into_sink(parameter: Tensor) -> None:
 
 
 class WeightGradQueue:
-    """Holds weight-gradient computations back while `collecting`; one per stage."""
+    """Holds weight-gradient computations back while they are collected; one per stage."""
 
     def __init__(self) -> None:
         self._items: list[Callable[[], None]] | None = None
-
-    @property
-    def collecting(self) -> bool:
-        return self._items is not None
 
     def put(self, compute: Callable[[], None]) -> None:
         """Runs `compute` now, or keeps it for later while collecting."""

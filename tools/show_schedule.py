@@ -2,7 +2,9 @@
 
     python tools/show_schedule.py --schedule 2bw --pipeline-model-parallel-size 4 --num-microbatches 8
     python tools/show_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --num-microbatches 8 --format svg
-    --output zbv.svg python tools/show_schedule.py --compare gpipe,1f1b,2bw --pipeline-model-parallel-size 4
+    --output zbv.svg
+    python tools/show_schedule.py --schedule 1f1b --num-microbatches 8 --format file --output mine.txt
+    python tools/show_schedule.py --compare gpipe,1f1b,2bw --pipeline-model-parallel-size 4
     --num-microbatches 8
 
 Costs are the times of one micro-batch through all layers of one rank; a rank's v chunks take 1/v of it each.
@@ -23,7 +25,17 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.errors import ConfigError, MegaliteError, ScheduleError
-from megalite.schedule import SCHEDULES, Costs, Program, Timeline, build, load_program, simulate, validate
+from megalite.schedule import (
+    SCHEDULES,
+    Costs,
+    Program,
+    Timeline,
+    build,
+    dump_program,
+    load_program,
+    simulate,
+    validate,
+)
 from megalite.schedule.registry import find, warnings
 from megalite.schedule.render_svg import render_html, render_svg
 from megalite.schedule.render_text import render_text
@@ -53,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("forward", "backward-input", "backward-weight"):
         p.add_argument(f"--cost-{name}", type=_cost, default=Fraction(1), metavar="TIME", help="default 1")
     p.add_argument("--cost-communication", type=_cost, default=Fraction(0), metavar="TIME", help="one hop, default 0")
-    p.add_argument("--format", choices=("text", "json", "svg", "html", "trace"), default="text")
+    p.add_argument("--format", choices=("text", "json", "svg", "html", "trace", "file"), default="text")
     p.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     return p
 
@@ -82,14 +94,17 @@ def _program(name: str, args: argparse.Namespace) -> Program:
 def _show(args: argparse.Namespace) -> str:
     """The output for one schedule."""
     program = load_program(args.pipeline_schedule_file) if args.schedule is None else _program(args.schedule, args)
-    validate(program)
+    report = validate(program)
+    if args.format == "file":  # to be changed, and run with --pipeline-schedule-file
+        return dump_program(program)
     batches = args.num_batches or (ASYNCHRONOUS_BATCHES if program.asynchronous else 1)
     timeline = simulate(program, _costs(args), batches=batches, global_norm=True)
     if args.format == "json":
         return json.dumps(figures(program, timeline), indent=2) + "\n"
     if args.format == "trace":
         return render_trace([timeline]) + "\n"
-    title = SCHEDULES[program.name].title if program.name in SCHEDULES else program.name
+    known = SCHEDULES.get(program.name)
+    title = program.name if known is None else known.title
     if args.format == "svg":
         return render_svg(timeline, title=title)
     if args.format == "html":
@@ -97,11 +112,12 @@ def _show(args: argparse.Namespace) -> str:
     return (
         "\n".join(
             [
-                title,
+                title if known is None else f"{title} ({known.paper})",
                 "",
                 render_text(timeline, line_width=shutil.get_terminal_size((160, 24)).columns),
                 "",
                 summary(figures(program, timeline)),
+                f"gradient sums   in {'the order of the micro-batches' if report.in_order else 'an order of its own'}",
             ]
         )
         + "\n"
@@ -130,9 +146,9 @@ def _compare(args: argparse.Namespace) -> str:
         return render_html(timelines)
     if args.format == "trace":
         return render_trace(timelines) + "\n"
-    if args.format == "svg":
+    if args.format in ("svg", "file"):
         raise ScheduleError(
-            "--format=svg: one picture holds one schedule; use --format html for several, or --schedule"
+            f"--format={args.format}: one file holds one schedule; use --format html for several, or --schedule"
         )
     shape = f"p = {args.pipeline_model_parallel_size}, m = {args.num_microbatches}, {batches} batches"
     head = f"{shape}; an update waits for the gradient norm of all ranks (exact clipping)\n"

@@ -207,7 +207,7 @@ class ShardReader:
     """Verified reads from one safetensors file of a checkpoint. Raises CheckpointError naming the file."""
 
     def __init__(self, path: Path, stored: StoredFile, block_bytes: int) -> None:
-        self._path, self._stored, self._block_bytes = path, stored, block_bytes
+        self._path, self._block_bytes = path, block_bytes
         self._fd = open_plain(path, stored.nbytes)
         try:
             header = bytearray(stored.header_bytes)

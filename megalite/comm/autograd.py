@@ -5,8 +5,6 @@
     all-reduce          identity            reduce_from_axis (g)      Megatron-LM
     all-gather dim 0    reduce-scatter      gather_sequence  (g-bar)  sequence parallelism, arXiv 2205.05198
     reduce-scatter      all-gather dim 0    scatter_sum_sequence      sequence parallelism
-    own slice of dim 0  all-gather dim 0    split_sequence            sequence parallelism
-    all-gather dim 0    own slice of dim 0  join_sequence             sequence parallelism
 
 Activations are sequence first (`[s, b, h]`), so all of them work on dim 0 and need no copy. Over an axis of size 1
 they are the identity.
@@ -66,28 +64,6 @@ class _ScatterSumSequence(Function):
         return collectives.all_gather(dy, ctx.axis), None
 
 
-class _SplitSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return own_slice(x, axis).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(dy, ctx.axis), None
-
-
-class _JoinSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return own_slice(dy, ctx.axis).contiguous(), None
-
-
 def own_slice(x: Tensor, axis: Axis) -> Tensor:
     """This rank's `1 / size` of dim 0 (a view)."""
     part = x.shape[0] // axis.size
@@ -112,13 +88,3 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
 def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:
     """`[s, ...]` partial -> `[s/t, ...]` summed, after a row-parallel product."""
     return x if axis.size == 1 else _ScatterSumSequence.apply(x, axis)
-
-
-def split_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """`[s, ...]` the same on all ranks -> this rank's `[s/t, ...]`."""
-    return x if axis.size == 1 else _SplitSequence.apply(x, axis)
-
-
-def join_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """`[s/t, ...]` -> `[s, ...]` for something that all ranks then compute alike."""
-    return x if axis.size == 1 else _JoinSequence.apply(x, axis)

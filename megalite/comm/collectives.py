@@ -153,13 +153,6 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def broadcast_(x: Tensor, axis: Axis, *, source: int = 0) -> None:
-    """x = the x of the rank at coordinate `source`, in place."""
-    if axis.size > 1:
-        with _waiting(axis):
-            dist.broadcast(x, src=axis.ranks[source], group=axis.group)
-
-
 def barrier(axis: Axis) -> None:
     """Returns when every rank of the axis has come here."""
     if axis.size > 1:

@@ -63,7 +63,7 @@ class SharedExchange:
         self._counters = memoryview(memory)[: size * LINE_BYTES].cast("q")
         flat = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE_BYTES)
         self._slots = flat.view(DEPTH, size, SLOT_BYTES)
-        self._posted = self._consumed = 0
+        self._posted = 0
         self._pending: deque[tuple[int, int, torch.dtype, Finish]] = deque()
 
     def all_reduce_(self, x: Tensor, op: str) -> Message:
@@ -118,7 +118,6 @@ class SharedExchange:
             current, nbytes, dtype, finish = self._pending.popleft()
             self._await(0, current)
             finish([self._slots[current % DEPTH, rank, :nbytes].view(dtype) for rank in range(self._size)])
-            self._consumed = current
             self._counters[self._rank * LINE_BYTES // 8 + 1] = current
 
     def _await(self, column: int, number: int) -> None:

@@ -33,7 +33,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config, with_vocab_size
-from megalite.config.saved import dump_yaml, from_dict, load_yaml, to_dict
+from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.config.training import TrainingConfig
 
 __all__ = [
@@ -49,7 +49,6 @@ __all__ = [
     "TrainingConfig",
     "dump_yaml",
     "from_dict",
-    "load_yaml",
     "parse",
     "parse_with_origins",
     "problems",

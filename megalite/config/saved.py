@@ -7,14 +7,12 @@ from typing import Any
 
 import yaml
 
-from megalite.config.reader import Reader
-from megalite.config.root import SECTIONS, Config, all_options
+from megalite.config.root import SECTIONS, Config
 from megalite.config.schema import Option, assemble, flat, options_of
 from megalite.config.values import bounds_problem, show
-from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError
 
-__all__ = ["dump_yaml", "from_dict", "load_yaml", "to_dict"]
+__all__ = ["dump_yaml", "from_dict", "to_dict"]
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -77,24 +75,6 @@ def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
                 notes.insert(0, origins.get(name, "default"))
             lines.append(f"{line:<44}  # {'; '.join(notes)}" if notes else line)
     return "\n".join(lines) + "\n"
-
-
-def load_yaml(path: str) -> Config:
-    """Read a config.yaml that stands for itself (a saved one); the world it runs in is not judged.
-
-    Raises:
-        ConfigError: see `read_yaml`; or unknown names, wrong types, broken bounds, missing fields.
-    """
-    options = all_options()
-    reader = Reader(options)
-    givens = reader.read_entries(read_yaml(path))
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    data: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for given in givens:
-        if given.name in options:
-            data[options[given.name].section][given.name] = _plain(given.value)
-    return from_dict(data, path)
 
 
 def _saved(options: Sequence[Option], values: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ What a run has read is one integer, `consumed_samples`: which samples a rank rea
 (`sampler.py`), so a run resumes at another data-parallel size without losing or repeating a sample. Files and order
 are Megatron's, bit for bit (Shoeybi et al., "Megatron-LM", 2019), so that its corpora can be used as they are.
 
-Public names: `build_tokenizer`, `load_tokenizer`, `tokenizer_files`, `build_datasets`, `build_loader`, `full_pass`,
+Public names: `build_tokenizer`, `load_tokenizer`, `tokenizer_files`, `build_datasets`, `Loader`, `full_pass`,
 `Tokenizer`. The loader is imported at its first use: nothing else here needs torch, so the tools for data start at
 once. Proved by: `tests/unit/data/test_gpt_index.py` (order against a token-by-token walk), `test_indexed.py`
 (bytes and hostile files), `test_loader.py` (every layout reads the same samples).
@@ -24,14 +24,13 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import load_tokenizer, resolve_vocab_size, tokenizer_files
 
 if TYPE_CHECKING:
-    from megalite.data.loader import Loader, build_loader, full_pass
+    from megalite.data.loader import Loader, full_pass
 
 __all__ = [
     "Datasets",
     "Loader",
     "Tokenizer",
     "build_datasets",
-    "build_loader",
     "build_tokenizer",
     "cache_directory",
     "full_pass",
@@ -42,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Loader", "build_loader", "full_pass"):
+    if name in ("Loader", "full_pass"):
         from megalite.data import loader
 
         return getattr(loader, name)

@@ -177,11 +177,6 @@ class SequentialSource:
     def __len__(self) -> int:
         return int(self._stops[-1])
 
-    @property
-    def num_labels(self) -> int:
-        """Labels of the whole pass."""
-        return sum(int(ends[-1]) - 1 for ends in self._ends)
-
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")

@@ -296,13 +296,6 @@ class IndexedWriter:
         self.write(array)
         self.extend(np.array([array.size], np.int32))
 
-    def add_tokens(self, ids: NDArray[np.integer], lengths: ArrayLike) -> None:
-        """Append many one-sequence documents: their ids back to back and the length of each."""
-        sizes = np.asarray(lengths, np.int32)
-        assert int(sizes.sum(dtype=np.int64)) == ids.size
-        self.write(ids)
-        self.extend(sizes)
-
     def append(self, other: IndexedDataset) -> None:
         """Append all documents of another pair, in order; its sequences and document boundaries are kept."""
         for tokens in other.chunks():

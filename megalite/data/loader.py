@@ -20,7 +20,7 @@ from megalite.data.sampler import num_micro_batches
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 
-__all__ = ["Loader", "build_loader", "full_pass", "make_microbatch"]
+__all__ = ["Loader", "full_pass", "make_microbatch"]
 
 # Micro-batches that each thread keeps ready.
 DEPTH = 2
@@ -199,10 +199,6 @@ def _pinned(batch: Microbatch) -> Microbatch:
         sample_ids=batch.sample_ids.pin_memory(),
         document_ids=None if batch.document_ids is None else batch.document_ids.pin_memory(),
     )
-
-
-# The parameters of `Loader` are the options; this name is what the composition root reads.
-build_loader = Loader
 
 
 def full_pass(

@@ -26,7 +26,6 @@ __all__ = ["Progress", "Summary", "preprocess"]
 
 # Units that may wait for their turn to be written, for each worker.
 BACKLOG = 4
-PARTS = 64
 
 
 @dataclass

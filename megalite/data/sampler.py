@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megalite.errors import DataError
 
-__all__ = ["micro_batch_ranges", "num_micro_batches", "peek"]
+__all__ = ["num_micro_batches"]
 
 
 def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
@@ -27,18 +27,3 @@ def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: in
             f"or {(max(global_batch_size, 0) // step + 1) * step}"
         )
     return global_batch_size // step
-
-
-def micro_batch_ranges(
-    consumed_samples: int, global_batch_size: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> list[range]:
-    """Sample numbers of this rank's micro-batches in the global batch that begins at `consumed_samples`."""
-    count = num_micro_batches(global_batch_size, micro_batch_size, dp_size)
-    step = micro_batch_size * dp_size
-    first = consumed_samples + dp_rank * micro_batch_size
-    return [range(first + m * step, first + m * step + micro_batch_size) for m in range(count)]
-
-
-def peek(consumed_samples: int, n: int) -> range:
-    """Numbers of the next `n` samples of all ranks together."""
-    return range(consumed_samples, consumed_samples + n)

@@ -136,10 +136,6 @@ class Layer:
     gathers: int = 0
     sums: int = 0
 
-    @property
-    def is_block(self) -> bool:
-        return self.kind == "block"
-
     def flops(self, shards: int | None = None, *, core: bool | None = None) -> int:
         """Of one token forward; core: only of attention's core, or only of the rest."""
         return sum(p.flops(shards) for p in self.products if core is None or p.core == core)

@@ -11,7 +11,7 @@ Dropout is keyed, so a recomputed block sees the same masks without any generato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -25,8 +25,6 @@ from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.naming import named_logical_parameters
-
-Layer = Callable[[Tensor | None, Microbatch], Tensor]
 
 
 class LayerStack(nn.Module):

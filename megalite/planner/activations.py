@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from megalite.config import Config
 from megalite.planner.states import Precision
+from megalite.schedule.registry import find
 
 __all__ = ["Kept", "block_bytes", "recompute_cost_layers", "stage_activations", "workspace_bytes"]
 
-SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 LOGIT_CHUNK_CPU, LOGIT_CHUNK_CUDA = 1 << 22, 1 << 26
 
 
@@ -145,7 +145,7 @@ def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
         return blocks, 0, 0
     number = min(blocks, model.recomputed_layers)
     if model.recompute_method == "block":
-        split = config.parallel.schedule in SPLIT_BACKWARD
+        split = find(config.parallel.schedule).splits_backward
         return blocks - number, number, 1 if number == blocks or (number and split) else 0
     return 0, -(-blocks // number), number
 

@@ -21,7 +21,6 @@ from megalite.schedule import SCHEDULES, legal, resolve_chunks
 
 __all__ = [
     "SEARCHED",
-    "STALE_SCHEDULES",
     "Layout",
     "Sizes",
     "apply",
@@ -44,7 +43,6 @@ SEARCHED = (
     "micro_batch_size",
     "recompute_granularity",
 )
-STALE_SCHEDULES = ("2bw", "pipedream")
 
 
 class Sizes(NamedTuple):
@@ -177,7 +175,7 @@ def _schedules(
     elif pp == 1:
         names = ["1f1b"]
     else:
-        names = [name for name in SCHEDULES if stale or name not in STALE_SCHEDULES]
+        names = [name for name in SCHEDULES if stale or not SCHEDULES[name].asynchronous]
     fixed = "virtual_pipeline_model_parallel_size" in given
     for name in names:
         if fixed:

@@ -50,20 +50,6 @@ class Partition:
         start, stop = self.bounds[stage]
         return range(max(start - 1, 0), min(stop - 1, self.num_layers))
 
-    def has_embedding(self, stage: int) -> bool:
-        return self.bounds[stage][0] == 0
-
-    def has_head(self, stage: int) -> bool:
-        return self.bounds[stage][1] == self.num_layers + 2
-
-    def stage_of_layer(self, layer: int) -> int:
-        """Stage that holds transformer layer `layer`."""
-        return next(stage for stage in range(self.num_stages) if layer in self.layers(stage))
-
-    def stage_costs(self, costs: Sequence[float]) -> tuple[float, ...]:
-        """Sum of the costs of each stage. costs: num_layers + 2 numbers, embedding first, head last."""
-        return tuple(sum(costs[start:stop]) for start, stop in self.bounds)
-
     def __str__(self) -> str:
         """Megatron's layout string: `Ett|tt|ttL`."""
         names = ["E", *"t" * self.num_layers, "L"]

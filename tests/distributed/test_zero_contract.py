@@ -198,8 +198,8 @@ def body_tied(world: World, stage: int) -> tuple[float, Tensor, list[int]]:
     buffers.finish_reduce()
     norm = float(optimizer.grad_norm())
     optimizer.step(lr=0.1, weight_decay=0.0)
-    with buffers.unsharded():
-        weights = tied.detach().clone()
+    buffers.unshard()
+    weights = tied.detach().clone()
     return norm, weights, [s.replica for s in optimizer.shards() if s.name == TIED]
 
 

@@ -113,8 +113,8 @@ def train(world: World, case: Case, dtype: torch.dtype = torch.float64) -> tuple
         buffers.finish_reduce()
         norms.append(float(optimizer.grad_norm()))
         optimizer.step(lr=LR, weight_decay=DECAY)
-    with buffers.unsharded():
-        weights = {name: p.detach().clone() for name, p in named(layers)}
+    buffers.unshard()
+    weights = {name: p.detach().clone() for name, p in named(layers)}
     return norms, weights
 
 

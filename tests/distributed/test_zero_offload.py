@@ -49,8 +49,8 @@ def body(
         buffers.finish_reduce()
         scale = 0.5 / (optimizer.grad_norm() + 1e-6)
         optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale)
-    with buffers.unsharded():
-        weights = {name: p.detach().clone() for name, p in named}
+    buffers.unshard()
+    weights = {name: p.detach().clone() for name, p in named}
     return weights, optimizer.memory(), sum(s.stop - s.start for s in optimizer.segments)
 
 

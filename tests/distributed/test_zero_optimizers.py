@@ -80,13 +80,13 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
         buffers.start_reduce()
         buffers.finish_reduce()
         optimizer.step(lr=0.01, weight_decay=0.1)
-    with buffers.unsharded():
-        for label, p in parameters:
-            masters = [s for s in optimizer.shards() if s.name == label]
-            for shard in masters:  # what is saved is what computes
-                begin = [a - b for a, b in zip(shard.offset, p.placement.offset, strict=True)]  # type: ignore[attr-defined]
-                region = tuple(slice(a, a + n) for a, n in zip(begin, shard.local.shape, strict=True))
-                assert torch.equal(p.detach()[region], shard.local)
+    buffers.unshard()
+    for label, p in parameters:
+        masters = [s for s in optimizer.shards() if s.name == label]
+        for shard in masters:  # what is saved is what computes
+            begin = [a - b for a, b in zip(shard.offset, p.placement.offset, strict=True)]  # type: ignore[attr-defined]
+            region = tuple(slice(a, a + n) for a, n in zip(begin, shard.local.shape, strict=True))
+            assert torch.equal(p.detach()[region], shard.local)
     return [(s.name, s.global_shape, s.offset, s.local) for s in optimizer.shards() if s.name != "optimizer/step"]
 
 

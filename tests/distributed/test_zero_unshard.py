@@ -85,8 +85,8 @@ def body(
         assert not any(bucket.weights[0].resident for bucket in buffers.buckets), "weights outlive the step"
     most = counting.most
     counts = {bucket.plan.layer: counting.gathers[bucket.plan.layer] for bucket in buffers.buckets}
-    with buffers.unsharded():
-        weights = torch.cat([p.detach().flatten() for _, p in named])
+    buffers.unshard()
+    weights = torch.cat([p.detach().flatten() for _, p in named])
     return counts, most, weights
 
 

@@ -12,8 +12,7 @@ parameter add into the same gradient.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -346,15 +345,6 @@ class ParameterBuffers:
                 weights.pinned = False
                 weights.free()
         self.unsharder.give_back_all()
-
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """All parameters are readable inside the `with`."""
-        self.unshard()
-        try:
-            yield
-        finally:
-            self.reshard()
 
 
 def placement_of(name: str, parameter: Tensor) -> Placement:

@@ -8,7 +8,7 @@ import pytest
 from config_arguments import argv
 
 from megalite.config import parse
-from megalite.config.saved import dump_yaml, from_dict, load_yaml, to_dict
+from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.errors import ConfigError
 
 FULL = "--recompute-granularity full"
@@ -25,9 +25,9 @@ def test_one_number_and_one_for_each_stage(tmp_path: Path) -> None:
     several = parse(_argv(f"{FULL} --recompute-method block --recompute-num-layers 3 0 {PP} 2"), world_size=2)
     assert [several.for_stage(stage).model.recomputed_layers for stage in (0, 1)] == [3, 0]
     path = tmp_path / "run.yaml"
-    for config in (one, several):
+    for config, world_size in ((one, 1), (several, 2)):
         path.write_text(dump_yaml(config))
-        assert load_yaml(str(path)) == config == from_dict(to_dict(config))
+        assert parse(["--config", str(path)], world_size=world_size) == config == from_dict(to_dict(config))
 
 
 def test_files_and_older_manifests_hold_one_number(tmp_path: Path) -> None:

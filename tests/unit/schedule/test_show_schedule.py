@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalite.schedule import SCHEDULES
+from megalite.schedule import SCHEDULES, build, load_program
 from tools.show_schedule import main
 
 
@@ -116,6 +116,12 @@ def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "own.txt"
     path.write_text("name: own\nranks: 1\nstages: 0\nmicrobatches: 2\nrank 0: 0F0 0B0 0F1 0I1 0W1\n")
     assert as_json(capsys, "--pipeline-schedule-file", str(path))["makespan"] == 6
+
+
+def test_a_file_that_the_tool_writes_is_the_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    assert main(["--schedule", "zb-h1", *shape(3, 5), "--format", "file", "--output", str(path)]) == 0
+    assert load_program(path).unroll(2) == build("zb-h1", 3, 5).unroll(2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
