@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import Channel
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megalite.config.training import Precision
 from megalite.inventory.pipeline import stage_cuts
 from megalite.microbatch import Microbatch
 from megalite.optim import ConstantLossScaler
@@ -95,7 +96,9 @@ def bench_config(ctx: dict[str, Any], schedule: str) -> Config:
             pipeline_schedule=schedule,
             virtual_pipeline_model_parallel_size=CHUNKS.get(schedule),
         ),
-        training=TrainingConfig(micro_batch_size=ctx["x"].shape[0] // ctx["m"], bf16=ctx["prec"] == "bf16"),
+        training=TrainingConfig(
+            micro_batch_size=ctx["x"].shape[0] // ctx["m"], precision=Precision(bf16=ctx["prec"] == "bf16")
+        ),
         optimizer=OptimizerConfig(lr=ctx["lr"], clip_grad=0.0),
     )
 

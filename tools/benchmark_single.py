@@ -225,11 +225,12 @@ def device_peak(precision: str) -> float | None:
     import torch
 
     from megalite.config import TrainingConfig
+    from megalite.config.training import Precision
     from megalite.training.peaks import peak_flops
 
     if not torch.cuda.is_available():
         return None
-    training = TrainingConfig(micro_batch_size=1, bf16=precision == "bf16")
+    training = TrainingConfig(micro_batch_size=1, precision=Precision(bf16=precision == "bf16"))
     return peak_flops(torch.cuda.get_device_name(), training)
 
 

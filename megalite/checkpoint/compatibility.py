@@ -37,7 +37,7 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
 def check_state(saved: Config, now: Config, where: str) -> None:
     """Raises CheckpointError where the optimizer state of `saved` means nothing to a run of `now`."""
     pairs = [(name, getattr(saved.optimizer, name), getattr(now.optimizer, name)) for name in _STATE]
-    pairs.append(("fp64", saved.training.fp64, now.training.fp64))
+    pairs.append(("fp64", saved.training.precision.fp64, now.training.precision.fp64))
     differing = [
         f"--{name.replace('_', '-')}={_text(ours)} (checkpoint {_text(theirs)})"
         for name, theirs, ours in pairs

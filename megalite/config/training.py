@@ -27,6 +27,25 @@ class TrainingLength(OneOf):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Precision(OneOf):
+    """Number format; without any of these fp32."""
+
+    bf16: bool = option(False, "parameters and activations in bf16, master weights and gradients in fp32")
+    fp16: bool = option(False, "parameters and activations in fp16 with loss scaling, the rest in fp32")
+    fp64: bool = option(False, "everything in fp64 (tests)")
+
+    @property
+    def name(self) -> str:
+        """Of parameters and activations."""
+        return next((name for name, on in vars(self).items() if on), "fp32")
+
+    @property
+    def half(self) -> bool:
+        """Whether they are 16 bits wide."""
+        return self.bf16 or self.fp16
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """One iteration consumes one global batch = micro-batch x data-parallel size x micro-batches."""
 
@@ -48,9 +67,7 @@ class TrainingConfig:
     length: TrainingLength = TrainingLength()
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)
 
-    bf16: bool = option(False, "parameters and activations in bf16, master weights and gradients in fp32")
-    fp16: bool = option(False, "parameters and activations in fp16 with loss scaling, the rest in fp32")
-    fp64: bool = option(False, "everything in fp64 (tests)")
+    precision: Precision = Precision()
     loss_scale: float | None = option(None, "constant fp16 loss scale; unset: dynamic", gt=0)
     initial_loss_scale: float = option(2.0**32, "first dynamic loss scale", gt=0)
     min_loss_scale: float = option(1.0, "smallest dynamic loss scale", gt=0)

@@ -73,8 +73,7 @@ def forward_flops_per_block(config: Config) -> float:
 
 
 def precision_name(config: Config) -> str:
-    training = config.training
-    return "bf16" if training.bf16 else "fp16" if training.fp16 else "fp64" if training.fp64 else "fp32"
+    return config.training.precision.name
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,9 @@ class Precision(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Precision:
-        training = config.training
-        half = training.bf16 or training.fp16
-        compute, wide = (8, 8) if training.fp64 else (2, 4) if half else (4, 4)
-        return cls(compute, wide, 2 if training.bf16 and config.parallel.grad_reduce_in_bf16 else wide)
+        chosen = config.training.precision
+        compute, wide = (8, 8) if chosen.fp64 else (2, 4) if chosen.half else (4, 4)
+        return cls(compute, wide, 2 if chosen.bf16 and config.parallel.grad_reduce_in_bf16 else wide)
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,12 @@ from megalite.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
 
 def parameter_dtype(config: Config) -> torch.dtype:
     """--bf16, --fp16, --fp64, else fp32."""
-    training = config.training
-    if training.bf16:
-        return torch.bfloat16
-    if training.fp16:
-        return torch.float16
-    return torch.float64 if training.fp64 else torch.float32
+    return DTYPES[config.training.precision.name]
 
 
 def wide_dtype(config: Config) -> torch.dtype:
@@ -220,7 +217,7 @@ def offload_fraction(config: Config) -> float:
 def build_scaler(config: Config) -> LossScaler:
     """fp16: constant or dynamic scale; every other precision needs none."""
     training = config.training
-    if not training.fp16:
+    if not training.precision.fp16:
         return ConstantLossScaler()
     if training.loss_scale is not None:
         return ConstantLossScaler(training.loss_scale, skips_non_finite=True)

@@ -26,6 +26,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
+from megalite.training.build import parameter_dtype
 
 __all__ = ["LoadedModel", "load_for_inference", "pick_device", "pick_dtype"]
 
@@ -102,12 +103,7 @@ def pick_device(name: str) -> torch.device:
 
 def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
     """The training's parameter dtype; half precision becomes fp32 on a CPU, where it would be slow and no smaller."""
-    training = config.training
-    if training.fp64:
-        return torch.float64
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
+    return torch.float32 if device.type == "cpu" and config.training.precision.half else parameter_dtype(config)
 
 
 def _empty_model(config: Config, device: torch.device, dtype: torch.dtype) -> LayerStack:

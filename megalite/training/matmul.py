@@ -56,7 +56,7 @@ def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, e
     """
     training, kept = config.training, False
     mode = training.float32_matmul_precision
-    if mode == "auto" and (training.bf16 or training.fp16 or training.fp64):
+    if mode == "auto" and training.precision.name != "fp32":
         mode = "highest"
     elif mode == "auto":
         chosen = dict(earlier) if isinstance(earlier, dict) else {}

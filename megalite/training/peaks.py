@@ -36,6 +36,6 @@ def peak_flops(device_name: str, config: TrainingConfig) -> float | None:
     Only the half-precision peaks of data-centre and common desktop GPUs are listed: a CPU's peak depends on clocks and
     instruction sets that its name does not tell.
     """
-    if not (config.bf16 or config.fp16):
+    if not config.precision.half:
         return None
     return next((peak for name, peak in _HALF_PRECISION_PEAKS.items() if name in device_name), None)

@@ -88,12 +88,11 @@ def describe_layout(config: Config, world_size: int) -> str:
 
 
 def _precision(config: Config) -> str:
-    training = config.training
-    if training.fp64:
-        return "fp64"
-    if not (training.bf16 or training.fp16):
-        return f"fp32 (matrix products: {training.float32_matmul_precision})"
-    name = "bf16" if training.bf16 else "fp16"
+    name = config.training.precision.name
+    if name == "fp32":
+        name += f" (matrix products: {config.training.float32_matmul_precision})"
+    if not config.training.precision.half:
+        return name
     return f"{name}, master weights in fp32, gradients in {name if config.parallel.grad_reduce_in_bf16 else 'fp32'}"
 
 

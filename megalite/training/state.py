@@ -100,7 +100,7 @@ class RunState:
         taken = [f"iteration {progress.iteration:,}", f"{progress.consumed_samples:,} samples consumed", "weights"]
         taken += ["optimizer state"] if with_state else []
         taken += ["the older weight version"] if older else []
-        taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.fp16 else []
+        taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.precision.fp16 else []
         return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
 
     def _version(self, progress: Progress) -> int:

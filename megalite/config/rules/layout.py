@@ -142,7 +142,7 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         why = "pipedream takes a step on each stage after each micro-batch"
         if config.optimizer.clip_grad > 0:
             yield f"--clip-grad={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
-        if training.fp16:
+        if training.precision.fp16:
             yield f"--fp16: {why}, so stages can not agree on a loss scale; use --bf16 or 2bw"
         if not config.model.untie_embeddings_and_output_weights:
             yield (
@@ -232,7 +232,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
     lines = []
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
-    if training.fp16 and parallel.device == "cpu":
+    if training.precision.fp16 and parallel.device == "cpu":
         lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
     if config.optimizer.lr > 0.1 and config.optimizer.optimizer == "adam":
         lines.append(f"--lr={show(config.optimizer.lr)}: unusually high for adam; 1e-4 to 1e-3 is common")

@@ -25,17 +25,12 @@ def length(config: Config, world_size: int) -> Iterator[str]:
 def precision(config: Config, world_size: int) -> Iterator[str]:
     """Number formats and loss scaling."""
     training = config.training
-    chosen = [
-        flag for flag, on in (("--bf16", training.bf16), ("--fp16", training.fp16), ("--fp64", training.fp64)) if on
-    ]
-    if len(chosen) > 1:
-        yield f"{chosen[1]}: excludes {chosen[0]}; choose one"
-    if training.loss_scale is not None and not training.fp16:
+    if training.loss_scale is not None and not training.precision.fp16:
         yield f"--loss-scale={show(training.loss_scale)}: needs --fp16"
     if training.min_loss_scale > training.initial_loss_scale:
         smallest, first = show(training.min_loss_scale), show(training.initial_loss_scale)
         yield f"--min-loss-scale={smallest}: above --initial-loss-scale={first}"
-    if config.parallel.grad_reduce_in_bf16 and not training.bf16:
+    if config.parallel.grad_reduce_in_bf16 and not training.precision.bf16:
         yield "--grad-reduce-in-bf16: needs --bf16"
 
 
@@ -105,7 +100,7 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
     if optimizer.store_param_remainders:
-        if not config.training.bf16:
+        if not config.training.precision.bf16:
             yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
         if optimizer.optimizer_cpu_offload:
             yield "--store-param-remainders: excludes --optimizer-cpu-offload; give one of them"

@@ -219,7 +219,7 @@ ONE_LINE = [
         "--cpu-offloading-num-layers=1: not with --compile, which decides itself what is kept",
     ),
     ("--optimizer-offload-fraction 0.5", 1, "--optimizer-offload-fraction=0.5: needs --optimizer-cpu-offload"),
-    ("--bf16 --fp16", 1, "--fp16: excludes --bf16; choose one"),
+    ("--bf16 --fp16", 1, "--fp16: contradicts --bf16; give one of them"),
     ("--loss-scale 128", 1, "--loss-scale=128: needs --fp16"),
     ("--swiglu --squared-relu", 1, "--squared-relu: contradicts --swiglu; give one of them"),
     (
@@ -373,7 +373,7 @@ YAML = [
         "use_flash_attn: true\n",
         "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it",
     ),
-    ("bf16: true\nfp16: true\n", "--fp16: excludes --bf16; choose one [run.yaml:2]"),
+    ("bf16: true\nfp16: true\n", "--fp16: contradicts --bf16; give one of them [run.yaml:2]"),
     (
         "save: x\nsave_interval: 0\n",
         "--save-interval=0: must be >= 1; leave it out to save only at the end [run.yaml:2]",

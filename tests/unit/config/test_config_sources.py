@@ -60,10 +60,12 @@ def test_yaml_numbers_are_read_by_the_type_of_the_field(tmp_path: Path) -> None:
 def test_switches_and_their_no_forms(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", "bf16: true\ndisable_bias_linear: true\nno_load_optim: true\nload: .\n")
     config = parse([*argv(), "--config", file])
-    assert (config.training.bf16, config.model.add_bias_linear, config.checkpoint.load_optim) == (True, False, False)
+    precision, model, checkpoint = config.training.precision, config.model, config.checkpoint
+    assert (precision.bf16, model.add_bias_linear, checkpoint.load_optim) == (True, False, False)
     config = parse([*argv("--no-bf16 --add-bias-linear --load-optim"), "--config", file])
-    assert (config.training.bf16, config.model.add_bias_linear, config.checkpoint.load_optim) == (False, True, True)
-    assert parse(argv("--bf16 --no-bf16 --bf16")).training.bf16, "the last of one name counts"
+    precision, model, checkpoint = config.training.precision, config.model, config.checkpoint
+    assert (precision.bf16, model.add_bias_linear, checkpoint.load_optim) == (False, True, True)
+    assert parse(argv("--bf16 --no-bf16 --bf16")).training.precision.bf16, "the last of one name counts"
 
 
 ALIASES = [

@@ -11,7 +11,7 @@ import pytest
 from megalite import schedule as schedules
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, problems
 from megalite.config.parallel import SCHEDULES
-from megalite.config.training import TrainingLength
+from megalite.config.training import Precision, TrainingLength
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import MegaliteError
 
@@ -97,7 +97,7 @@ def test_a_schedule_that_needs_its_own_chunks_is_told() -> None:
     ("changes", "flag"),
     [
         ({"clip_grad": 1.0}, "--clip-grad=1: pipedream takes a step"),
-        ({"fp16": True}, "--fp16: pipedream takes a step"),
+        ({"precision": Precision(fp16=True)}, "--fp16: pipedream takes a step"),
         ({"untie_embeddings_and_output_weights": False}, "--pipeline-schedule=pipedream: pipedream takes a step"),
     ],
 )

@@ -18,6 +18,9 @@ RIVALS = [
     ("--train-samples 24", "--train-tokens 640", ""),
     ("--train-iters 7", "--train-samples 24", ""),
     ("--train-iters 7", "--train-tokens 640", ""),
+    ("--bf16", "--fp16", ""),
+    ("--bf16", "--fp64", ""),
+    ("--fp16", "--fp64", ""),
 ]
 IDS = [f"{one.split()[0]} {other.split()[0]}" for one, other, _ in RIVALS]
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megalite.config.training import Precision
 from megalite.training.peaks import peak_flops
 from megalite.training.stats import IntervalStats, StepStats, evaluation_record
 from tests.unit.training.fake_trainer import FakeTrainer, tiny_config
@@ -86,7 +87,7 @@ def test_peaks_by_device_name(name: str, peak: float | None) -> None:
     import dataclasses
 
     training = tiny_config().training
-    assert peak_flops(name, dataclasses.replace(training, bf16=True)) == peak
+    assert peak_flops(name, dataclasses.replace(training, precision=Precision(bf16=True))) == peak
     assert peak_flops(name, training) is None, "half-precision peaks say nothing about fp32"
 
 

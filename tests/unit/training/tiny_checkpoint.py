@@ -13,7 +13,7 @@ from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.config.saved import to_dict
-from megalite.config.training import TrainingLength
+from megalite.config.training import Precision, TrainingLength
 from megalite.data.tokenizer import ByteTokenizer, Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
 from megalite.models import build_stack, layer_specs
@@ -44,7 +44,9 @@ def write_checkpoint(
     tokenizer = tokenizer or ByteTokenizer()
     config = Config(
         model=model or tiny_model_config(vocab_size=tokenizer.vocab_size),
-        training=TrainingConfig(micro_batch_size=2, length=TrainingLength(train_iters=10), fp64=True),
+        training=TrainingConfig(
+            micro_batch_size=2, length=TrainingLength(train_iters=10), precision=Precision(fp64=True)
+        ),
         optimizer=OptimizerConfig(lr=1e-3),
         data=DataConfig(split="50,50,0"),
     )
