@@ -35,7 +35,7 @@ from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
-from megalite.config.training import TrainingLength
+from megalite.config.training import BatchRamp, TrainingLength
 from megalite.errors import ConfigError, MegaliteError
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
@@ -231,7 +231,7 @@ def step_seconds(bench: Bench, world: World) -> list[float]:
         bench.config.training,
         global_batch_size=samples * world.size,
         length=TrainingLength(train_iters=10_000),
-        rampup_batch_size=None,
+        batch_ramp=BatchRamp(),
     )
     checkpoint = replace(bench.config.checkpoint, save=None, load=None)
     config = replace(bench.config, model=model, training=training, checkpoint=checkpoint)

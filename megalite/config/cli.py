@@ -293,7 +293,7 @@ def _build(options: Mapping[str, Option], values: Mapping[str, Any], broken: set
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:
     """Fix the global batch size: a resume with more replicas must not silently enlarge it."""
     training = config.training
-    if training.global_batch_size is None and training.step_batch_size_schedule is None:
+    if training.global_batch_size is None and training.batch_ramp.step_batch_size_schedule is None:
         size = config.global_batch_size(world_size)
         config = replace(config, training=replace(training, global_batch_size=size))
         origins = {**origins, "global_batch_size": "derived"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
+from megalite.config.batch_size import BatchSizeSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
@@ -55,13 +55,8 @@ class Config:
             ValueError: the ramp-up flags are malformed (validation reports them first).
         """
         training = self.training
-        if training.step_batch_size_schedule is not None:
-            return parse_step_schedule(training.step_batch_size_schedule, self.model.seq_length)
-        size = training.batch_size(self.data_parallel_size(world_size))
-        if training.rampup_batch_size is not None:
-            start, increment, samples = training.rampup_batch_size
-            return BatchSizeSchedule.ramp(start, increment, samples, size)
-        return BatchSizeSchedule.constant(size)
+        full = training.batch_size(self.data_parallel_size(world_size))
+        return training.batch_ramp.sizes(full, self.model.seq_length)
 
     def global_batch_size(self, world_size: int) -> int:
         """Samples of a full global batch (after any ramp-up)."""

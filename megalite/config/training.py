@@ -4,10 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.batch_size import BatchSizeSchedule
+from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
 from megalite.config.schema import OneOf, option, required
 
 __all__ = ["TrainingConfig", "TrainingLength"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp(OneOf):
+    """Growth of the global batch; without it one size for ever."""
+
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None,
+        "START INCREMENT SAMPLES: from START by INCREMENT to --global-batch-size, evenly over SAMPLES samples",
+        metavar="N",
+        ge=1,
+    )
+    step_batch_size_schedule: str | None = option(
+        None,
+        "sizes from given token counts on, instead of --global-batch-size: '0:768 250B:1536' (K, M, B, T)",
+        metavar="STEPS",
+    )
+
+    def sizes(self, full: int, seq_length: int) -> BatchSizeSchedule:
+        """Global batch size by samples consumed, where `full` is --global-batch-size.
+
+        Raises:
+            ValueError: the text or the numbers are malformed.
+        """
+        if self.step_batch_size_schedule is not None:
+            return parse_step_schedule(self.step_batch_size_schedule, seq_length)
+        if self.rampup_batch_size is not None:
+            start, increment, samples = self.rampup_batch_size
+            return BatchSizeSchedule.ramp(start, increment, samples, full)
+        return BatchSizeSchedule.constant(full)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +83,7 @@ class TrainingConfig:
     global_batch_size: int | None = option(
         None, "samples of one iteration; unset: micro-batch x data-parallel size", ge=1
     )
-    rampup_batch_size: tuple[int, ...] | None = option(
-        None,
-        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT, evenly over SAMPLES samples",
-        metavar="N",
-        ge=1,
-    )
-    step_batch_size_schedule: str | None = option(
-        None,
-        "global batch from given token counts on, instead of --global-batch-size: '0:768 250B:1536' (K, M, B, T)",
-        metavar="STEPS",
-    )
+    batch_ramp: BatchRamp = BatchRamp()
     length: TrainingLength = TrainingLength()
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)
 

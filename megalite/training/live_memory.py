@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.comm.collectives import all_gather_json
+from megalite.config.training import BatchRamp
 from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.predict import program_of
@@ -99,7 +100,7 @@ class MemoryCheckHook(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         to_go = trainer.train_iters - trainer.iteration
         on_cpu = trainer.device.type == "cpu"
-        if trainer.config.training.rampup_batch_size is not None or to_go < (LEAST_ITERATIONS if on_cpu else WATCHED):
+        if trainer.config.training.batch_ramp != BatchRamp() or to_go < (LEAST_ITERATIONS if on_cpu else WATCHED):
             return  # the first batches are not the ones that the prediction is about
         config, world = trainer.config, trainer.mesh.size("world")
         program = program_of(config, world)

@@ -185,18 +185,15 @@ def batch(config: Config, world_size: int) -> Iterator[str]:
         yield f"--global-batch-size={size}: smaller than {rule}; use {unit}, or a smaller --micro-batch-size"
     elif size is not None and size % unit:
         yield f"--global-batch-size={size}: not divisible by {rule}; nearest {multiples_around(size, unit)}"
-    if training.rampup_batch_size is not None and training.step_batch_size_schedule is not None:
-        yield "--rampup-batch-size: excludes --step-batch-size-schedule; give one of them"
-    elif training.rampup_batch_size is not None:
-        yield from _ramp(config, unit, rule, size if size is not None else unit)
-    elif training.step_batch_size_schedule is not None:
-        yield from _step_schedule(config, unit, rule)
+    ramp = training.batch_ramp
+    if ramp.rampup_batch_size is not None:
+        yield from _ramp(ramp.rampup_batch_size, unit, rule, size if size is not None else unit)
+    elif ramp.step_batch_size_schedule is not None:
+        yield from _step_schedule(config, ramp.step_batch_size_schedule, unit, rule)
 
 
-def _ramp(config: Config, unit: int, rule: str, full: int) -> Iterator[str]:
-    ramp = config.training.rampup_batch_size
-    assert ramp is not None
-    flag = "--rampup-batch-size=" + " ".join(str(n) for n in ramp)
+def _ramp(ramp: tuple[int, ...], unit: int, rule: str, full: int) -> Iterator[str]:
+    flag = f"--rampup-batch-size={show(ramp)}"
     if len(ramp) != 3:
         yield f"{flag}: expected three numbers, START INCREMENT SAMPLES"
         return
@@ -210,12 +207,10 @@ def _ramp(config: Config, unit: int, rule: str, full: int) -> Iterator[str]:
             yield f"{flag}: the {what} is not divisible by {rule}; nearest {multiples_around(number, unit)}"
 
 
-def _step_schedule(config: Config, unit: int, rule: str) -> Iterator[str]:
-    training = config.training
-    text = training.step_batch_size_schedule or ""
-    flag = f"--step-batch-size-schedule='{text}'"
-    if training.global_batch_size is not None:
-        yield f"--global-batch-size={training.global_batch_size}: excludes --step-batch-size-schedule; give one of them"
+def _step_schedule(config: Config, text: str, unit: int, rule: str) -> Iterator[str]:
+    flag, size = f"--step-batch-size-schedule='{text}'", config.training.global_batch_size
+    if size is not None:
+        yield f"--global-batch-size={size}: excludes --step-batch-size-schedule; give one of them"
     try:
         sizes = parse_step_schedule(text, config.model.seq_length).sizes
     except ValueError as error:

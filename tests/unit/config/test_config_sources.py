@@ -52,7 +52,7 @@ def test_yaml_numbers_are_read_by_the_type_of_the_field(tmp_path: Path) -> None:
     config = parse([*flags, "--config", write(tmp_path / "a.yaml", text)], check_files=False)
     assert config.optimizer.min_lr == 1e-4
     assert config.training.length.train_samples == 1_000_000
-    assert config.training.step_batch_size_schedule == "0:8"
+    assert config.training.batch_ramp.step_batch_size_schedule == "0:8"
     assert config.logging.wandb_project == "no"
     assert config.data.data_path == ("a", "b")
 
@@ -134,7 +134,7 @@ def test_negative_and_attached_values() -> None:
 def test_tuples_of_numbers_take_spaces_and_commas() -> None:
     config = parse(argv("--iterations-to-skip 3 5,7 --global-batch-size 8 --rampup-batch-size 4 2 100"))
     assert config.training.iterations_to_skip == (3, 5, 7)
-    assert config.training.rampup_batch_size == (4, 2, 100)
+    assert config.training.batch_ramp.rampup_batch_size == (4, 2, 100)
 
 
 @pytest.mark.parametrize(

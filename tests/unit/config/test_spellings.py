@@ -18,6 +18,7 @@ RIVALS = [
     ("--train-samples 24", "--train-tokens 640", ""),
     ("--train-iters 7", "--train-samples 24", ""),
     ("--train-iters 7", "--train-tokens 640", ""),
+    ("--rampup-batch-size 1 1 100", "--step-batch-size-schedule 0:8", ""),
     ("--bf16", "--fp16", ""),
     ("--bf16", "--fp64", ""),
     ("--fp16", "--fp64", ""),
