@@ -72,7 +72,8 @@ class Statistic(NamedTuple):
         """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""
         place = of.placement
         total = tuple(place.global_shape[d] for d in self.kept)
-        offset = tuple(place.offset[d] for d in self.kept)
+        # a rank may hold padding only: it begins beyond the end
+        offset = tuple(min(place.offset[d], place.global_shape[d]) for d in self.kept)
         valid = place.valid_shape(of.shape)
         local = self.values[tuple(slice(0, valid[d]) for d in self.kept)]
         return TensorShard(f"optimizer/{self.label}/{of.name}", total, offset, local, replica)

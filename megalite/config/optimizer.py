@@ -73,7 +73,9 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(False, "keep and update masters and moments in host memory")
     optimizer_offload_fraction: float = option(1.0, "part of them that goes there", gt=0, le=1, hint="1 is all of them")
     store_param_remainders: bool = option(
-        False, "keep the masters of bf16 weights as the 16 bits that the weights lack: 2 bytes less each, and exact"
+        False,
+        "keep the masters of bf16 weights as the 16 bits that the weights lack: 2 bytes less each. Masters are exact; "
+        "weights half-way between two bf16 numbers are rounded away from zero, not to even",
     )
     clip_grad: float = option(
         1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables it"

@@ -17,6 +17,11 @@ class LossScaler(Protocol):
     def scale(self) -> float: ...
 
     @property
+    def previous(self) -> float:
+        """The scale before the latest update."""
+        ...
+
+    @property
     def skips_non_finite(self) -> bool:
         """A step with a non-finite gradient is skipped as a matter of course (otherwise it is a failure)."""
         ...
@@ -42,6 +47,10 @@ class ConstantLossScaler:
 
     @property
     def scale(self) -> float:
+        return self._scale
+
+    @property
+    def previous(self) -> float:
         return self._scale
 
     @property
@@ -80,7 +89,7 @@ class DynamicLossScaler:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
     ) -> None:
-        self._scale = float(initial_scale)
+        self._scale = self._previous = float(initial_scale)
         self.min_scale = float(min_scale)
         self.window = window
         self.hysteresis = hysteresis
@@ -94,6 +103,10 @@ class DynamicLossScaler:
         return self._scale
 
     @property
+    def previous(self) -> float:
+        return self._previous
+
+    @property
     def skips_non_finite(self) -> bool:
         return True
 
@@ -103,6 +116,7 @@ class DynamicLossScaler:
 
     def update(self, *, found_non_finite: bool) -> None:
         """Counts one step. Call it on every rank with the same (agreed) answer."""
+        self._previous = self._scale
         if found_non_finite:
             self._good_steps = 0
             self._tolerance -= 1
@@ -117,12 +131,18 @@ class DynamicLossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """What a bitwise resume needs."""
-        return {"scale": self._scale, "good_steps": self._good_steps, "tolerance": self._tolerance}
+        return {
+            "scale": self._scale,
+            "previous": self._previous,
+            "good_steps": self._good_steps,
+            "tolerance": self._tolerance,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The scale goes on; the empty state of a constant scaler (another precision) leaves it at the beginning."""
         if not state:
             return
         self._scale = float(state["scale"])
+        self._previous = float(state.get("previous", self._scale))
         self._good_steps = int(state["good_steps"])
         self._tolerance = int(state["tolerance"])

@@ -52,8 +52,8 @@ class Feed:
     """Fetches batches on demand and forgets them when asked to.
 
     dp_size: data-parallel replicas. tokens_over: the axis over which tokens are counted, so that each has the same
-    weight (None: each micro-batch has). loss_scale: the scale that a batch begun now is computed with. loss_dtype:
-    fp32, or fp64 in fp64 mode.
+    weight (None: each micro-batch has). loss_scale: number of a batch -> the scale that it is computed with, asked
+    when it is begun. loss_dtype: fp32, or fp64 in fp64 mode.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Feed:
         tokens_over: Axis | None,
         device: torch.device,
         loss_dtype: torch.dtype,
-        loss_scale: Callable[[], float],
+        loss_scale: Callable[[int], float],
     ) -> None:
         self._loader = loader
         self._dp_size = dp_size
@@ -104,7 +104,7 @@ class Feed:
             assert self._loader is not None, "a run that only evaluates reads no training data"
             local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
-            scale = self._loss_scale()
+            scale = self._loss_scale(number)
             self._batches[number] = Batch(number, first, samples, scale, local, self._factors(local, scale))
         return self._batches[number]
 

@@ -163,9 +163,16 @@ def assemble(
         tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
         device=world.device,
         loss_dtype=wide_dtype(config),
-        loss_scale=lambda: scaler.scale,
+        loss_scale=lambda batch: scale_of(batch),
     )
     updater = make_updater(config, state.schedules, model, scaler, feed, progress)
+
+    def scale_of(batch: int) -> float:
+        """2BW begins a batch before or after the update of the one before it, by stage and by what is saved; what that
+        update says of the scale counts from the next batch on, so that all compute the batch alike."""
+        late = model.num_slots > 1 and updater.newest_version() == batch
+        return scaler.previous if late else scaler.scale
+
     directions = [mesh.over("pp", apart=direction) for direction in ("down", "up")]
     channel = Channel(*directions, headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None

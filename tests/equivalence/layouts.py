@@ -104,7 +104,7 @@ def compare(case: Layout, *, steps: int = 3, tolerance: float = 1e-12) -> float:
 
 def assert_close(found, expected, tolerance: float, what: str) -> None:
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert a is not None and abs(a - b) <= tolerance * max(1.0, abs(b)), (
+        assert a is b is None or (a is not None and b is not None and abs(a - b) <= tolerance * max(1.0, abs(b))), (
             f"{what} of step {step}: {a} instead of {b}"
         )
 
@@ -125,7 +125,7 @@ FLUSH = "1f1b gpipe eager-1f1b interleaved breadth-first zb-h1 zb-h2 zb-v chimer
 
 def _draw(rng: random.Random) -> Layout:
     pick = rng.choice
-    grids = [(tp, pp, dp) for tp in (1, 1, 2) for pp in (1, 1, 2, 3, 4) for dp in (1, 1, 2, 4) if tp * pp * dp <= 8]
+    grids = [(tp, pp, dp) for tp in (1, 1, 2, 4) for pp in (1, 1, 2, 3, 4) for dp in (1, 1, 2, 4) if tp * pp * dp <= 8]
     tp, pp, dp = pick(grids)
     schedule = pick([*FLUSH, "2bw"]) if pp > 1 else pick(["1f1b", "1f1b", "2bw"])
     model = ["--num-layers", pick(["4", "6"])]
@@ -147,4 +147,5 @@ def _draw(rng: random.Random) -> Layout:
     )
     layout += pick([[], ["--no-overlap-grad-reduce"], ["--ddp-bucket-size", "3000"]])
     layout += ["--num-distributed-optimizer-instances", "2"] if dp > 2 and rng.random() < 0.5 else []
+    layout += pick([[], ["--make-vocab-size-divisible-by", "128"]])  # the last of several ranks hold padding only
     return Layout(tuple(model), tuple(layout), tp * pp * dp, delay=int(schedule == "2bw"))

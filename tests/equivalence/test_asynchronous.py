@@ -9,7 +9,10 @@ import torch
 
 from equivalence.layouts import TINY, Layout, assert_close, compare, saved_tensors, train, train_body
 from equivalence.oracle import pipedream_reference, reference
+from megalite.comm.world import World
+from megalite.config.cli import parse
 from megalite.testing import run_ranks
+from megalite.training.run import open_run
 
 UNTIED = ("--num-layers", "4", "--untie-embeddings-and-output-weights", "--clip-grad", "0")
 
@@ -98,3 +101,40 @@ def test_pipedream_is_its_sequential_reference(p: int) -> None:
     assert_close(found.losses, expected.losses, 1e-12, "loss")
     for name, value in expected.tensors.items():
         assert float((found.tensors[name] - value).abs().max()) < 1e-12, name
+
+
+def scales_body(world: World, argv: list[str], steps: int, drained: tuple[int, ...]) -> list[tuple[float, bool]]:
+    """Loss scale of each step and whether it was skipped; the state is saved at the end."""
+    found = []
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        for step in range(steps):
+            stats = run.trainer.train_step(drain=step + 1 == steps or step in drained)
+            found.append((stats.loss_scale, stats.skipped))
+        run.state.save(run.trainer.progress)
+    return found
+
+
+def test_in_fp16_2bw_skips_the_same_batches_at_every_depth(tmp_path: Path) -> None:
+    """However deep the pipeline is, and whenever it runs empty for a checkpoint: what the update of batch t says of the
+    scale counts from batch t + 2 on."""
+    flags = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 3 --num-layers 4".split()
+    base = [*(flag for flag in TINY if flag != "--fp64"), *flags, "--micro-batch-size", "1"]
+    base += ["--pipeline-schedule", "2bw", "--data-cache-path", str(tmp_path / "cache")]
+    found, steps = {}, 9
+    for p, drained in ((1, ()), (2, ()), (2, (1, 2, 5)), (4, ())):
+        argv = [*base, "--pipeline-model-parallel-size", str(p), "--save", str(tmp_path / f"{p}{len(drained)}")]
+        found[p, drained] = run_ranks(scales_body, p, argv, steps, drained)[0]
+    argv = [*base, "--pipeline-model-parallel-size", "2", "--save", str(tmp_path / "part"), "--auto-resume"]
+    parts = [run_ranks(scales_body, 2, argv, n, ())[0] for n in (2, 3, 4)]
+    found["resumed", ()] = [*parts[0], *parts[1], *parts[2]]
+    expected, updates = [], []
+    scale, good = 2.0**20, 0
+    for step, (used, skipped) in enumerate(found[1, ()]):  # the rule, from what overflowed
+        expected.append(2.0**20 if step < 2 else updates[step - 2])
+        assert used == expected[-1], f"step {step}"
+        good = 0 if skipped else good + 1
+        scale = scale / 2 if skipped else scale * 2 if good == 3 else scale
+        good %= 3
+        updates.append(scale)
+    assert {skipped for _, skipped in found[1, ()]} == {True, False}, "the case shows nothing"
+    assert all(series == found[1, ()] for series in found.values()), found
