@@ -30,7 +30,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to generate at most")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations, with seeds --seed, --seed + 1, ...")
     parser.add_argument("--greedy", action="store_true", help="always the most likely token")
-    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: safer, above 1: wilder")
+    parser.add_argument("--temperature", type=float, default=1.0, help="below 1: safer, above 1: wilder, 0: --greedy")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k most likely tokens; 0: among all")
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among the tokens that reach this probability")
     parser.add_argument("--seed", type=int, default=1234, help="of the choices")
@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Print the prompt and its continuations as they are generated."""
     flags = parse(argv)
-    settings = [sampling_of(flags, number) for number in range(flags.num_samples)]
+    sampling_of(flags, flags.num_samples - 1)  # a seed that is too large is no news for the last sample
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     tokenizer = loaded.tokenizer
     prompt = tokenizer.encode(flags.prompt)
@@ -55,7 +55,8 @@ def main(argv: list[str]) -> None:
         if tokenizer.eod_id is None:
             raise ConfigError("--prompt: is empty, and this tokenizer has no end-of-document token to begin after")
         prompt = [tokenizer.eod_id]
-    for number, sampling in enumerate(settings):
+    for number in range(flags.num_samples):
+        sampling = sampling_of(flags, number)
         if number:
             print("\n---")
         ids = generate(

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 from pathlib import Path
 
@@ -20,6 +21,11 @@ from megalite.faults import fault_point
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+PICKLES = (".pt", ".pth", ".ckpt", ".pkl")
+NO_PICKLES = (
+    "it could execute code and is not read; save the model as a Hugging Face folder of safetensors, or in "
+    "Megatron-LM's format torch, which tools/convert_checkpoint.py takes"
+)
 _NAME = re.compile(r"iter_(\d{7,12})", re.ASCII)
 _STAGED = re.compile(r"iter_\d{7,12}\.tmp-[\w-]+", re.ASCII)
 
@@ -76,8 +82,14 @@ def resolve(
     Raises CheckpointError. flag: what its message begins with. advice: what else could be given.
     """
     root = Path(load)
-    if not os.path.exists(root):
-        raise CheckpointError(f"{flag}{load}: no such directory; {advice}")
+    try:
+        is_folder = stat.S_ISDIR(os.stat(root).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{flag}{load}: no such directory; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{flag}{load}: can not be read ({getattr(error, 'strerror', error)})") from None
+    if not is_folder:
+        raise CheckpointError(f"{flag}{load}: is a file{_what_file(root)}; {advice}")
     if os.path.isfile(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
@@ -102,10 +114,22 @@ def is_huggingface(root: Path | str) -> bool:
     return os.path.isfile(root / "config.json") and not os.path.isfile(root / COMMITTED) and not committed(root)
 
 
+def _what_file(path: Path) -> str:
+    """What kind of file is given in place of a directory, in words."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        return f", and can not be read ({error.strerror})"
+    if path.suffix == ".safetensors" or head[8:] == b"{":
+        return " (safetensors: name the folder of a Hugging Face model, which holds a config.json too)"
+    if path.suffix in (*PICKLES, ".bin") or head[:2] == b"\x80\x02" or head[:4] == b"PK\x03\x04":
+        return f" (a pickle, torch.save's? {NO_PICKLES})"
+    return ""
+
+
 def _what_else(root: Path) -> str:
     """The facts behind `no committed checkpoint`."""
-    if not root.is_dir():
-        return " (not a directory)"
     torn = interrupted(root)
     if torn:
         return f" (found {torn[-1].name}, interrupted)"
@@ -113,11 +137,18 @@ def _what_else(root: Path) -> str:
         return " (an interrupted save)"
     if any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*")):
         return " (Megatron-LM's? tools/convert_checkpoint.py --from megatron --to megalite makes one of it)"
+    inside = [*listing(root), *(child for path in listing(root)[:100] if path.is_dir() for child in listing(path))]
+    if any(path.name == ".metadata" or path.suffix == ".distcp" for path in inside):
+        return f" (torch's distributed format, or Megatron-LM's torch_dist? {NO_PICKLES})"
+    if any(path.suffix in PICKLES or path.match("pytorch_model*.bin") for path in inside):
+        return f" (pickles of torch.save? {NO_PICKLES})"
     foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
     if foreign:
         return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
     if is_huggingface(root):
         return " (a Hugging Face model? tools/convert_checkpoint.py --from hf --to megalite makes a checkpoint of it)"
+    if any(path.suffix == ".safetensors" for path in inside):
+        return " (safetensors without config.json, which says what model they are)"
     return "" if listing(root) else " (empty)"
 
 

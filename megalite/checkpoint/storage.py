@@ -14,6 +14,7 @@ No host buffer here is larger than one block.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import stat
@@ -253,7 +254,7 @@ def open_plain(path: Path, nbytes: int | None = None) -> int:
         # not blocking: to open a pipe for reading waits for whoever would write
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise CheckpointError(f"{path}: {_reason(error)}; the checkpoint is damaged") from None
+        raise CheckpointError(f"{path}: {_reason(error)}{_advice(error)}") from None
     found, problem = os.fstat(fd), None
     if not stat.S_ISREG(found.st_mode):
         problem = "not a plain file"
@@ -269,6 +270,13 @@ def _reason(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return "missing"
     return f"can not be read ({error.strerror})"
+
+
+def _advice(error: OSError) -> str:
+    """What an error of the system says of the checkpoint: a file that may not be read can be as good as ever."""
+    if isinstance(error, PermissionError):
+        return "; the checkpoint may be whole, give this user the right to read it"
+    return "; the checkpoint is damaged" if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO) else ""
 
 
 def read_small(path: Path, limit: int, nbytes: int | None = None) -> bytes:

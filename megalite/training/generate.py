@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.microbatch import Microbatch
 from megalite.nn.head import Head
 from megalite.nn.kv_cache import KeyValueCache
@@ -29,8 +29,9 @@ __all__ = ["Sampling", "generate", "pick_token"]
 class Sampling:
     """How the next token is chosen; field names are the flags of tools/generate_text.py.
 
-    greedy: the most likely token, always. temperature: divides the logits. top_k: only the k most likely tokens, 0 for
-    all. top_p: only the most likely tokens that together reach probability p (nucleus sampling, arXiv 1904.09751).
+    greedy: the most likely token, always. temperature: divides the logits; 0 is greedy. top_k: only the k most likely
+    tokens, 0 for all. top_p: only the most likely tokens that together reach probability p (nucleus sampling, arXiv
+    1904.09751).
 
     Raises:
         ConfigError: a value is out of its range, or `greedy` comes with one that it makes meaningless.
@@ -44,13 +45,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.temperature > 0:
-            problems.append(f"--temperature={self.temperature:g}: must be > 0; use --greedy for the most likely token")
+        if not self.temperature >= 0:
+            problems.append(f"--temperature={self.temperature:g}: must be >= 0 (0: the most likely token, as --greedy)")
         if self.top_k < 0:
             problems.append(f"--top-k={self.top_k}: must be >= 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
             problems.append(f"--top-p={self.top_p:g}: must be above 0 and at most 1 (1: all tokens)")
-        if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 1.0):
+        if not -(2**63) <= self.seed < 2**64:
+            problems.append(f"--seed={self.seed}: must be below 2^64; choose a smaller one")
+        if self.greedy and (self.temperature not in (0.0, 1.0) or (self.top_k, self.top_p) != (0, 1.0)):
             problems.append("--greedy: leaves no choice to --temperature, --top-k and --top-p; drop one or the other")
         if problems:
             raise ConfigError(problems)
@@ -106,10 +109,16 @@ def next_logits(model: LayerStack, tokens: Sequence[int], cache: KeyValueCache) 
 
 
 def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Choose one id from logits `[V]`: temperature first, then top-k, then top-p, then a draw."""
-    if sampling.greedy:
+    """Choose one id from logits `[V]`: temperature first, then top-k, then top-p, then a draw.
+
+    Raises CheckpointError where they are not numbers.
+    """
+    if logits.isnan().any():
+        raise CheckpointError("--load: the model's logits are not numbers (its training diverged?); load an older one")
+    if sampling.greedy or sampling.temperature == 0:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    # From the largest one down and in fp64: no temperature is so low that the quotient is no number.
+    logits = ((logits.double() - logits.max().double()) / sampling.temperature).to(logits.dtype)
     if 0 < sampling.top_k < logits.numel():
         kth = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -113,8 +113,8 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
         ("generate_text.py", ["--load", "{run}", "--max-new-tokens", "0"], "--max-new-tokens=0: must be >= 1"),
         (
             "generate_text.py",
-            ["--load", "{run}", "--temperature", "0"],
-            "--temperature=0: must be > 0; use --greedy for the most likely token",
+            ["--load", "{run}", "--temperature", "-1"],
+            "--temperature=-1: must be >= 0 (0: the most likely token, as --greedy)",
         ),
         ("generate_text.py", ["--load", "{run}", "--top-k", "many"], "--top-k: invalid int value: 'many'"),
         ("evaluate.py", ["--load", "{run}"], "--data-path, --text-file: give one of the two"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, committed, latest, resolve
 from megalite.checkpoint.discovery import TRACKER, interrupted
+from megalite.checkpoint.verify import verify
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.errors import CheckpointError
@@ -149,3 +152,73 @@ def test_a_failed_async_save_is_reported_by_the_next_call(tmp_path: Path) -> Non
     saver.save_async(3, shards(), {})
     saver.wait()
     assert steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"model.pt": b"PK\x03\x04rest"}, "pickles of torch.save"),
+        ({"pytorch_model-00001-of-2.bin": b"PK\x03\x04"}, "pickles of torch.save"),
+        ({"step_5/model.pth": b"\x80\x02"}, "pickles of torch.save"),
+        ({".metadata": b"\x80\x04", "__0_0.distcp": b"PK"}, "torch's distributed format"),
+        ({"iter_0000100/.metadata": b"", "iter_0000100/__0_0.distcp": b"PK"}, "torch's distributed format"),
+        ({"model.safetensors": b"\x08\0\0\0\0\0\0\0{}"}, "safetensors without config.json"),
+        ({"iter_0000100/mp_rank_00/model_optim_rng.pt": b"PK"}, "Megatron-LM's"),
+        ({"corpus.bin": b"\0\0", "corpus.idx": b"\0"}, "no committed checkpoint;"),
+    ],
+)
+def test_a_folder_of_another_format_is_called_what_it_is(files: dict[str, bytes], words: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        resolve(tmp_path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "model.pt",
+            b"PK\x03\x04",
+            r"is a file \(a pickle, torch.save's\? it could execute code and is not read; save",
+        ),
+        ("whatever", b"\x80\x02}", r"is a file \(a pickle"),
+        ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}", r"is a file \(safetensors: name the folder"),
+        ("notes.txt", b"hello", "is a file; give"),
+        ("empty.pt", b"", r"is a file \(a pickle"),
+    ],
+)
+def test_a_file_in_place_of_a_directory_is_called_what_it_is(
+    name: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=words):
+        resolve(tmp_path / name)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saver_in(tmp_path).save(5, shards(), {})
+    opened = os.open
+
+    def refuse(name: str | Path, *rest: Any, **more: Any) -> int:
+        if str(name).endswith(".safetensors"):
+            raise PermissionError(13, "Permission denied")
+        return opened(name, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (problem,) = verify(path)
+    assert problem == (
+        f"{path}/rank_00000.safetensors: can not be read (Permission denied); the checkpoint may be whole, give this "
+        "user the right to read it"
+    )
+
+
+def test_a_folder_whose_parent_may_not_be_read_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(CheckpointError, match=r"^--load=/a/b: can not be read \(Permission denied\)$"):
+        resolve("/a/b")

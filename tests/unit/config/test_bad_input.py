@@ -236,6 +236,16 @@ ONE_LINE = [
         1,
         "--use-flash-attn: not needed, drop it: torch's attention picks flash where the device has it",
     ),
+    (
+        "--data-parallel-size 2",
+        4,
+        "--data-parallel-size: follows from the number of ranks: all / (tensor x pipeline parallel size)",
+    ),
+    (
+        "--local-rank 2",
+        1,
+        "--local-rank: not needed, drop it: ranks are read from the launcher's environment; start them by torchrun",
+    ),
     ("stray", 1, "unexpected argument 'stray'; flags begin with --"),
     ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),
     ("--bf16=maybe", 1, "--bf16: expected true/false, got text 'maybe'"),

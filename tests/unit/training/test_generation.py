@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.training.generate import Sampling, generate, pick_token
 from tests.unit.training.tiny_checkpoint import all_logits, tiny_model_config, write_checkpoint
 
@@ -87,6 +88,22 @@ def test_filters_against_their_definitions() -> None:
         assert ((found > 0) <= (wanted > 0)).all(), sampling
 
 
+def test_however_low_the_temperature_the_most_likely_token_is_chosen(tmp_path: Path) -> None:
+    logits = torch.tensor([3.0, 50.0, -60.0, 45.0])
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for temperature in (0.0, 5e-324, 1e-300, 1e-45, 1e-7):
+            assert pick_token(logits.to(dtype), Sampling(temperature=temperature), generator) == 1
+    assert pick_token(logits, Sampling(temperature=0.0, greedy=True), generator) == 1
+    assert len({pick_token(logits, Sampling(temperature=math.inf), generator) for _ in range(50)}) == 4
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=True)])
+def test_a_model_that_is_lost_is_one_line(sampling: Sampling) -> None:
+    with pytest.raises(CheckpointError, match="logits are not numbers"):
+        pick_token(torch.tensor([1.0, math.nan]), sampling, torch.Generator())
+
+
 def test_ids_without_a_token_are_never_chosen(tmp_path: Path) -> None:
     _, stack = write_checkpoint(tmp_path)
     ids = list(generate(stack, [65], Sampling(), max_new_tokens=64, eod_id=None, num_choices=70))
@@ -96,7 +113,9 @@ def test_ids_without_a_token_are_never_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"temperature": 0.0}, "--temperature=0: must be > 0; use --greedy for the most likely token"),
+        ({"temperature": -0.1}, "--temperature=-0.1: must be >= 0 (0: the most likely token, as --greedy)"),
+        ({"temperature": float("nan")}, "--temperature=nan: must be >= 0 (0: the most likely token, as --greedy)"),
+        ({"seed": 2**70}, f"--seed={2**70}: must be below 2^64; choose a smaller one"),
         ({"top_k": -1}, "--top-k=-1: must be >= 0 (0: all tokens)"),
         ({"top_p": 1.5}, "--top-p=1.5: must be above 0 and at most 1 (1: all tokens)"),
         (
