@@ -24,11 +24,9 @@ from megalite.inventory.pipeline import stage_cuts
 from megalite.microbatch import Microbatch
 from megalite.optim import ConstantLossScaler
 from megalite.parallel.pipeline.executor import Executor
-from megalite.schedule import Batch
+from megalite.schedule import Batch, resolve_chunks
 from megalite.training.build import Schedules, build_model
 from megalite.training.update import Hyperparameters, Updater
-
-CHUNKS = {"interleaved": 2, "breadth-first": 2, "zb-v": 2, "dualpipe-v": 2}
 
 
 class PipelineBench:
@@ -94,7 +92,7 @@ def bench_config(ctx: dict[str, Any], schedule: str) -> Config:
         parallel=ParallelConfig(
             pipeline_model_parallel_size=ctx["world"],
             pipeline_schedule=schedule,
-            virtual_pipeline_model_parallel_size=CHUNKS.get(schedule),
+            virtual_pipeline_model_parallel_size=resolve_chunks(schedule, None),
         ),
         training=TrainingConfig(
             micro_batch_size=ctx["x"].shape[0] // ctx["m"], precision=Precision(bf16=ctx["prec"] == "bf16")

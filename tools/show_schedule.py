@@ -87,7 +87,7 @@ def _program(name: str, args: argparse.Namespace) -> Program:
     chunks = args.virtual_pipeline_model_parallel_size
     if args.compare and find(name).num_chunks is not None:
         chunks = None
-    pairs = 1 if args.compare and find(name).name != "chimera" else args.chimera_pairs
+    pairs = 1 if args.compare and not find(name).paired else args.chimera_pairs
     return build(name, args.pipeline_model_parallel_size, args.num_microbatches, chunks, num_pairs=pairs)
 
 

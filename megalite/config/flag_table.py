@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from megalite import schedule as schedules
 from megalite.config.names import NOT_NEEDED
-from megalite.config.parallel import SCHEDULES, zero_reason
 from megalite.config.root import SECTIONS, all_options
 from megalite.config.schema import Option, options_of
 from megalite.config.usage import aliases_of, title, value_text
 from megalite.config.values import show
+from megalite.schedule import SCHEDULES
 
 __all__ = ["flag_table"]
 
@@ -67,7 +67,7 @@ def _combinations() -> str:
     ]
     for name in SCHEDULES:
         also = ", ".join(f"`{alias}`" for alias, target in schedules.ALIASES.items() if target == name)
-        reasons = {stage: zero_reason(stage, name) for stage in range(4)}
+        reasons = {stage: SCHEDULES[name].zero_excluded.get(stage) for stage in range(4)}
         legal = ", ".join(str(stage) for stage, reason in reasons.items() if reason is None)
         why = "; ".join(f"{stage}: {reason}" for stage, reason in reasons.items() if reason is not None)
         lines.append(f"| `{name}` | {also} | {legal} | {why} |\n")

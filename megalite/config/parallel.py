@@ -4,33 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from megalite import schedule as schedules
 from megalite.config.schema import option
 
-__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "ZERO_EXCLUDED", "ParallelConfig", "zero_reason"]
+__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "ParallelConfig"]
 
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
-
-_TWO_VERSIONS = "gathering weights would need both weight versions at once"
-_PER_MICRO_BATCH = "gradient shards of an unflushed pipeline would be reduced once per micro-batch"
-_OWN_STEP = "every stage steps after every micro-batch, so nothing can be sharded between steps"
-
-#: Which ZeRO stages an asynchronous schedule excludes, and why. Flush schedules allow all four, at any tensor-parallel
-#: size: a stage shards over data-parallel ranks only, which hold the same tensor-parallel slice.
-ZERO_EXCLUDED: Mapping[str, Mapping[int, str]] = MappingProxyType(
-    {
-        "2bw": MappingProxyType({2: _PER_MICRO_BATCH, 3: _TWO_VERSIONS}),
-        "pipedream": MappingProxyType({1: _OWN_STEP, 2: _OWN_STEP, 3: _OWN_STEP}),
-    }
-)
-
-
-def zero_reason(zero_stage: int, schedule: str) -> str | None:
-    """Why this ZeRO stage does not go with this schedule, or None where it does."""
-    return ZERO_EXCLUDED.get(schedule, {}).get(zero_stage)
 
 
 @dataclass(frozen=True, kw_only=True)

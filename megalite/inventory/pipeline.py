@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from megalite.config import Config
 from megalite.config.model import ModelConfig
 from megalite.inventory.layers import layers
-from megalite.schedule import Program, build, insert_unshard, load_program, lower, merge_backward, partition
+from megalite.schedule import Program, build, find, insert_unshard, load_program, lower, merge_backward, partition
 
 __all__ = ["computations", "lowered", "stage_cuts"]
 
@@ -41,7 +41,7 @@ def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | N
 def lowered(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
     """The same with everything that an executor needs. Raises ScheduleError."""
     program = lower(computations(config, num_microbatches, schedule))
-    if config.parallel.zero_stage == 3 and (schedule or config.parallel.schedule) == "breadth-first":
+    if config.parallel.zero_stage == 3 and find(schedule or config.parallel.schedule).gathers_once:
         program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
     return program
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from megalite.config import Config
 from megalite.planner.states import Precision
-from megalite.schedule.registry import find
+from megalite.schedule import find
 
 __all__ = ["Kept", "block_bytes", "recompute_cost_layers", "stage_activations", "workspace_bytes"]
 

@@ -12,6 +12,7 @@ from megalite.planner.memory import TERMS
 from megalite.planner.report import layout_text
 from megalite.planner.search import Misfit, Quick, search
 from megalite.planner.space import SEARCHED, Layout, apply, layout_of, layouts, reasons_against
+from megalite.schedule import default_schedule, find
 
 __all__ = ["Remedy", "explain", "remedy", "shortage"]
 
@@ -119,7 +120,7 @@ def _lean(config: Config, world_size: int, hardware: Hardware, source: TimeSourc
     leanest = replace(
         layout_of(config),
         sequence_parallel=True,
-        pipeline_schedule="1f1b",
+        pipeline_schedule=default_schedule(None),
         virtual_pipeline_model_parallel_size=None,
         zero_stage=3,
         micro_batch_size=1,
@@ -139,7 +140,7 @@ def _roomy(config: Config, world_size: int) -> Config:
 
 def _changes(quick: Quick, here: Layout, stale: bool) -> Iterator[tuple[int, int, float, Layout, tuple[str, ...]]]:
     """(Number of changed fields, how intrusive, seconds, layout, fields) of what may fit."""
-    stale = stale or here.pipeline_schedule in ("2bw", "pipedream")
+    stale = stale or find(here.pipeline_schedule).asynchronous
     for layout in layouts(quick.config, quick.world_size, frozenset(), stale=stale):
         changed = tuple(name for name in SEARCHED if getattr(layout, name) != getattr(here, name))
         if layout.pipeline_model_parallel_size * layout.tensor_model_parallel_size == quick.world_size:

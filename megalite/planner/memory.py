@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.planner.activations import Kept, stage_activations, workspace_bytes
 from megalite.planner.states import Precision, StateBytes, state_bytes
-from megalite.schedule import SCHEDULES, Program
+from megalite.schedule import SCHEDULES, Program, Shape
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["TERMS", "RankMemory", "rank_memory"]
@@ -157,7 +157,8 @@ def _walked(program: Program) -> int:
     """So many micro-batches show all that a rank ever holds: three rounds through the pipeline, where not all forwards
     come first (tests/unit/planner/test_uneven.py)."""
     m = program.num_microbatches
-    if program.name not in SCHEDULES or program.name in ("gpipe", "breadth-first"):
+    shape = Shape(program.num_ranks, m, program.chunks_per_rank)
+    if program.name not in SCHEDULES or SCHEDULES[program.name].in_flight(shape) >= m:
         return m
     return min(m, 3 * program.num_ranks + m % program.num_ranks)
 
@@ -183,7 +184,7 @@ def _fullest_moments(program: Program, rank: int) -> tuple[Moment, ...]:
     batches = 2 if program.asynchronous else 1
     for index in range(batches):
         batch = program.batch(index, last=index == batches - 1, size=_walked(program))
-        for action in program.actions_for_batch(rank, batch):
+        for action in program.order(rank, batch):
             for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
                 _account(counts[part.stage], part.kind)
                 if part.kind not in (FORWARD, BACKWARD_INPUT):

@@ -22,7 +22,7 @@ from megalite.planner.cost import LayerTimes, Times, TimeSource, forward_flops_p
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.states import Precision, stage_elements
-from megalite.schedule import Costs, Program, simulate
+from megalite.schedule import Costs, Program, find, simulate
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 __all__ = ["Prediction", "Steady", "memory_of", "predict", "program_of", "steady_state"]
@@ -217,7 +217,7 @@ class _Stages:
         size, group = Precision.of(self.config), self.data_group
         scatter = group.gather(self.elements(stage) * size.gradient)
         weights = group.gather(self.elements(stage) * size.compute) if zero == 3 else 0.0
-        if zero == 3 and self.config.parallel.schedule == "breadth-first":
+        if zero == 3 and find(self.config.parallel.schedule).gathers_once:
             weights /= max(1, self.config.num_microbatches(self.world_size))
         hide = overlap if self.config.parallel.overlap_param_gather else 0.0
         forward = max(0.0, weights - hide * times.forward)

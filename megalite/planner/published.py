@@ -24,6 +24,7 @@ from megalite.planner.predict import Prediction, predict
 from megalite.planner.report import layout_text
 from megalite.planner.search import search
 from megalite.planner.space import SEARCHED
+from megalite.schedule import default_schedule
 
 __all__ = ["SOURCES", "Compared", "PublishedRun", "compare", "configured", "published_flops", "published_runs", "table"]
 
@@ -115,7 +116,7 @@ def _recomputation_table() -> Iterable[PublishedRun]:
     ):
         given = f"{more} --micro-batch-size {micro}"
         given += f" --virtual-pipeline-model-parallel-size {chunks}" if chunks > 1 else ""
-        kinds = ("interleaved",) if chunks > 1 else ("1f1b",)
+        kinds = (default_schedule(chunks),)
         for name, flags, seconds in (("full", whole, full), ("sel", part, selective)):
             text = _gpt(layers, hidden, heads, 8, pp, batch, f"{given} {flags}")
             yield PublishedRun(f"{size} {name}", "C", "a100-80gb", 8 * pp, text, seconds=seconds, schedules=kinds)

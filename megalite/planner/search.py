@@ -21,6 +21,7 @@ from megalite.planner.predict import Prediction, memory_of, predict, program_of
 from megalite.planner.space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
 from megalite.planner.states import Precision, stage_elements
 from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
+from megalite.schedule import Shape, default_schedule, find
 
 __all__ = ["Found", "Misfit", "Quick", "pareto", "search"]
 
@@ -130,7 +131,7 @@ class Quick:
         split = sizes.tensor > 1 and ("sequence_parallel" not in given or self.config.parallel.sequence_parallel)
         zero = self.config.parallel.zero_stage if "zero_stage" in given else 3
         kind = self.config.model.recompute_granularity if "recompute_granularity" in given else None
-        layout = Layout(sizes.tensor, sizes.pipeline, None, split, "1f1b", zero, sizes.micro, kind)
+        layout = Layout(sizes.tensor, sizes.pipeline, None, split, default_schedule(None), zero, sizes.micro, kind)
         layers, block_bytes, _ = self._shared(layout)
         if "recompute_granularity" not in given:
             lean = self._shared(replace(layout, recompute_granularity="full"))
@@ -174,23 +175,11 @@ class Quick:
         total = block.forward + block.backward_input + block.backward_weight
         third = rank / total if total else 0.0
         f, i, w = block.forward * third, block.backward_input * third, block.backward_weight * third
-        name = layout.pipeline_schedule
-        per_step = {
-            "2bw": 0.0,
-            "pipedream": 0.0,
-            "interleaved": rank / v,
-            "breadth-first": rank / v,
-            "zb-h1": max(0.0, f + i - w),
-            "zb-h2": max(0.0, f + i - 2 * w),
-            "zb-v": f / 2,
-            "dualpipe-v": max(0.0, (f + i - w) / 2),
-            "chimera": rank / 2,
-        }.get(name, rank)
-        return (p - 1) * per_step
+        return (p - 1) * find(layout.pipeline_schedule).idle(f, i, w, v)
 
     def _data_parallel(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
         size = Precision.of(self.config)
-        if layout.pipeline_schedule == "chimera":  # every rank holds two stages, each with another rank
+        if find(layout.pipeline_schedule).paired:  # every rank holds two stages, each with another rank
             pair = Group(self.hardware, 2, layout.tensor_model_parallel_size * dp)
             sums = pair.all_reduce(2 * elements * size.gradient / (dp if layout.zero_stage else 1))
             return sums + self._reduction(layout, dp, 2 * elements, rank, m)
@@ -208,7 +197,7 @@ class Quick:
             return max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
         if layout.zero_stage == 2:
             return m * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
-        times = 1 if layout.pipeline_schedule == "breadth-first" else m
+        times = 1 if find(layout.pipeline_schedule).gathers_once else m
         return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
 
     def _bytes(self, layout: Layout, elements: float, dp: int, block_bytes: float, m: int) -> float:
@@ -219,14 +208,7 @@ class Quick:
         state = 0 if offloaded else (master + moments) / (dp if zero else 1)
         per = size.compute / (dp if zero == 3 else 1) + size.gradient / (dp if zero >= 2 else 1) + state
         p, v = layout.pipeline_model_parallel_size, layout.chunks
-        early = {
-            "gpipe": float(m),
-            "breadth-first": float(m),
-            "eager-1f1b": min(m, 2 * p - 1),
-            "zb-h2": min(m, 2 * p - 1),
-            "interleaved": min(m, p + (p - 1) / v),
-            "chimera": min(m, p / 2 + 1),
-        }.get(layout.pipeline_schedule, min(m, p))
+        early = find(layout.pipeline_schedule).in_flight(Shape(p, m, v))
         blocks = self.config.model.num_layers // (p * v) * v
         return 0.9 * (elements * per + early * blocks * block_bytes)
 

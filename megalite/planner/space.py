@@ -17,7 +17,7 @@ from megalite.config import Config
 from megalite.config.files import schedule_file
 from megalite.config.legal import problems
 from megalite.config.root import all_options
-from megalite.schedule import SCHEDULES, legal, resolve_chunks
+from megalite.schedule import SCHEDULES, default_schedule, legal, resolve_chunks
 
 __all__ = [
     "SEARCHED",
@@ -173,7 +173,7 @@ def _schedules(
     if "pipeline_schedule" in given or config.parallel.pipeline_schedule_file is not None:
         names = [here.pipeline_schedule]
     elif pp == 1:
-        names = ["1f1b"]
+        names = [default_schedule(None)]
     else:
         names = [name for name in SCHEDULES if stale or not SCHEDULES[name].asynchronous]
     fixed = "virtual_pipeline_model_parallel_size" in given

@@ -51,4 +51,7 @@ SCHEDULE = Schedule(
     problems,
     num_chunks=None,
     min_chunks=2,
+    gathers_once=True,
+    idle=lambda f, i, w, v: (f + i + w) / v,
+    in_flight=lambda shape: shape.m,
 )

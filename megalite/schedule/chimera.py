@@ -76,4 +76,7 @@ SCHEDULE = Schedule(
     "Li and Hoefler 2021, arXiv:2107.06925",
     build,
     problems,
+    paired=True,
+    idle=lambda f, i, w, v: (f + i + w) / 2,
+    in_flight=lambda shape: min(shape.m, shape.p / 2 + 1),
 )

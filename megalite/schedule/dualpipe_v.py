@@ -118,4 +118,5 @@ SCHEDULE = Schedule(
     problems,
     num_chunks=2,
     splits_backward=True,
+    idle=lambda f, i, w, v: max(0.0, (f + i - w) / 2),
 )

@@ -27,4 +27,10 @@ def build(shape: Shape) -> Program:
     return flush_program("gpipe", loop(shape.p), shape.m, rank_order, lambda rank, m: Peak(m))
 
 
-SCHEDULE = Schedule("gpipe", "GPipe: all forwards, then all backwards", "Huang et al. 2019, arXiv:1811.06965", build)
+SCHEDULE = Schedule(
+    "gpipe",
+    "GPipe: all forwards, then all backwards",
+    "Huang et al. 2019, arXiv:1811.06965",
+    build,
+    in_flight=lambda shape: shape.m,
+)

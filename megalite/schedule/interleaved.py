@@ -76,4 +76,6 @@ SCHEDULE = Schedule(
     aliases=("interleaved-1f1b",),
     num_chunks=None,
     min_chunks=2,
+    idle=lambda f, i, w, v: (f + i + w) / v,
+    in_flight=lambda shape: min(shape.m, shape.p + (shape.p - 1) / shape.v),
 )

@@ -45,7 +45,7 @@ def merge_backward(program: Program) -> Program:
 
     def order(rank: int, batch: Batch) -> list[Action]:
         merged: list[Action] = []
-        for action in program.actions_for_batch(rank, batch):
+        for action in program.order(rank, batch):
             before = merged[-1] if merged else None
             if (
                 before is not None
@@ -66,7 +66,7 @@ def insert_reduce(program: Program) -> Program:
     """REDUCE u directly after the last B or W of update u on each stage: reduction overlaps whatever follows."""
 
     def order(rank: int, batch: Batch) -> list[Action]:
-        actions = program.actions_for_batch(rank, batch)
+        actions = program.order(rank, batch)
         last: dict[tuple[int, int, int], int] = {}
         for position, action in enumerate(actions):
             for part in action.computations():
@@ -98,7 +98,7 @@ def insert_unshard(program: Program) -> Program:
         )
 
     def order(rank: int, batch: Batch) -> list[Action]:
-        actions = program.actions_for_batch(rank, batch)
+        actions = program.order(rank, batch)
         runs: list[tuple[int, set[tuple[int, int]]]] = []
         for position, action in enumerate(actions):
             if action.is_compute:
@@ -192,12 +192,12 @@ def insert_communication(program: Program) -> Program:
     def carried(rank: int, batch: Batch) -> list[Action]:
         """Receives of the first computation of a warm iteration, which the iteration before has posted."""
         going_on = batch._replace(next_size=batch.size, first=False)
-        head = next((action for action in program.actions_for_batch(rank, going_on) if action.is_compute), None)
+        head = next((action for action in program.order(rank, going_on) if action.is_compute), None)
         # Only if it exists whether or not `batch` is the last: the iteration before cannot know that.
         return [recv for recv in receives(head, placement) if recv.microbatch < batch.end] if head else []
 
     def order(rank: int, batch: Batch) -> list[Action]:
-        actions = program.actions_for_batch(rank, batch)
+        actions = program.order(rank, batch)
         posted = set() if batch.first or not program.asynchronous else set(carried(rank, batch))
         computations = [action for action in actions if action.is_compute]
         wanted: list[_Message] = []
@@ -233,9 +233,7 @@ def _place_receives(program: Program, rank: int, batch: Batch, wanted: list[_Mes
             # A message may be sent in the iteration before; on each wire the order is that of the micro-batches.
             messages.sort(key=lambda message: message.recv.microbatch)
         else:
-            sent = (
-                send for action in program.actions_for_batch(source, batch) for send in sends(action, program.placement)
-            )
+            sent = (send for action in program.order(source, batch) for send in sends(action, program.placement))
             place = {matching_recv(send, source): number for number, send in enumerate(sent) if send.peer == rank}
             # What nobody sends (a file may forget a computation) waits at the end: the validator names it.
             messages.sort(key=lambda message: place.get(message.recv, len(place)))

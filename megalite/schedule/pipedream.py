@@ -65,4 +65,9 @@ SCHEDULE = Schedule(
     build,
     problems,
     asynchronous=True,
+    update_per_microbatch=True,
+    zero_excluded=dict.fromkeys(
+        (1, 2, 3), "every stage steps after every micro-batch, so nothing can be sharded between steps"
+    ),
+    idle=lambda f, i, w, v: 0.0,
 )

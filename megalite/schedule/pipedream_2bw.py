@@ -101,4 +101,10 @@ SCHEDULE = Schedule(
     problems,
     warnings,
     asynchronous=True,
+    flush_schedule="1f1b",
+    zero_excluded={
+        2: "gradient shards of an unflushed pipeline would be reduced once per micro-batch",
+        3: "gathering weights would need both weight versions at once",
+    },
+    idle=lambda f, i, w, v: 0.0,
 )

@@ -82,7 +82,7 @@ def legal(
             f"--virtual-pipeline-model-parallel-size={shape.v}: {schedule.name} needs {schedule.min_chunks} or more "
             "chunks per rank; raise it, or use --pipeline-schedule=1f1b"
         )
-    if shape.f != 1 and schedule.name != "chimera":
+    if shape.f != 1 and not schedule.paired:
         reasons.append(
             f"--chimera-pairs={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
             "--pipeline-schedule=chimera"

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megalite.schedule.program import Program
@@ -29,7 +29,15 @@ class Schedule:
     name, aliases: what `--pipeline-schedule` takes. title, paper: for people. build: Shape -> Program.
     problems: Shape -> reasons why this shape is illegal (empty: legal). warnings: legal, but not wise.
     num_chunks: the only v it has (1, or 2 for V shapes), None if v is the user's choice (2 or more, or `min_chunks`).
-    splits_backward: uses I and W.
+    splits_backward: uses I and W. asynchronous: never drains; weights of several updates live at once.
+    update_per_microbatch: each stage takes a step after each micro-batch, else after each batch.
+    paired: opposite pipelines share the ranks; f is the user's choice, and a stage has 2f copies.
+    gathers_once: a chunk runs all micro-batches in a row, so ZeRO-3 gathers its weights once a batch and direction.
+    flush_schedule: what its first iterations may run as instead (`--pipeline-flush-steps`).
+    zero_excluded: ZeRO stage -> why it does not go with this schedule. Flush schedules allow all four: a stage shards
+    over data-parallel ranks only, which hold the same tensor-parallel slice.
+    idle: the paper's idle time per rank and batch, divided by p - 1, of the times of a rank's F, I and W of one
+    micro-batch and v. in_flight: micro-batches whose activations the fullest rank holds at least.
     """
 
     name: str
@@ -43,3 +51,10 @@ class Schedule:
     min_chunks: int = 1
     splits_backward: bool = False
     asynchronous: bool = False
+    update_per_microbatch: bool = False
+    paired: bool = False
+    gathers_once: bool = False
+    flush_schedule: str | None = None
+    zero_excluded: Mapping[int, str] = field(default_factory=dict)
+    idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
+    in_flight: Callable[[Shape], float] = lambda shape: min(shape.m, shape.p)

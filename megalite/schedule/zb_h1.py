@@ -58,4 +58,5 @@ SCHEDULE = Schedule(
     build,
     problems,
     splits_backward=True,
+    idle=lambda f, i, w, v: max(0.0, f + i - w),
 )

@@ -43,4 +43,6 @@ SCHEDULE = Schedule(
     build,
     problems,
     splits_backward=True,
+    idle=lambda f, i, w, v: max(0.0, f + i - 2 * w),
+    in_flight=lambda shape: min(shape.m, 2 * shape.p - 1),
 )

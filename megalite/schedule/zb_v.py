@@ -108,4 +108,5 @@ SCHEDULE = Schedule(
     aliases=("zbv",),
     num_chunks=2,
     splits_backward=True,
+    idle=lambda f, i, w, v: f / 2,
 )

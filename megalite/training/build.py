@@ -29,7 +29,7 @@ from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.tensor import WORD_EMBEDDINGS
 from megalite.parallel.zero import ActivationOffload, MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.schedule import Program, validate
+from megalite.schedule import Program, find, validate
 from megalite.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class Schedules:
     def program(self, num_microbatches: int, iteration: int) -> Program:
         """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
         parallel = self.config.parallel
-        flush = parallel.schedule == "2bw" and iteration <= parallel.pipeline_flush_steps
-        return self._lowered("1f1b" if flush else parallel.schedule, num_microbatches)
+        flush = find(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
+        return self._lowered(flush or parallel.schedule, num_microbatches)
 
     def full(self, world_size: int) -> Program:
         """The program of a full batch once the first, flushed steps are over."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite import schedule as schedules
 from megalite.config.batch_size import parse_step_schedule
-from megalite.config.parallel import ParallelConfig, zero_reason
+from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
 from megalite.config.values import show
@@ -135,23 +135,24 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         reasons = schedules.legal(name, size, micro_batches, given, num_pairs=parallel.chimera_pairs)
         for reason in reasons:
             yield reason + _enough_samples(parallel, micro_batches, samples)
-    if parallel.pipeline_flush_steps and name != "2bw":
-        why = "steps after every micro-batch" if name == "pipedream" else "flushes after every iteration"
+    schedule = schedules.find(name)
+    if parallel.pipeline_flush_steps and schedule.flush_schedule is None:
+        why = "steps after every micro-batch" if schedule.update_per_microbatch else "flushes after every iteration"
         yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
-    if name == "pipedream" and size > 1:
-        why = "pipedream takes a step on each stage after each micro-batch"
+    if schedule.update_per_microbatch and size > 1:
+        why = f"{name} takes a step on each stage after each micro-batch"
         if config.optimizer.clip_grad > 0:
             yield f"--clip-grad={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
         if training.precision.fp16:
             yield f"--fp16: {why}, so stages can not agree on a loss scale; use --bf16 or 2bw"
         if not config.model.untie_embeddings_and_output_weights:
             yield (
-                f"--pipeline-schedule=pipedream: {why}, so tied embeddings would drift apart; "
+                f"--pipeline-schedule={name}: {why}, so tied embeddings would drift apart; "
                 "use --untie-embeddings-and-output-weights or 2bw"
             )
-    excluded = zero_reason(parallel.zero_stage, name)
+    excluded = schedule.zero_excluded.get(parallel.zero_stage)
     if excluded is not None:
-        legal = listed(stage for stage in range(4) if zero_reason(stage, name) is None)
+        legal = listed(stage for stage in range(4) if stage not in schedule.zero_excluded)
         yield f"--zero-stage={parallel.zero_stage}: not with --pipeline-schedule={name}: {excluded}; legal: {legal}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.training import TrainingLength
 from megalite.config.values import show
+from megalite.schedule import find
 
 __all__ = ["learning_rate", "length", "precision", "update_rule", "weight_decay"]
 
@@ -104,7 +105,7 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
         if optimizer.optimizer_cpu_offload:
             yield "--store-param-remainders: excludes --optimizer-cpu-offload; give one of them"
-        if config.parallel.schedule in ("2bw", "pipedream"):
+        if find(config.parallel.schedule).asynchronous:
             yield (
                 f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "
                 "weights of an update elsewhere than it reads them"
