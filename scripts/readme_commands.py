@@ -25,7 +25,7 @@ class Rule:
     """What becomes of a command of README that holds `part`.
 
     replace: (pattern, text). add: appended. extra: for which it asks; if because of the flag `asks`, it is tried
-    without that too. before: makes what it reads. last: it reads what later commands make. skip: the trial's other steps.
+    without that too. before: makes what it reads. last: it reads what later commands make. skip: another step's.
     """
 
     part: str
