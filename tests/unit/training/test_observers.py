@@ -89,8 +89,8 @@ def test_who_writes_what(tmp_path: Path) -> None:
     def names(rank: int) -> list[str]:
         return [type(hook).__name__ for hook in make_hooks(config, rank)._hooks]
 
-    assert names(0) == ["StragglerHook", "MemoryCheckHook", "ConsoleHook", "JsonlHook", "_Guarded"]
-    assert names(1) == ["StragglerHook", "MemoryCheckHook", "ProfileHook"]
+    assert names(0) == ["StragglerHook", "MemoryCheckHook", "ConsoleHook", "_Guarded", "_Guarded"]
+    assert names(1) == ["StragglerHook", "MemoryCheckHook", "_Guarded"]
     assert names(2) == ["StragglerHook", "MemoryCheckHook"]
 
 
