@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "MegaliteError", "RuntimeFailure", "ScheduleError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "MegaliteError",
+    "PeerLost",
+    "RuntimeFailure",
+    "ScheduleError",
+]
 
 
 class MegaliteError(Exception):
@@ -59,3 +67,7 @@ class RuntimeFailure(MegaliteError):
     """Training was under way and failed (a dead peer, a time-out, a non-finite loss): the text names rank and phase."""
 
     exit_code: ClassVar[int] = 1
+
+
+class PeerLost(RuntimeFailure):
+    """Another rank does not answer: the cause is there, and who watches the ranks names it."""

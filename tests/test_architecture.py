@@ -74,7 +74,13 @@ NO_TORCH = (
 MAY_ASK = ("megalite.training.build", "megalite.training.startup")
 LAUNCH = "megalite.comm.launch"
 # Library modules log; these print, because that is what they are for.
-PRINTERS = {"megalite.config.cli", "megalite.comm.launch", "megalite.training.tool", "megalite.training.console"}
+PRINTERS = {
+    "megalite.config.cli",
+    "megalite.comm.launch",
+    "megalite.comm.watch",
+    "megalite.training.tool",
+    "megalite.training.console",
+}
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.
 AT_IMPORT = re.compile(
     r"(\w+\.)*(getLogger|compile|fields?|option|required|frozenset|tuple|dtype|partial|float|getattr|namedtuple|NewType)"

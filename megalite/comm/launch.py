@@ -12,7 +12,6 @@ and `tests/faults/test_launcher.py`.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import signal
@@ -28,6 +27,7 @@ from megalite.comm import environment
 from megalite.comm.environment import Place
 from megalite.comm.rank_page import RankError, RankPage
 from megalite.comm.supervisor import INTERRUPTED, Outcome, supervise
+from megalite.comm.watch import Watch
 from megalite.config import Config, ParallelConfig
 from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
 
@@ -59,6 +59,7 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
     rank that failed first is named. In a world of one process other exceptions pass through to the caller.
     """
     nprocs, page = config.parallel.nprocs, RankPage()
+    watch: Watch | None = None
     try:
         if place.launcher and nprocs is not None:
             raise ConfigError(
@@ -66,25 +67,43 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
                 f"{place.size}; drop --nprocs"
             )
         if nprocs is None or nprocs == 1:
-            return _run_rank(config, main, place, page.set_phase)
+            if place.size > 1:
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch's stack frames bury what we tell
+                seconds = 60 * config.parallel.distributed_timeout_minutes
+                watch = Watch(place, page, hang_seconds=seconds, host=socket.gethostname())
+            return _run_rank(config, main, place, page.set_phase, watch=watch)
         check_devices(config.parallel, nprocs)
-    except MegaliteError as error:
-        if place.rank == 0 or not isinstance(error, ConfigError):  # All ranks have the same configuration errors.
-            print_error(error)
-        return error.exit_code
     except KeyboardInterrupt:
         if place.rank == 0:
             print_interrupted(page.phase)
         return INTERRUPTED
     except Exception as error:
-        description = RankError.of(error)
-        if place.size == 1 or not description.communication:
-            raise
-        # The rank that broke prints its traceback; a rank that only lost it says so in one line.
-        first_line = description.text.strip().split("\n")[0]
-        print(f"rank {place.rank} lost a peer: {description.type}: {first_line}", file=sys.stderr)
-        return 1
+        return _leave_failed(error, place, watch)
     return _run_local_ranks(config, main, nprocs)
+
+
+def _leave_failed(error: Exception, place: Place, watch: Watch | None) -> int:
+    """Tells of the exception that ends this rank, and returns the exit status; in a world of one process only a
+    MegaliteError does not pass on. The rank that broke tells why; those that lost it tell nothing, or name it."""
+    description = RankError.of(error)
+    if watch is not None and description.communication:
+        blame = watch.account(description.text.strip().split("\n")[0])
+        if blame:
+            print(f"error: {blame}", file=sys.stderr, flush=True)
+        return 1
+    if isinstance(error, MegaliteError):
+        tells = watch.tells(str(error)) if watch is not None else None
+        if tells is None:  # All ranks have the same configuration errors.
+            tells = place.rank == 0 or not isinstance(error, ConfigError)
+        if tells:
+            print_error(error)
+    elif watch is None:
+        raise error
+    else:
+        print(description.traceback.rstrip(), file=sys.stderr, flush=True)
+    if watch is not None:
+        watch.leave_word(f"{description.type}: {description.text.strip()[:300]}")
+    return description.exit_code
 
 
 def print_error(error: MegaliteError) -> None:
@@ -142,7 +161,12 @@ def _report(outcome: Outcome) -> None:
 
 
 def _run_rank(
-    config: Config, main: Main, place: Place, set_phase: Callable[[str], None], rendezvous: Path | None = None
+    config: Config,
+    main: Main,
+    place: Place,
+    set_phase: Callable[[str], None],
+    rendezvous: Path | None = None,
+    watch: Watch | None = None,
 ) -> int:
     """One rank: device, threads, process group, self-test, `main`, and a clean end."""
     import torch
@@ -168,28 +192,27 @@ def _run_rank(
     import torch.distributed as dist
 
     set_phase("start-up self-test")
-    store = _join(config, world, place, rendezvous)
-    try:
-        status = main(config, world) or 0
-    except MegaliteError as error:
-        if place.launcher != "nprocs" and _was_told(store, str(error)):
-            raise SystemExit(error.exit_code) from None
-        raise
+    _join(config, world, place, rendezvous, watch)
+    status = main(config, world) or 0
     set_phase("leaving")
+    if watch is not None:
+        watch.leave()
     # Nobody tears connections down while a peer still needs them.
     dist.all_reduce(torch.zeros(1, device="cpu"))
     dist.destroy_process_group()
     return status
 
 
-def _join(config: Config, world: World, place: Place, rendezvous: Path | None) -> dist.Store:
-    """Meets the other ranks, compares configurations, forms the process group, tries it; returns the meeting point."""
+def _join(config: Config, world: World, place: Place, rendezvous: Path | None, watch: Watch | None) -> None:
+    """Meets the other ranks, compares configurations, forms the process group, tries it."""
     import torch.distributed as dist
 
     from megalite.comm import self_test
 
     seconds = config.parallel.distributed_timeout_minutes * 60
     store = _open_store(world, place, rendezvous, seconds)
+    if watch is not None:
+        watch.meet(store)
     self_test.check_same_config(store, world, self_test.fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
@@ -201,15 +224,6 @@ def _join(config: Config, world: World, place: Place, rendezvous: Path | None) -
         timeout=timedelta(seconds=seconds),
     )
     self_test.check_collective(store, world, seconds)
-    return store
-
-
-def _was_told(store: dist.Store, text: str) -> bool:
-    """Whether another rank prints this error already (or the meeting point is gone with the rank that did)."""
-    try:
-        return store.add("told/" + hashlib.sha256(text.encode()).hexdigest(), 1) > 1
-    except RuntimeError:
-        return True
 
 
 def _open_store(world: World, place: Place, rendezvous: Path | None, seconds: float) -> dist.Store:

@@ -9,9 +9,10 @@ import re
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megalite.errors import MegaliteError
+from megalite.errors import MegaliteError, PeerLost
 
 __all__ = ["RankError", "RankPage"]
 
@@ -83,13 +84,14 @@ class RankPage:
         self._header = _Header.from_buffer(self._memory)
         self._header.beat = self._header.phase_since = time.monotonic()
 
-    def start_beating(self) -> None:
-        """Starts the thread that renews the beat for as long as the process can run Python."""
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+    def start_beating(self, also: Callable[[], None] = lambda: None) -> None:
+        """Starts the thread that renews the beat, and calls `also`, for as long as the process can run Python."""
+        threading.Thread(target=self._beat, args=(also,), name="beat", daemon=True).start()
 
-    def _beat(self) -> None:
+    def _beat(self, also: Callable[[], None]) -> None:
         while True:
             self.beat()
+            also()
             time.sleep(BEAT_SECONDS)
 
     def beat(self) -> None:
@@ -134,8 +136,10 @@ class RankPage:
 def _is_communication(error: BaseException | None) -> bool:
     """Whether the exception, or one that it was raised from, came out of a broken collective."""
     while error is not None:
-        if type(error).__name__.startswith("Dist") or (
-            isinstance(error, RuntimeError | OSError) and COMMUNICATION.search(str(error))
+        if (
+            isinstance(error, PeerLost)
+            or type(error).__name__.startswith("Dist")
+            or (isinstance(error, RuntimeError | OSError) and COMMUNICATION.search(str(error)))
         ):
             return True
         error = error.__cause__ or error.__context__

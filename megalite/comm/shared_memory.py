@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megalite.comm.collectives import all_gather_json
 from megalite.comm.mesh import Axis
-from megalite.errors import RuntimeFailure
+from megalite.errors import PeerLost
 
 DEPTH = 8
 SLOT_BYTES = 1 << 20
@@ -58,8 +58,9 @@ class Message:
 class SharedExchange:
     """One rank's end of the shared memory of an axis. Ranks must call the same operations in the same order."""
 
-    def __init__(self, memory: mmap.mmap, *, size: int, rank: int, timeout: float) -> None:
-        self._size, self._rank, self._timeout = size, rank, timeout
+    def __init__(self, memory: mmap.mmap, *, names: Sequence[str], rank: int, timeout: float) -> None:
+        self._size, self._names, self._rank, self._timeout = len(names), names, rank, timeout
+        size = len(names)
         self._counters = memoryview(memory)[: size * LINE_BYTES].cast("q")
         flat = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE_BYTES)
         self._slots = flat.view(DEPTH, size, SLOT_BYTES)
@@ -134,7 +135,7 @@ class SharedExchange:
                     now = time.monotonic()
                     deadline = deadline or now + self._timeout
                     if now > deadline:
-                        raise RuntimeFailure(f"tensor-parallel rank {rank} has not answered for {self._timeout:.0f} s")
+                        raise PeerLost(f"{self._names[rank]} has not answered for {self._timeout:.0f} s")
                     time.sleep(NAP_SECONDS)
 
 
@@ -155,7 +156,7 @@ def _gather(parts: Sequence[Tensor], targets: Tensor) -> None:
 def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
     """The same axis with shared memory for CPU tensors, where all its ranks can see it; else the axis as it is.
 
-    Collective over the axis. timeout: seconds after which a rank that does not answer is an error (`RuntimeFailure`).
+    Collective over the axis. timeout: seconds after which a rank that does not answer is an error (`PeerLost`).
     """
     if axis.size == 1 or "gloo" not in dist.get_backend(axis.group):
         return axis
@@ -172,7 +173,8 @@ def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
         os.unlink(path)  # mapped by all: the memory lives as long as they do, and nothing is left behind
     if not able or memory is None:
         return axis
-    exchange = SharedExchange(memory, size=axis.size, rank=axis.rank, timeout=timeout)
+    names = [f"rank {rank} (host {platform.node()}, {axis.name} coordinate {i})" for i, rank in enumerate(axis.ranks)]
+    exchange = SharedExchange(memory, names=names, rank=axis.rank, timeout=timeout)
     return dataclasses.replace(axis, shared=exchange)
 
 

@@ -13,8 +13,14 @@ __all__ = ["ACTIONS", "Fault"]
 
 
 def _hold_interpreter() -> None:
-    """Sleeps in C without giving up the interpreter lock: no Python thread of this process runs any more."""
-    ctypes.PyDLL(None).sleep(3600)
+    """Waits in C without giving up the interpreter lock: no Python thread of this process runs any more.
+
+    For a mutex that it holds itself: a sleep would end with the signal that asks for the stacks.
+    """
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(256)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
 
 
 def _fail() -> None:

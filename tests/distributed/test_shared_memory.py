@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import time
 from typing import Any
 
@@ -104,7 +106,9 @@ def body_silent(world: World) -> None:
 
 def test_a_silent_rank_is_named() -> None:
     case = try_ranks(body_silent, 2)
-    assert "tensor-parallel rank 1 has not answered for 0 s" in case.describe()
+    assert case.describe().startswith("rank 1 did not finish")
+    lost = rf"rank 1 \(host {re.escape(platform.node())}, tp coordinate 1\) has not answered for 0 s"
+    assert re.search(f"rank 0 failed: PeerLost: {lost}", case.describe())
 
 
 def body_elsewhere(world: World, change: dict[str, Any]) -> bool:

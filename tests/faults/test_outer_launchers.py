@@ -1,0 +1,109 @@
+"""Ranks that torchrun, srun, mpirun or a hand has started: whatever happens to one, all end soon, and it is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.comm import watch
+from megalite.comm.launch import Place, launch
+from megalite.comm.world import World
+from megalite.config import Config, parse
+from megalite.faults import fault_point
+from megalite.testing import run_single
+
+TIMEOUT_SECONDS = 2.0
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
+    f"--lr 1e-3 --mock-data --vocab-size 64 --distributed-timeout-minutes {TIMEOUT_SECONDS / 60}"
+).split()
+SIZE = 3
+
+
+def main_three_steps(config: Config, world: World) -> None:
+    for step in range(3):
+        world.report_phase(f"iteration {step}")
+        fault_point("test.step", rank=world.rank, step=step)
+        dist.all_reduce(torch.ones(1))
+
+
+def main_waits(config: Config, world: World) -> None:
+    Path(os.environ["MEGALITE_TEST_FOLDER"], f"ready{world.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def start(main_name: str, launcher: str) -> list[int]:
+    """Forks the ranks as an outer launcher would; their process numbers."""
+    watch.GRACE_SECONDS, watch.ROLL_CALL_SECONDS, watch.LISTEN_SECONDS = 1.0, 0.5, 0.1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(SIZE):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            place = Place(launcher, rank, SIZE, rank, SIZE, "127.0.0.1", port)
+            os._exit(launch(parse(FLAGS), globals()[main_name], place))
+    return pids
+
+
+def body_ranks(world: World) -> tuple[list[int], float]:
+    pids, began = start("main_three_steps", "torchrun"), time.monotonic()
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return statuses, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "account"),
+    [
+        ("kill", -9, r"rank 1 \(host \S+\) did not answer any more; rank [02] \(\S+\) waited in phase 'iteration 1'"),
+        ("raise", 1, r"ValueError: injected fault"),
+        ("stop", -9, r"error: rank 1 \(\S+\) stopped answering in phase 'iteration 1' \(\d"),
+        ("hold-gil", -9, r"error: rank 1 \(\S+\) stopped answering in phase 'iteration 1' \(\d"),
+        ("sleep", 1, r"error: rank 1 \(\S+\) did not finish in phase 'iteration 1' though another rank has ended"),
+    ],
+)
+def test_the_rank_that_failed_is_named(
+    action: str, status: int, account: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses, elapsed = run_single(body_ranks, faults=[f"{action}@test.step:rank=1:step=1"])
+    output = capfd.readouterr().out
+    assert statuses == [1, status, 1], output
+    assert len(re.findall(account, output)) == 1, output
+    assert output.count("Traceback") == (action == "raise"), output
+    assert elapsed < TIMEOUT_SECONDS + 10
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
+    """Nobody else would end them: they would train on beside the run that takes their place."""
+    assert run_single(body_kills_launcher, env={"MEGALITE_TEST_FOLDER": str(tmp_path)}) == []
+
+
+def body_kills_launcher(world: World) -> list[int]:
+    """Returns the ranks that outlive their launcher."""
+    folder, launcher = Path(os.environ["MEGALITE_TEST_FOLDER"]), os.fork()
+    if launcher == 0:
+        start("main_waits", "srun")
+        time.sleep(60)
+    while len(pids := [path.read_text() for path in folder.glob("ready*")]) < SIZE or not all(pids):
+        time.sleep(0.01)
+    os.kill(launcher, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while (alive := [int(pid) for pid in pids if is_running(int(pid))]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return alive
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
