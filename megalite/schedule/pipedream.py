@@ -58,6 +58,8 @@ def problems(shape: Shape) -> list[str]:
     ]
 
 
+_OWN_STEP = "every stage steps after every micro-batch, so nothing can be sharded between steps"
+
 SCHEDULE = Schedule(
     "pipedream",
     "PipeDream: no flush, one update per micro-batch, stashed weights",
@@ -66,8 +68,6 @@ SCHEDULE = Schedule(
     problems,
     asynchronous=True,
     update_per_microbatch=True,
-    zero_excluded=dict.fromkeys(
-        (1, 2, 3), "every stage steps after every micro-batch, so nothing can be sharded between steps"
-    ),
+    zero_excluded={1: _OWN_STEP, 2: _OWN_STEP, 3: _OWN_STEP},
     idle=lambda f, i, w, v: 0.0,
 )
