@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.mesh import ParallelMesh
 from megalite.comm.shared_memory import share_axis
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
@@ -72,13 +72,10 @@ def build(
         autograd_only=compiled,
     )
     stack = build_stack(config, layer_specs(config), layers, init_seed=1)
-    single = Axis.single("dp")
-    buffers = ParameterBuffers(
-        [stack.logical_parameters()], dp_shard=single, dp_replicate=single, tp=mesh["tp"], options=ZeroOptions()
-    )
+    buffers = ParameterBuffers([stack.logical_parameters()], axes=mesh.family(), options=ZeroOptions())
     settings = Hyperparameters(adam_beta1=0.9, adam_beta2=0.95)
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, settings), model_axis=mesh["tp"]
+        [buffers], make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, settings), norm_axis=mesh["tp"]
     )
     b, s = tokens.shape
     batch = Microbatch(

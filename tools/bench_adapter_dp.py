@@ -81,9 +81,7 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     stack = build_stack(config, layer_specs(config), layer_context)
     buffers = ParameterBuffers(
         [stack.logical_parameters()],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
         fill=partial(fill, seed=1),
         device=ctx["x"].device,
@@ -93,7 +91,7 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.over("tp", "pp"),
+        norm_axis=mesh.world,
     )
     batch = microbatch(ctx["x"], ctx["y"])
     factor = 1.0 / (batch.tokens.numel() * mesh.size("dp"))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megalite.comm.collectives import all_gather_into, all_gather_json, all_reduce_, barrier, reduce_scatter_into
 from megalite.comm.launch import launch
-from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.mesh import Axis, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, Label, TensorSpec
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
@@ -151,9 +151,7 @@ def build_stage(
     module = build_stack(config.model, [specs[i] for i in items], context, init_seed=1)
     buffers = ParameterBuffers(
         [module.logical_parameters()],
-        dp_shard=single("dp"),
-        dp_replicate=single("dp_replicate"),
-        tp=tp,
+        axes=FamilyAxes("dense", (tp,), single("dp_shard"), single("dp_replicate")),
         options=replace(zero_options(config), stage=0),
     )
     model = config.model
@@ -209,7 +207,7 @@ def optimizer_seconds(bench: Bench) -> list[float]:
     for blocks in sorted({1, most}):
         _, buffers = build_stage(bench.config, range(1, 1 + blocks), bench.device)
         optimizer = ShardedOptimizer(
-            [buffers], make_optimizer=optimizer_factory(bench.config, single("tp")), model_axis=single("model")
+            [buffers], make_optimizer=optimizer_factory(bench.config, single("tp")), norm_axis=single("model")
         )
 
         def update(optimizer: ShardedOptimizer = optimizer) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.errors import ConfigError
+from megalite.inventory.families import FAMILIES
 
 DENSE = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")
@@ -85,6 +86,24 @@ class Axis:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class FamilyAxes:
+    """The axes of a family of parameters on this rank (`inventory.families`)."""
+
+    name: str
+    cut: tuple[Axis, ...]
+    shard: Axis
+    replicate: Axis
+
+    def alike(self, sharded: frozenset[str], *, everywhere: bool) -> list[Axis]:
+        """The axes along which all ranks hold the same of a parameter that the axes `sharded` cut, outermost first.
+
+        everywhere: no rank of the shard axis holds less than another.
+        """
+        copies = (self.replicate, self.shard) if everywhere else (self.replicate,)
+        return [*copies, *(axis for axis in reversed(self.cut) if axis.name not in sharded)]
 
 
 class ParallelMesh:
@@ -193,6 +212,12 @@ class ParallelMesh:
         """
         lines = self._lines(self._views[0], ["pp"])
         return self._axis("pp", [[line[p] for p in coordinates] for line in lines], apart)
+
+    def family(self, name: str = "dense") -> FamilyAxes:
+        """The axes of a family. Collective at first use."""
+        family = FAMILIES[name]
+        cut = tuple(self[axis] for axis in family.cut)
+        return FamilyAxes(name, cut, self.over(*family.shard), self.over(*family.replicate))
 
     def adopt(self, axis: Axis) -> None:
         """Puts `axis` (the same ranks, another carrier) where the axis of its name is."""

@@ -19,7 +19,7 @@ class Placement:
     rectangle. partial: names of the axes along which each rank computes only its share of the gradient, which must be
     summed over them (norms under sequence parallelism, query/key norms of split heads).
     decay: weight decay applies (matrices and embeddings: yes; biases and norms: no).
-    init_std: standard deviation of the normal initial values; None: constant `init_value`.
+    init_std: standard deviation of the normal initial values; None: constant `init_value`. family: see `families`.
     """
 
     global_shape: Shape
@@ -29,6 +29,7 @@ class Placement:
     decay: bool = True
     init_std: float | None = None
     init_value: float = 0.0
+    family: str = "dense"
 
     def valid_shape(self, local_shape: Shape) -> Shape:
         """The part of `local_shape` that lies inside the logical tensor (extents may be 0)."""

@@ -17,6 +17,7 @@ from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.p2p import TensorSpec
 from megalite.config import Config
 from megalite.gradient import WeightGradQueue
+from megalite.inventory.families import FAMILIES
 from megalite.inventory.pipeline import lowered
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn.context import LayerContext
@@ -28,7 +29,14 @@ from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.tensor import WORD_EMBEDDINGS
-from megalite.parallel.zero import ActivationOffload, MakeOptimizer, ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero import (
+    ActivationOffload,
+    MakeOptimizer,
+    ParameterBuffers,
+    ShardedOptimizer,
+    ZeroOptions,
+    stage_buffers,
+)
 from megalite.schedule import Program, find, validate
 from megalite.schedule.placement import Placement
 
@@ -81,7 +89,7 @@ class Model:
     """This rank's part of the model: its stages, their buffers and the optimizer over them."""
 
     stages: dict[StageKey, Stage]
-    buffers: dict[StageKey, ParameterBuffers]
+    buffers: dict[StageKey, list[ParameterBuffers]]
     optimizer: ShardedOptimizer
     placement: Placement
     shared: SharedGradient
@@ -97,8 +105,9 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     num_slots = program.weight_versions[rank]
     tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
     replica_axes = _replica_axes(mesh, placement)
+    families = {"dense": mesh.family("dense")}
     stages: dict[StageKey, Stage] = {}
-    buffers: dict[StageKey, ParameterBuffers] = {}
+    buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key in placement.stages_of(rank):
         queue = WeightGradQueue()
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
@@ -110,11 +119,10 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             is_first=key[0] == 0,
             is_last=key[0] == placement.num_stages - 1,
         )
-        buffers[key] = ParameterBuffers(
+        buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
-            dp_shard=mesh["dp_shard"],
-            dp_replicate=mesh["dp_replicate"],
-            tp=mesh["tp"],
+            families,
+            beside=[made for stage in buffers.values() for made in stage],
             options=zero_options(config),
             tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
             counts_tied=key == (0, 0),
@@ -123,20 +131,18 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             keep_gradients=program.keeps_gradients,
             whole=OPTIMIZERS[config.optimizer.optimizer].whole,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
-            beside=next(iter(buffers.values()), None),
             fill=partial(fill, seed=config.training.seed),
             device=device,
         )
         for module in modules:
-            buffers[key].attach(module.ordered())
+            buffers[key][0].attach(module.ordered(), *buffers[key][1:])
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     tied_at = holders(placement) if tied_apart else []
     optimizer = ShardedOptimizer(
-        list(buffers.values()),
+        [made for stage in buffers.values() for made in stage],
         make_optimizer=optimizer_factory(config, mesh["tp"]),
-        # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
-        model_axis=mesh["tp"] if program.update_per_microbatch else mesh.over("tp", "pp"),
+        norm_axis=_norm_axis(config, mesh, program),
         offload_fraction=offload_fraction(config),
         store_param_remainders=config.optimizer.store_param_remainders,
     )
@@ -165,6 +171,14 @@ def _build_module(
         deferred=True,
     )
     return build_stack(config.model, specs, context)
+
+
+def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
+    """The ranks that hold one copy of the model and, where it is sharded, of the optimizer's state."""
+    shards = FAMILIES["dense"].shard if config.parallel.zero_stage else ()
+    # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
+    pipeline = () if program.update_per_microbatch else ("pp",)
+    return mesh.over("tp", *shards, *pipeline)
 
 
 def _replica_axes(mesh: ParallelMesh, placement: Placement) -> dict[int, Axis]:

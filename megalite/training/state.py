@@ -120,7 +120,7 @@ class RunState:
         """The slot of version - 1: gathered where it was loaded, else a copy of the newest weights."""
         slot = (version - 1) % self.model.num_slots
         if loaded:
-            for buffers in self.model.buffers.values():
+            for buffers in self.model.optimizer.buffers:
                 buffers.gather_weights(slot)
             return
         self.model.optimizer.write_weights(slot)

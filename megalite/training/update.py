@@ -14,7 +14,7 @@ REDUCE, NORM and STEP, and in which slot the new weights go to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,7 +67,7 @@ class Updater(Events):
 
     def __init__(
         self,
-        buffers: Mapping[StageKey, ParameterBuffers],
+        buffers: Mapping[StageKey, Sequence[ParameterBuffers]],
         optimizer: ShardedOptimizer,
         *,
         policy: Policy,
@@ -83,6 +83,7 @@ class Updater(Events):
     ) -> None:
         # Reductions of stages that several ranks hold in another order (Chimera) must be issued in one order.
         self._buffers = dict(sorted(buffers.items()))
+        self._everything = [family for stage in self._buffers.values() for family in stage]
         self._optimizer = optimizer
         self._policy = policy
         self._scaler = scaler
@@ -106,18 +107,19 @@ class Updater(Events):
         return self._version
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
-        buffers = self._buffers[stage]
-        buffers.select_gradients(self._update_of(microbatch))
-        if last:
-            buffers.arm()
+        for family in self._buffers[stage]:
+            family.select_gradients(self._update_of(microbatch))
+            if last:
+                family.arm()
 
     def reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
-        self._buffers[stage].select_gradients(update)
-        self._buffers[stage].start_reduce()
+        for family in self._buffers[stage]:
+            family.select_gradients(update)
+            family.start_reduce()
         if self._is_last("REDUCE", stage):
             self._select(update)
-            tied = [gradient for buffers in self._buffers.values() for gradient in buffers.tied_gradients()]
+            tied = [gradient for family in self._everything for gradient in family.tied_gradients()]
             self._tied[update] = self._shared.start_sum(tied)
 
     def norm(self, stage: StageKey, update: int) -> None:
@@ -133,14 +135,16 @@ class Updater(Events):
         norm = self._norm or self._start_norm(update)
         self._norm = None
         self._apply(update, self._policy(update), norm.wait())
-        for buffers in self._buffers.values():
-            buffers.begin_batch()
+        for family in self._everything:
+            family.begin_batch()
 
     def unshard(self, stage: StageKey) -> None:
-        self._buffers[stage].unshard()
+        for family in self._buffers[stage]:
+            family.unshard()
 
     def reshard(self, stage: StageKey) -> None:
-        self._buffers[stage].reshard()
+        for family in self._buffers[stage]:
+            family.reshard()
 
     # the update
 
@@ -154,17 +158,16 @@ class Updater(Events):
         return True
 
     def _select(self, update: int) -> None:
-        for buffers in self._buffers.values():
-            buffers.select_gradients(update)
+        for family in self._everything:
+            family.select_gradients(update)
 
     def _start_norm(self, update: int) -> PendingNorm:
         # The sum of the next update may be under way already: at m = p-1 the last rank reduces t + 1 before step t.
         self._tied.pop(update).wait()
-        everybody = self._buffers.values()
-        for buffers in everybody:
-            buffers.start_tied_reduce()
-        for buffers in everybody:
-            buffers.finish_reduce()
+        for family in self._everything:
+            family.start_tied_reduce()
+        for family in self._everything:
+            family.finish_reduce()
         return self._optimizer.start_grad_norm()
 
     def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
@@ -206,8 +209,8 @@ class Updater(Events):
     def _where_not_finite(self) -> str:
         """Which of this rank's gradients are not finite, in words."""
         found = []
-        for buffers in self._buffers.values():
-            for bucket in buffers.buckets:
+        for family in self._everything:
+            for bucket in family.buckets:
                 for slot in bucket.plan.slots:
                     begin = max(slot.start, bucket.owned_start) - bucket.owned_start
                     end = min(slot.stop, bucket.owned_stop) - bucket.owned_start

@@ -26,12 +26,11 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 
 
 def single_buffers(versions: list[list[tuple[str, nn.Parameter]]], **options: Any) -> ParameterBuffers:
-    one = Axis.single("dp")
-    return ParameterBuffers(versions, dp_shard=one, dp_replicate=one, tp=one, options=ZeroOptions(**options))
+    return ParameterBuffers(versions, axes=ParallelMesh.single().family(), options=ZeroOptions(**options))
 
 
 def make_optimizer(buffers: ParameterBuffers) -> ShardedOptimizer:
-    return ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=Axis.single("model"))
+    return ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=Axis.single("model"))
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
@@ -60,7 +59,7 @@ def test_versions_share_one_gradient_and_one_master() -> None:
     copies = [nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2)]
     buffers = single_buffers([[("head.norm.weight", p)] for p in copies])
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.SGD(g, momentum=0.0), model_axis=Axis.single("model")
+        [buffers], make_optimizer=lambda g: torch.optim.SGD(g, momentum=0.0), norm_axis=Axis.single("model")
     )
     want = torch.tensor([1.0, 2.0])
     previous, current = want, want
@@ -134,12 +133,10 @@ def body_tensor_parallel(world: World, tp_size: int, stage: int) -> tuple[float,
     parameters = tensor_parallel_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage),
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.over("tp", "pp"))
+    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
     buffers.begin_batch(1)
     share = 1.0 / mesh.size("dp")
     for (_, parameter), part in zip(parameters, (1.0, 1.0, 1.0 / tp_size), strict=True):
@@ -179,14 +176,12 @@ def body_tied(world: World, stage: int) -> tuple[float, Tensor, list[int]]:
     own = nn.Parameter(torch.ones(5, dtype=torch.float64))
     buffers = ParameterBuffers(
         [[(TIED, tied), (f"layers.{mesh.coordinate('pp')}.bias", own)]],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage, overlap_grad_reduce=True),
         tied=frozenset({TIED}),
         counts_tied=mesh.coordinate("pp") == 0,
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.over("tp", "pp"))
+    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
     buffers.begin_batch(2)
     for _ in range(2):
         add_gradient(tied, torch.full_like(tied, 0.25 / mesh.size("dp")))
@@ -219,12 +214,10 @@ def body_not_finite(world: World, stage: int) -> float:
     weight = nn.Parameter(torch.ones(300))
     buffers = ParameterBuffers(
         [[("layers.0.weight", weight)]],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage),
     )
-    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, model_axis=mesh.over("tp", "pp"))
+    optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
     buffers.begin_batch(1)
     gradient = torch.ones(300)
     gradient[7] = math.inf if world.rank == 1 else 1.0

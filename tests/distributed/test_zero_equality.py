@@ -90,13 +90,11 @@ def train(world: World, case: Case, dtype: torch.dtype = torch.float64) -> tuple
     layers = make_layers(dtype)
     buffers = ParameterBuffers(
         [named(layers)],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(case.stage, case.overlap, case.overlap, case.bucket_size),
     )
     buffers.attach(list(layers))
-    optimizer = ShardedOptimizer([buffers], make_optimizer=OPTIMIZERS[case.optimizer], model_axis=mesh.over("tp", "pp"))
+    optimizer = ShardedOptimizer([buffers], make_optimizer=OPTIMIZERS[case.optimizer], norm_axis=mesh.world)
     per_rank = BATCH // mesh.size("dp")
     pieces = case.microbatches or per_rank
     norms = []

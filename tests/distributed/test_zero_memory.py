@@ -63,11 +63,9 @@ def body_bytes(world: World, hidden: int, stage: int, dtype: torch.dtype, versio
     copies = [
         [(name, nn.Parameter(torch.zeros(shape, dtype=dtype))) for name, shape in shapes] for _ in range(versions)
     ]
-    buffers = ParameterBuffers(
-        copies, dp_shard=mesh["dp_shard"], dp_replicate=mesh["dp_replicate"], tp=mesh["tp"], options=ZeroOptions(stage)
-    )
+    buffers = ParameterBuffers(copies, axes=mesh.family(), options=ZeroOptions(stage))
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), model_axis=mesh.over("tp", "pp")
+        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), norm_axis=mesh.world
     )
     after_step = []
     gradient = torch.zeros(1, dtype=dtype)
@@ -117,12 +115,10 @@ def body_leak(world: World, stage: int, steps: int) -> list[int]:
     layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     options = ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1000)
-    buffers = ParameterBuffers(
-        [named], dp_shard=mesh["dp_shard"], dp_replicate=mesh["dp_replicate"], tp=mesh["tp"], options=options
-    )
+    buffers = ParameterBuffers([named], axes=mesh.family(), options=options)
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), model_axis=mesh.over("tp", "pp")
+        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), norm_axis=mesh.world
     )
     sizes = []
     for step in range(steps):
@@ -218,16 +214,14 @@ def body_scratch(
         buffers.append(
             ParameterBuffers(
                 [chunk.logical_parameters()],
-                dp_shard=mesh["dp_shard"],
-                dp_replicate=mesh["dp_replicate"],
-                tp=mesh["tp"],
+                axes=mesh.family(),
                 options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
-                beside=buffers[0] if buffers else None,
+                beside=buffers,
             )
         )
         buffers[-1].attach(chunk.ordered())
     optimizer = ShardedOptimizer(
-        buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), model_axis=mesh.over("tp", "pp")
+        buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), norm_axis=mesh.world
     )
     watch = Watch(buffers)
     for _ in range(2):

@@ -27,16 +27,14 @@ def body(
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     buffers = ParameterBuffers(
         [named],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=1000),
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.over("tp", "pp"),
+        norm_axis=mesh.world,
         offload_fraction=fraction,
     )
     for step in range(3):
@@ -92,16 +90,14 @@ def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.
     mesh, parameter, stream = ParallelMesh.single(), nn.Parameter(torch.ones(8)), _Stream()
     buffers = ParameterBuffers(
         [[("w", parameter)]],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(3),
         keep_gradients=False,
     )
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.over("tp", "pp"),
+        norm_axis=mesh.world,
         offload_fraction=1.0,
     )
     (part,) = optimizer.parts

@@ -59,16 +59,14 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
     parameters = make_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=200 if offload else None),
         whole=row.whole,
     )
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda g: row(g, settings),
-        model_axis=mesh.over("tp", "pp"),
+        norm_axis=mesh.world,
         offload_fraction=offload,
     )
     for step in range(1, 4):

@@ -44,16 +44,14 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     buffers = ParameterBuffers(
         [named],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=1000),
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
-        model_axis=mesh.over("tp", "pp"),
+        norm_axis=mesh.world,
         store_param_remainders=remainders,
     )
     held = optimizer.memory()

@@ -49,14 +49,12 @@ def body(
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     buffers = ParameterBuffers(
         [named],
-        dp_shard=mesh["dp_shard"],
-        dp_replicate=mesh["dp_replicate"],
-        tp=mesh["tp"],
+        axes=mesh.family(),
         options=ZeroOptions(3, overlap_grad_reduce=True, overlap_param_gather=prefetch),
     )
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), model_axis=mesh.over("tp", "pp")
+        [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), norm_axis=mesh.world
     )
     counting = Counting(buffers)
 

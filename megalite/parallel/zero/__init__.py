@@ -17,7 +17,9 @@ Where things are:
 
     options.py         what is sharded, what overlaps, how large a bucket is
     layout.py          where every parameter lies in the flat buffer (pure arithmetic)
-    buckets.py         `ParameterBuffers`: memory, batch, reductions of one stage
+    buckets.py         `ParameterBuffers`: memory, batch, reductions of one family of a stage
+    families.py        a stage's families: one `ParameterBuffers` each, always in the same order
+    launches.py        when reductions start: in the order of the plan, never in that of arrival
     gradient_sync.py   one bucket's gradient, from the first contribution to the owned slice
     unshard.py         weights that come before their use and go after it (stage 3), or are waited for (1, 2)
     segments.py, parts.py, sharded_optimizer.py
@@ -35,8 +37,17 @@ at dp=2), `test_zero_optimizers.py` (every rule at every stage), `test_zero_cont
 
 from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.families import stage_buffers
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.parts import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["ActivationOffload", "MakeOptimizer", "ParamGroup", "ParameterBuffers", "ShardedOptimizer", "ZeroOptions"]
+__all__ = [
+    "ActivationOffload",
+    "MakeOptimizer",
+    "ParamGroup",
+    "ParameterBuffers",
+    "ShardedOptimizer",
+    "ZeroOptions",
+    "stage_buffers",
+]

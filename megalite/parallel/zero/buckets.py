@@ -1,4 +1,4 @@
-"""The parameters and gradients of one stage in flat, contiguous memory.
+"""The parameters and gradients of one family of a stage in flat, contiguous memory.
 
 Every parameter becomes a view of a flat compute buffer and shares its version counter: an update in place between a
 forward and its backward is an error that autograd reports, not a silently wrong gradient. All weight versions of a
@@ -11,38 +11,34 @@ parameter add into the same gradient.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import Handle, all_reduce_
-from megalite.comm.mesh import Axis
+from megalite.comm.collectives import all_reduce_
+from megalite.comm.mesh import Axis, FamilyAxes
 from megalite.gradient import GradSink, attach_sink
 from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
 from megalite.inventory.placement import Placement
 from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
 from megalite.parallel.zero.host_memory import prefer_own_pages
+from megalite.parallel.zero.launches import Launches
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.unshard import BucketWeights, Unsharder
-
-MOST_UNDER_WAY = 2
-"""Reductions of held buckets at a time: more would only queue, and each holds what arrives beside the gradient."""
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 class ParameterBuffers:
-    """Owns the memory of one stage's parameters and gradients, and reduces the gradients.
+    """Owns the memory of the parameters and gradients of one family in one stage, and reduces the gradients.
 
     Args:
-        versions: for each weight version the stage's (logical name, parameter) in forward order; the same names and
-            shapes in each. Each parameter carries `.placement` (`megalite.comm.layout.Placement`) and may carry
-            `.sink_uses` (contributions a micro-batch, 1).
-        dp_shard: ranks over which ZeRO shards (all of data parallelism in stage 0). dp_replicate: ranks that hold
-            copies of the shards.
-        tp: the axis over which partial gradients (`placement.partial`) are summed.
+        versions: for each weight version the (logical name, parameter) of one dtype in forward order; the same names
+            and shapes in each. Each parameter carries `.placement` (`megalite.inventory.placement.Placement`) and may
+            carry `.sink_uses` (contributions a micro-batch, 1).
+        axes: of the family: what cuts parameters (and sums partial gradients), what ZeRO shards over, what holds copies
+            of the shards.
         tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
         counts_tied: False on the stage that holds the copy: it is neither counted in the norm nor saved.
         extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have been summed over
@@ -52,7 +48,8 @@ class ParameterBuffers:
             the step to the first backward they only lie beside the activations. (Stages 0 and 1 always keep them.)
         num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
         whole: which parameters must lie in one shard (`shard rule whole_tensor`: Muon's matrices).
-        beside: another stage of this rank, to share with it the memory that comes and goes.
+        beside: what else this rank has, to share with it the memory that comes and goes. launches: the order in which
+            reductions start, shared with other families of the stage over the same axes.
         fill: gives a parameter that came without memory ('meta') its values, as soon as it has memory: bucket after
             bucket, so that weights that are sharded are never whole. device: where (None: where the parameters are).
     """
@@ -61,9 +58,7 @@ class ParameterBuffers:
         self,
         versions: Sequence[NamedParameters],
         *,
-        dp_shard: Axis,
-        dp_replicate: Axis,
-        tp: Axis,
+        axes: FamilyAxes,
         options: ZeroOptions,
         tied: frozenset[str] = frozenset(),
         counts_tied: bool = True,
@@ -72,19 +67,19 @@ class ParameterBuffers:
         num_gradients: int = 1,
         keep_gradients: bool = True,
         whole: Callable[[str, nn.Parameter], bool] | None = None,
-        beside: ParameterBuffers | None = None,
+        beside: Sequence[ParameterBuffers] = (),
+        launches: Launches | None = None,
         fill: Callable[[str, nn.Parameter], None] | None = None,
         device: torch.device | None = None,
     ) -> None:
         first = versions[0]
         assert all([n for n, _ in v] == [n for n, _ in first] for v in versions), "versions of a stage differ"
-        self.dp_shard, self.dp_replicate, self.tp = dp_shard, dp_replicate, tp
-        self.options = options
+        self.axes, self.options = axes, options
         self.counts_tied, self.replica = counts_tied, replica
         self.extra_reduce = tuple(axis for axis in extra_reduce if axis.size > 1)
         self.dtype = first[0][1].dtype if first else torch.float32
         self.device = device or (first[0][1].device if first else torch.device("cpu"))
-        assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a stage have one dtype"
+        assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a family have one dtype"
         entries = [
             Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p))
             for i, (name, p) in enumerate(first)
@@ -92,21 +87,22 @@ class ParameterBuffers:
         self.plans = plan_buckets(
             entries,
             zero_stage=options.stage,
-            shards=dp_shard.size,
+            shards=axes.shard.size,
             bucket_size=options.bucket_size,
             overlap=options.overlap_grad_reduce,
             on_cpu=self.device.type != "cuda",
             tied=tied,
         )
-        self.unsharder: Unsharder = beside.unsharder if beside else Unsharder(prefetch=options.overlap_param_gather)
-        self.scratch: ScratchPool = beside.scratch if beside else ScratchPool(self.gradient_dtype, self.device)
+        self.unsharder: Unsharder = beside[0].unsharder if beside else Unsharder(prefetch=options.overlap_param_gather)
+        pools = [b.scratch for b in beside if b.gradient_dtype == self.gradient_dtype]
+        self.scratch: ScratchPool = pools[0] if pools else ScratchPool(self.gradient_dtype, self.device)
         if options.stage >= 2:
             prefer_own_pages(self.device)
         self.buckets = [self._make_bucket(plan, keep_gradients or options.stage < 2) for plan in self.plans]
         self._weights_of: dict[int, BucketWeights] = {}
         self._attached = False
-        self._under_way: deque[Handle] = deque()
-        self._next = 0
+        self._launches = launches or Launches(options)
+        self._launches.add(self.buckets, num_gradients)
         self.numel = self.plans[-1].stop if self.plans else 0
         for version in versions:
             self._flatten_weights([p for _, p in version], fill)
@@ -135,7 +131,7 @@ class ParameterBuffers:
     ) -> None:
         """Moves one version's parameters into flat memory: one piece, or in stage 3 one a bucket, which comes and
         goes."""
-        sharded = self.options.stage == 3 and self.dp_shard.size > 1
+        sharded = self.options.stage == 3 and self.axes.shard.size > 1
         flat = torch.zeros(0 if sharded else self.numel, dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
             plan = bucket.plan
@@ -151,7 +147,7 @@ class ParameterBuffers:
                 if empty and fill is not None:
                     fill(slot.entry.name, parameter)
             owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
-            weights = BucketWeights(full, owned, axis=self.dp_shard, stage=self.options.stage)
+            weights = BucketWeights(full, owned, axis=self.axes.shard, stage=self.options.stage)
             weights.free()
             bucket.weights.append(weights)
             self._weights_of.update({id(parameters[slot.entry.index]): weights for slot in plan.slots})
@@ -160,8 +156,7 @@ class ParameterBuffers:
         return Bucket(
             plan,
             stage=self.options.stage,
-            axis=self.dp_shard,
-            replicate=self.dp_replicate,
+            axis=self.axes.shard,
             dtype=self.gradient_dtype,
             device=self.device,
             pool=None if self.options.stage < 2 or plan.tied else self.scratch,
@@ -180,8 +175,7 @@ class ParameterBuffers:
     def _make_gradients(self, number: int) -> None:
         """Makes the memory of those that stay."""
         assert number == 1 or self.options.stage < 2, "gradients that are streamed cannot be kept for two updates"
-        self._nexts = [0] * number
-        self._selected = 0
+        self._selected, self._num_gradients = 0, number
         for bucket in self.buckets:
             for _ in range(1, number):
                 bucket.add_gradient()
@@ -195,7 +189,7 @@ class ParameterBuffers:
         def ready() -> None:
             bucket.missing -= 1
             if bucket.missing == 0:
-                self._launch_ready()
+                self._launches.ready()
 
         if bucket.streams:
             return StreamingSink(bucket, uses=uses, on_ready=ready)
@@ -213,11 +207,11 @@ class ParameterBuffers:
 
     def select_gradients(self, update: int) -> None:
         """Backwards, reductions and the optimizer work on the gradient of this update from here on."""
-        index = update % len(self._nexts)
+        index = update % self._num_gradients
         if index == self._selected:
             return
-        self._nexts[self._selected], self._next = self._next, self._nexts[index]
         self._selected = index
+        self._launches.select(index)
         for bucket in self.buckets:
             bucket.select(index)
 
@@ -226,7 +220,7 @@ class ParameterBuffers:
     def begin_batch(self, microbatches: int | None = None) -> None:
         """The gradient is zero again. With the number of micro-batches that this stage will run, `arm` need not be
         called."""
-        self._next = 0
+        self._launches.begin_batch()
         for bucket in self.buckets:
             bucket.begin_batch(microbatches)
 
@@ -239,7 +233,7 @@ class ParameterBuffers:
         """Starts every reduction that has not started yet (tied parameters excepted)."""
         for bucket in self.buckets:
             if not bucket.plan.tied and (bucket.opened if bucket.streams else not bucket.launched):
-                self._launch(bucket)
+                self._launches.start(bucket)
 
     def tied_gradients(self) -> list[Tensor]:
         """The gradients to be summed with the other stage that holds the same parameters, before
@@ -253,69 +247,47 @@ class ParameterBuffers:
         """Starts the reduction of the tied parameters."""
         for bucket in self.buckets:
             if bucket.plan.tied:
-                self._launch(bucket)
+                self._launches.start(bucket)
 
     def finish_reduce(self) -> None:
         """Waits for all reductions, then sums over the axes that hold further parts of the gradient."""
         for bucket in self.buckets:
             assert bucket.launched or bucket.streams, "finish_reduce before start_reduce and start_tied_reduce"
             bucket.finish_batch()
-            for axis in (self.dp_replicate, *(() if bucket.plan.tied else self.extra_reduce)):
+            for axis in (self.axes.replicate, *(() if bucket.plan.tied else self.extra_reduce)):
                 all_reduce_(bucket.gradient, axis)
         self.scratch.release()
         self._sum_partial_gradients()
 
-    def _launch_ready(self) -> None:
-        """Launches complete buckets in the order of the plan, never in the order of arrival."""
-        if not self.options.overlap_grad_reduce and self.options.stage < 2:
-            return
-        normal = [b for b in self.buckets if not b.plan.tied]
-        while self._next < len(normal) and normal[self._next].missing == 0:
-            self._launch(normal[self._next])
-            self._next += 1
-            if self._next == len(normal) and self.options.stage >= 2:
-                self._next = 0  # the next micro-batch goes round again
-
-    def _launch(self, bucket: Bucket) -> None:
-        overlap = self.options.overlap_grad_reduce
-        if not bucket.streams and bucket.stage:  # what arrives needs memory of its own until it is added up
-            while len(self._under_way) >= MOST_UNDER_WAY:
-                self._under_way.popleft().wait()
-        bucket.launch(async_op=overlap)
-        if not overlap:
-            bucket.finish()
-        elif not bucket.streams and bucket.handle is not None:
-            self._under_way.append(bucket.handle)
-
     def _sum_partial_gradients(self) -> None:
-        """Adds up over tp what each tensor-parallel rank computed a share of: one small message."""
-        if self.tp.size == 1:
-            return
-        pieces = []
-        for bucket in self.buckets:
-            for run in bucket.plan.runs:
-                start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
-                if run.kind.partial and start < stop:
-                    pieces.append(bucket.gradient[start - bucket.owned_start : stop - bucket.owned_start])
-        if pieces:
-            packed = torch.cat(pieces)
-            all_reduce_(packed, self.tp)
-            for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
-                piece.copy_(part)
+        """Adds up what each rank of an axis computed a share of: one small message an axis."""
+        for axis in self.axes.cut:
+            pieces = []
+            for bucket in self.buckets:
+                for run in bucket.plan.runs:
+                    start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
+                    if axis.name in run.kind.partial and start < stop:
+                        pieces.append(bucket.gradient[start - bucket.owned_start : stop - bucket.owned_start])
+            if pieces:
+                packed = torch.cat(pieces)
+                all_reduce_(packed, axis)
+                for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
+                    piece.copy_(part)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def attach(self, layers: Sequence[nn.Module]) -> None:
+    def attach(self, layers: Sequence[nn.Module], *others: ParameterBuffers) -> None:
         """Hooks the stage's layers (forward order; once per weight version), so that weights are there when used.
 
-        Needed for stage 3, and for gathers of stages 1 and 2 that run behind the next forward.
+        others: the stage's other families. Needed for stage 3, and for gathers of stages 1 and 2 that run behind the
+        next forward.
         """
-        weights = [
-            list(dict.fromkeys(self._weights_of[id(p)] for p in layer.parameters() if id(p) in self._weights_of))
-            for layer in layers
-        ]
-        self.unsharder.attach(layers, weights)
-        self._attached = True
+        families = (self, *others)
+        known = {key: weights for buffers in families for key, weights in buffers._weights_of.items()}
+        used = [dict.fromkeys(known[id(p)] for p in layer.parameters() if id(p) in known) for layer in layers]
+        self.unsharder.attach(layers, [list(weights) for weights in used])
+        for buffers in families:
+            buffers._attached = True
 
     def gather_weights(self, version: int = 0) -> None:
         """Every rank's slice of the updated weights to every rank (stages 1 and 2); stage 3 forgets the old ones."""

@@ -159,7 +159,6 @@ class Bucket:
         *,
         stage: int,
         axis: Axis,
-        replicate: Axis,
         dtype: torch.dtype,
         device: torch.device,
         pool: ScratchPool | None,
@@ -168,7 +167,6 @@ class Bucket:
         self.plan = plan
         self.stage = stage
         self.axis = axis
-        self.replicate = replicate
         self.dtype = dtype
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if stage else (plan.start, plan.stop)
         self.weights: list[BucketWeights] = []

@@ -10,7 +10,7 @@ Copies to the host run on a stream of their own: behind the device's update, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -151,24 +151,32 @@ class RemainderPart(DevicePart):
 
 
 def make_parts(segments: Sequence[Segment], make_optimizer: MakeOptimizer) -> list[DevicePart]:
-    """What is on the device first, in one piece, or a bucket at a time where something exists for the step only
-    (masters that are put together, gradients that are widened); then one part a bucket for the host."""
+    """What is on the device first, each family in one piece, or a bucket at a time where something exists for the step
+    only (masters that are put together, gradients that are widened); then one part a bucket for the host."""
     here = [s for s in segments if not s.offloaded]
     plain = [s for s in here if s.remainder is None and s.bucket.dtype == s.master.dtype]
-    parts = [DevicePart(plain, make_optimizer)] if plain else []
-    for members in _by_bucket(s for s in here if s.remainder is None and s.bucket.dtype != s.master.dtype):
+    parts = [DevicePart(members, make_optimizer) for members in _grouped(plain, _family)]
+    for members in _grouped((s for s in here if s.remainder is None and s.bucket.dtype != s.master.dtype), _bucket):
         parts.append(DevicePart(members, make_optimizer))
-    for members in _by_bucket(s for s in here if s.remainder is not None):
+    for members in _grouped((s for s in here if s.remainder is not None), _bucket):
         parts.append(RemainderPart(members, make_optimizer))
-    for members in _by_bucket(s for s in segments if s.offloaded):
+    for members in _grouped((s for s in segments if s.offloaded), _bucket):
         parts.append(HostPart(members, make_optimizer))
     return parts
 
 
-def _by_bucket(segments: Iterable[Segment]) -> list[list[Segment]]:
-    groups: dict[int, list[Segment]] = {}
+def _family(segment: Segment) -> Hashable:
+    return segment.buffers.axes.name, segment.master.dtype
+
+
+def _bucket(segment: Segment) -> Hashable:
+    return id(segment.bucket)
+
+
+def _grouped(segments: Iterable[Segment], key: Callable[[Segment], Hashable]) -> list[list[Segment]]:
+    groups: dict[Hashable, list[Segment]] = {}
     for segment in segments:
-        groups.setdefault(id(segment.bucket), []).append(segment)
+        groups.setdefault(key(segment), []).append(segment)
     return list(groups.values())
 
 
@@ -212,4 +220,4 @@ def pieces_of(segment: Segment, numbers: Mapping[tuple[int, str], int]) -> Itera
 
 def shard_axis(buffers: ParameterBuffers) -> Axis:
     """The ranks that own other slices of the same parameters."""
-    return buffers.dp_shard if buffers.options.stage else Axis.single("dp_shard")
+    return buffers.axes.shard if buffers.options.stage else Axis.single("shard")

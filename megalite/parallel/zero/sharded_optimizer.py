@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import Handle, all_reduce_
+from megalite.comm.collectives import Handle, all_gather_into
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.parallel.zero.buckets import ParameterBuffers
@@ -27,24 +27,36 @@ from megalite.parallel.zero.segments import Segment, cut_segments
 
 @dataclass(frozen=True)
 class PendingNorm:
-    """A sum of squares that is travelling."""
+    """Sums of squares that are travelling: `[ranks of the norm axis]`, one a rank.
 
-    square: Tensor
+    They are added up in one order whatever carries them: over the shards (`copies` ranks, each `inside` after the one
+    before), then over what holds different parameters.
+    """
+
+    squares: Tensor
     work: Handle
+    copies: int
+    inside: int
 
     def wait(self) -> Tensor:
         """The norm (fp64, 0-dim)."""
         self.work.wait()
-        return self.square.sqrt()
+        return _sum(_sum(self.squares.view(-1, self.copies, self.inside), 1).flatten(), 0).sqrt()
+
+
+def _sum(x: Tensor, dim: int) -> Tensor:
+    """One after the other along `dim`, from its end."""
+    return x.flip(dim).cumsum(dim).select(dim, -1)
 
 
 class ShardedOptimizer:
     """Any optimizer, any ZeRO stage.
 
     Args:
-        buffers: the stages (model chunks) of this rank.
+        buffers: of this rank's stages (model chunks), family by family.
         make_optimizer: builds the update rule from parameter groups (see `ParamGroup`).
-        model_axis: all ranks that hold one copy of the model (tp x pp); the norm is summed over it.
+        norm_axis: all ranks that hold parts of one copy of the model and its optimizer state; it goes through whole
+            axes of every family. The norm is summed over it.
         offload_fraction: part of the masters and moments that lives, and is updated, in host memory (ZeRO-Offload,
             arXiv 2101.06840).
         store_param_remainders: keep the masters of bf16 weights as the 16 bits that the weights lack (exact).
@@ -55,14 +67,15 @@ class ShardedOptimizer:
         buffers: Sequence[ParameterBuffers],
         *,
         make_optimizer: MakeOptimizer,
-        model_axis: Axis,
+        norm_axis: Axis,
         offload_fraction: float = 0.0,
         store_param_remainders: bool = False,
     ) -> None:
         self.buffers = list(buffers)
-        self.model_axis = model_axis
+        self.norm_axis = norm_axis
         self.segments = [s for b in self.buffers for s in cut_segments(b, offload_fraction, store_param_remainders)]
         self.parts = make_parts(self.segments, make_optimizer)
+        self._counted = [s for s in self.segments if self._counts(s)]
         self.step_count = torch.zeros((), dtype=torch.float32)
         self._create_state()
 
@@ -126,22 +139,26 @@ class ShardedOptimizer:
         """This rank's share of `grad_norm` is on its way; `wait` gives the norm. The gradients may be scaled
         meanwhile."""
         device = self.buffers[0].device if self.buffers else torch.device("cpu")
-        sharded = any(b.options.stage for b in self.buffers)
-        counted = [s.gradient for s in self.segments if self._counts(s)]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in counted]
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        gradients = [s.gradient for s in self._counted]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+        total = torch.zeros(1, dtype=torch.float64, device=device)
         if norms:
-            total = torch.stack(norms).to(torch.float64).square().sum()
-        if sharded:
-            all_reduce_(total, self.buffers[0].dp_shard)
-        return PendingNorm(total, all_reduce_(total, self.model_axis, async_op=True))
+            total = torch.stack(norms).to(torch.float64).square().sum().view(1)
+        squares = total.new_empty(self.norm_axis.size)
+        work = all_gather_into(squares, total, self.norm_axis, async_op=True)
+        copies, inside = 1, 1
+        if self.buffers and (shard := self.buffers[0].axes.shard).size > 1 and _within(shard, self.norm_axis):
+            first, second, *_ = (self.norm_axis.ranks.index(rank) for rank in shard.ranks)
+            copies, inside = shard.size, second - first
+        return PendingNorm(squares, work, copies, inside)
 
     def _counts(self, segment: Segment) -> bool:
-        if segment.bucket.plan.tied and not segment.buffers.counts_tied:
+        """Whether this rank counts the segment: the first of those on the norm axis that hold the same."""
+        buffers = segment.buffers
+        if buffers.replica or (segment.bucket.plan.tied and not buffers.counts_tied):
             return False
-        if segment.buffers.replica:
-            return False
-        return segment.buffers.tp.is_first or bool(segment.run.kind.sharded)
+        alike = buffers.axes.alike(segment.run.kind.sharded, everywhere=not buffers.options.stage)
+        return all(axis.is_first for axis in alike if _within(axis, self.norm_axis))
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor = 1.0, version: int = 0) -> None:
@@ -191,9 +208,12 @@ class ShardedOptimizer:
                 shards += segment.shards(f"optimizer/{name}/", value, replica)
         for part in self.parts:
             for statistic, home in part.statistics():
-                replica = replica_of(home.buffers, home.bucket, everywhere=True, sharded=statistic.sharded)
+                replica = replica_of(home.buffers, home.bucket, statistic.sharded, everywhere=True)
                 shards.append(statistic.shard(home.parameter, replica))
-        return [*shards, TensorShard("optimizer/step", (), (), self.step_count, self._rank_of_copy())]
+        return [
+            *shards,
+            TensorShard("optimizer/step", (), (), self.step_count, self.norm_axis.ranks[self.norm_axis.rank]),
+        ]
 
     def version_shards(self, version: int) -> list[TensorShard]:
         """The owned compute weights of a version as `previous/<name>`: what 2BW's next batch will use."""
@@ -213,18 +233,7 @@ class ShardedOptimizer:
 
     def _replica(self, segment: Segment) -> int:
         buffers = segment.buffers
-        return replica_of(
-            buffers,
-            segment.bucket,
-            everywhere=not buffers.options.stage,
-            sharded=segment.run.kind.sharded,
-        )
-
-    def _rank_of_copy(self) -> int:
-        if not self.buffers:
-            return self.model_axis.rank
-        shard, replicate = self.buffers[0].dp_shard, self.buffers[0].dp_replicate
-        return self.model_axis.rank + self.model_axis.size * (shard.rank + shard.size * replicate.rank)
+        return replica_of(buffers, segment.bucket, segment.run.kind.sharded, everywhere=not buffers.options.stage)
 
     def _set_step_count(self, count: float) -> None:
         self.step_count.fill_(count)
@@ -232,16 +241,16 @@ class ShardedOptimizer:
             part.set_step_count(count)
 
 
-def replica_of(buffers: ParameterBuffers, bucket: Bucket, *, everywhere: bool, sharded: frozenset[str]) -> int:
-    """Which copy of a tensor this rank holds, 0 being the one that is written.
+def replica_of(buffers: ParameterBuffers, bucket: Bucket, sharded: frozenset[str], *, everywhere: bool) -> int:
+    """Which copy of a tensor that the axes `sharded` cut this rank holds, 0 being the one that is written.
 
-    everywhere: all ranks of the shard axis hold it. sharded: the axes that cut it.
+    everywhere: all ranks of the shard axis hold it.
     """
-    copies = buffers.dp_replicate.rank
-    if everywhere:
-        copies = copies * buffers.dp_shard.size + buffers.dp_shard.rank
-    if not sharded:
-        copies = copies * buffers.tp.size + buffers.tp.rank
-    if bucket.plan.tied and not buffers.counts_tied:
-        copies += 1
-    return copies + buffers.replica
+    copies = 0
+    for axis in buffers.axes.alike(sharded, everywhere=everywhere):
+        copies = copies * axis.size + axis.rank
+    return copies + (bucket.plan.tied and not buffers.counts_tied) + buffers.replica
+
+
+def _within(axis: Axis, other: Axis) -> bool:
+    return set(axis.ranks) <= set(other.ranks)

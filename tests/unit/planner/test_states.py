@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.comm.mesh import Axis
+from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.gradient import WeightGradQueue
@@ -78,9 +78,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
     single = Axis.single
     buffers = ParameterBuffers(
         [module.logical_parameters()],
-        dp_shard=single("dp"),
-        dp_replicate=single("dp_replicate"),
-        tp=single("tp"),
+        axes=ParallelMesh.single().family(),
         options=zero_options(config),
         tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
         whole=OPTIMIZERS[config.optimizer.optimizer].whole,
@@ -89,7 +87,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=optimizer_factory(config, single("tp")),
-        model_axis=single("model"),
+        norm_axis=single("model"),
         offload_fraction=fraction,
     )
     held = buffers.memory() | optimizer.memory()

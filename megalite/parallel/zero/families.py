@@ -1,0 +1,38 @@
+"""A stage's parameters, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalite.comm.mesh import FamilyAxes
+from megalite.inventory.families import FAMILIES
+from megalite.parallel.zero.buckets import NamedParameters, ParameterBuffers, placement_of
+from megalite.parallel.zero.launches import Launches
+from megalite.parallel.zero.options import ZeroOptions
+
+
+def stage_buffers(
+    versions: Sequence[NamedParameters],
+    families: Mapping[str, FamilyAxes],
+    *,
+    options: ZeroOptions,
+    beside: Sequence[ParameterBuffers] = (),
+    **more: Any,
+) -> list[ParameterBuffers]:
+    """One `ParameterBuffers` for each family and dtype that a stage has, in an order that is the same on every rank:
+    that of the table, narrow dtypes first. beside: those of this rank's other stages. more: as in `ParameterBuffers`.
+    """
+    parts: dict[tuple[int, int, str], list[list[Any]]] = {}
+    order = list(FAMILIES)
+    for number, version in enumerate(versions):
+        for name, parameter in version:
+            family = placement_of(name, parameter).family
+            key = (order.index(family), parameter.dtype.itemsize, family)
+            parts.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
+    made: list[ParameterBuffers] = []
+    launches = {name: Launches(options) for name in families}
+    for (_, _, family), own in sorted(parts.items(), key=lambda part: part[0]):
+        settings = {**more, "beside": [*beside, *made], "launches": launches[family]}
+        made.append(ParameterBuffers(own, axes=families[family], options=options, **settings))
+    return made
