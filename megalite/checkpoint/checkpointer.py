@@ -122,6 +122,25 @@ class Checkpointer:
         self._flight = BackgroundSave(job, self._world.size, lambda: self._after_commit(job, started))
         return job.final
 
+    def check_room(self, shards: Sequence[TensorShard]) -> None:
+        """Whether what `save` would write now has room, before a training learns it hours later.
+
+        What interrupted saves have left is removed first. Raises CheckpointError.
+        """
+        plan, problem = self._agree_on_plan(shards), None
+        if self._world.is_first:
+            try:
+                self._sweep()
+                check_space(self.directory, plan.nbytes)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+        self._together(problem)
+
+    def _sweep(self) -> None:
+        if not self._swept:
+            sweep(self.directory)
+            self._swept = True
+
     @property
     def failure(self) -> str | None:
         """Local: why the save in flight has failed, as far as this rank knows.
@@ -173,9 +192,7 @@ class Checkpointer:
             if final.exists():
                 name = final.name
                 return f"--save={self.directory}: {name} exists and is never overwritten; choose another --save"
-            if not self._swept:
-                sweep(self.directory)
-                self._swept = True
+            self._sweep()
             check_space(self.directory, needed)
             (self.directory / f"{final.name}.tmp-{save_id}").mkdir()
         except CheckpointError as error:
@@ -218,6 +235,8 @@ class Checkpointer:
             try:
                 start = decide_start(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
                 logger.info(start.reason)
+                for path in start.passed_over:
+                    logger.warning("passed over %s: newer, but it has no COMMITTED file", path)
             except CheckpointError as error:
                 problem = str(error)
         self._together(problem)

@@ -49,6 +49,12 @@ def committed(directory: Path | str) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def uncommitted(directory: Path | str) -> list[Path]:
+    """What has a checkpoint's name and is none, oldest first: damaged, or made by another program."""
+    found = [p for p in listing(directory) if _NAME.fullmatch(p.name) and not os.path.isfile(p / COMMITTED)]
+    return sorted(found, key=step_of)
+
+
 def listing(directory: Path | str) -> list[Path]:
     """What a directory holds, sorted; empty where there is none. Raises CheckpointError where it can not be read."""
     try:

@@ -136,6 +136,8 @@ class RunLock:
 
     def _make_directory(self) -> None:
         directory = self.path.parent
+        if self.path.is_dir():
+            raise CheckpointError(f"--save={directory}: {LOCK_FILE} is a directory, and the lock's name; move it away")
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

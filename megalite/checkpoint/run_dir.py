@@ -13,10 +13,20 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megalite.checkpoint.discovery import committed, interrupted, is_huggingface, latest, listing, resolve, step_of
+from megalite.checkpoint.discovery import (
+    TRACKER,
+    committed,
+    interrupted,
+    is_huggingface,
+    latest,
+    resolve,
+    step_of,
+    uncommitted,
+)
 from megalite.errors import CheckpointError
 
 COMPLETED = "COMPLETED"
@@ -24,16 +34,32 @@ COMPLETED = "COMPLETED"
 
 @dataclass(frozen=True)
 class Start:
-    """candidates: checkpoints to load, best first; empty: a fresh start. reason: one line for the log."""
+    """candidates: checkpoints to load, best first; empty: a fresh start. reason: one line for the log. passed_over:
+    what has the name of a newer checkpoint and is none."""
 
     candidates: tuple[Path, ...]
     reason: str
+    passed_over: tuple[Path, ...] = ()
 
 
 def decide_start(
     *, save: str | None, load: str | None, auto_resume: bool = False, ckpt_step: int | None = None
 ) -> Start:
     """Applies the rules above. Raises CheckpointError, one line."""
+    start = _decide(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
+    newest = start.candidates[0] if start.candidates else None
+    home = newest.parent if newest is not None and not is_huggingface(newest) else None
+    if save is not None and (home is None or not _same(save, str(home))) and uncommitted(save):
+        raise CheckpointError(
+            f"--save={save}: {uncommitted(save)[-1].name} is in the way and no checkpoint (no COMMITTED file: damaged, "
+            "or written by another program); move it away, or choose a new directory"
+        )
+    if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
+        return start
+    return replace(start, passed_over=tuple(p for p in uncommitted(home) if step_of(p) > step_of(newest)))
+
+
+def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step: int | None) -> Start:
     held = committed(save) if save is not None else []
     if auto_resume and held:
         if ckpt_step is not None:
@@ -54,7 +80,7 @@ def decide_start(
     if save is not None and _same(save, load):
         if foreign_model:
             raise CheckpointError(f"--save={save}: is the Hugging Face model of --load; choose a new directory")
-        if not held and ckpt_step is None and not _foreign(Path(load)):
+        if not held and ckpt_step is None and not uncommitted(load):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
             return Start((), f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start")
     elif held and not _same(str(save), str(Path(load).parent)):  # one checkpoint of --save is that run, too
@@ -71,23 +97,28 @@ def _same(first: str, second: str) -> bool:
     return Path(first).resolve() == Path(second).resolve()
 
 
-def _foreign(root: Path) -> bool:
-    """Whether checkpoint names are taken by directories that we did not commit."""
-    return any(p.name.startswith("iter_") and ".tmp-" not in p.name for p in listing(root) if p.is_dir())
-
-
 def set_aside_newer(save: Path | str, step: int) -> list[Path]:
-    """Renames checkpoints of `save` newer than `step`, for a run that goes back to `step` and will come by again.
+    """Renames what stands in `save` under the names of checkpoints newer than `step`, whole or damaged, for a run that
+    goes on from `step` and will come by again.
 
     Nothing is deleted; the new names are not taken for checkpoints. Returns the new paths.
     """
     moved = []
-    for path in committed(save):
-        if step_of(path) > step:
-            aside = path.with_name(f"{path.name}.aside-{uuid.uuid4().hex[:8]}")
-            os.rename(path, aside)
-            moved.append(aside)
+    for paths, why in ((committed(save), "aside"), (uncommitted(save), "damaged")):
+        for path in paths:
+            if step_of(path) > step:
+                aside = path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}")
+                os.rename(path, aside)
+                moved.append(aside)
     return moved
+
+
+def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
+    """What stands where a run will write the files of its directory; None if nothing does."""
+    for name in (*files, COMPLETED, TRACKER):
+        if (Path(save) / name).is_dir():
+            return f"--save={save}: {name} is a directory, and a run writes a file of that name; move it away"
+    return None
 
 
 def mark_completed(save: Path | str, step: int) -> None:

@@ -11,12 +11,13 @@ from types import TracebackType
 from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.compatibility import check_model, check_state
 from megalite.checkpoint.lock import RunLock
-from megalite.checkpoint.run_dir import clear_completed, mark_completed, set_aside_newer
+from megalite.checkpoint.run_dir import clear_completed, in_the_way, mark_completed, set_aside_newer
 from megalite.comm.collectives import all_gather_json
 from megalite.comm.mesh import Axis
 from megalite.config import Config
 from megalite.config.saved import dump_yaml
 from megalite.errors import CheckpointError
+from megalite.training.observers import METRICS_FILE
 from megalite.training.starting_point import StartingPoint, open_start
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class RunDirectory:
         if self._lock is not None:
             try:
                 self._lock.acquire()
+                problem = in_the_way(str(self._save), (CONFIG_FILE, METRICS_FILE))
+                if problem:
+                    self._lock.release()
             except CheckpointError as error:
                 problem = str(error)
         problem = all_gather_json(problem, self._world)[0]
@@ -98,13 +102,24 @@ class RunDirectory:
         return load != save and path.resolve().parent == save
 
     def begin(self, iteration: int) -> None:
-        """Training starts after `iteration`: writes config.yaml, puts newer checkpoints aside, takes COMPLETED away."""
-        if self._save is None or not self._world.is_first:
-            return
-        for path in set_aside_newer(self._save, iteration):
-            logger.warning("this run goes back to iteration %d: a newer checkpoint is now %s", iteration, path.name)
-        clear_completed(self._save)
-        target = Path(self._save) / CONFIG_FILE
+        """Training starts after `iteration`: writes config.yaml, puts newer checkpoints and what has their names aside,
+        takes COMPLETED away. Raises CheckpointError, on all ranks."""
+        problem = None
+        if self._save is not None and self._world.is_first:
+            try:
+                self._begin(Path(self._save), iteration)
+            except OSError as error:
+                where = error.filename or self._save
+                problem = f"--save={self._save}: could not write {where}: {error.strerror}; choose another --save"
+        problem = all_gather_json(problem, self._world)[0]
+        if problem:
+            raise CheckpointError(problem)
+
+    def _begin(self, save: Path, iteration: int) -> None:
+        for path in set_aside_newer(save, iteration):
+            logger.warning("this run goes on from iteration %d: what was newer is now %s", iteration, path.name)
+        clear_completed(save)
+        target = save / CONFIG_FILE
         staged = target.with_name(f".{CONFIG_FILE}.tmp")
         staged.write_text(dump_yaml(self.config), encoding="utf-8")
         os.replace(staged, target)
@@ -113,7 +128,10 @@ class RunDirectory:
         """Training has ended; the last checkpoint is durable before COMPLETED says so."""
         self.checkpointer.wait()
         if completed and self._save is not None and self._world.is_first:
-            mark_completed(self._save, iteration)
+            try:
+                mark_completed(self._save, iteration)
+            except OSError as error:
+                logger.warning("could not write %s: %s", error.filename or self._save, error.strerror)
 
 
 def _with_seed_of(config: Config, start: StartingPoint) -> Config:

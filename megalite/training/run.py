@@ -46,6 +46,8 @@ def run(config: Config, world: World) -> int:
         trainer = opened.trainer
         if config.training.skip_train:
             return trainer.only_evaluate()
+        if trainer.iteration < trainer.train_iters:
+            opened.state.check_room(trainer.progress)
         opened.directory.begin(trainer.iteration)
         status = trainer.train()
         opened.directory.end(trainer.iteration, completed=status == COMPLETED)

@@ -63,6 +63,11 @@ class RunState:
         write = self.checkpointer.save_async if self.config.checkpoint.async_save else self.checkpointer.save
         return str(write(progress.iteration, self._shards(self._version(progress)), meta, files))
 
+    def check_room(self, progress: Progress) -> None:
+        """Whether a checkpoint has room where it will be written. Collective. Raises CheckpointError."""
+        if self.config.checkpoint.save is not None:
+            self.checkpointer.check_room(self._shards(self._version(progress)))
+
     def save_has_failed(self) -> bool:
         """Local: whether a save in the background came to nothing, as far as this rank knows."""
         return self.checkpointer.failure is not None

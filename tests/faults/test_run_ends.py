@@ -78,6 +78,19 @@ def test_what_waits_for_the_interpreters_end_does_not_hold_up_a_run_that_is_done
     assert (tmp_path / "run" / "COMPLETED").exists()
 
 
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_older(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--save-interval", "1", "--auto-resume", steps=4)
+    assert run_single(whole_run, [*argv, "--exit-interval", "3"]) == 0
+    (tmp_path / "iter_0000003" / "COMMITTED").unlink()
+    assert run_ranks(whole_run, 2, argv) == [0, 0]
+    assert saved(tmp_path) == [f"iter_000000{step}" for step in (1, 2, 3, 4)]
+    assert len(list(tmp_path.glob("iter_0000003.damaged-*"))) == 1
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "moved")
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RanksFailed, match="CheckpointError: --save=.*: metrics.jsonl is a directory"):
+        run_ranks(whole_run, 2, argv)
+
+
 def test_duration_stops_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(whole_run, 2, command(tmp_path, "--exit-duration-in-mins", "1e-6")) == [0, 0]
     assert records(tmp_path, "summary")[-1]["status"] == "exit_duration"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megalite.checkpoint.lock import Holder
 from megalite.checkpoint.run_dir import (
     clear_completed,
     decide_start,
+    in_the_way,
     is_completed,
     mark_completed,
     set_aside_newer,
@@ -101,6 +103,54 @@ def test_going_back_sets_newer_checkpoints_aside(tmp_path: Path) -> None:
     assert [path.name.split(".aside-")[0] for path in moved] == ["iter_0000020", "iter_0000030"]
     run_in(tmp_path, 20)
     assert all((path / "COMMITTED").exists() for path in moved)
+
+
+def test_a_checkpoint_that_lost_its_marker_is_told_and_moved_out_of_the_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The older one is taken, and its run comes by the same name again."""
+    saver = run_in(tmp_path, 10, 20)
+    (tmp_path / "iter_0000020" / "COMMITTED").unlink()
+    for how in ({"load": str(tmp_path)}, {"load": None, "auto_resume": True}):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert saver.decide_start(save=str(tmp_path), **how) == tmp_path / "iter_0000010"
+        assert "passed over" in caplog.text and "iter_0000020: newer, but it has no COMMITTED file" in caplog.text
+    (moved,) = set_aside_newer(tmp_path, 10)
+    assert moved.name.startswith("iter_0000020.damaged-")
+    run_in(tmp_path, 20)
+
+
+@pytest.mark.parametrize("flags", [{}, {"auto_resume": True}, {"load": "other"}])
+def test_a_name_that_is_taken_is_known_at_the_start(tmp_path: Path, flags: dict) -> None:
+    run_in(tmp_path / "other", 5)
+    (tmp_path / "save" / "iter_0000020").mkdir(parents=True)
+    flags = flags | {"load": str(tmp_path / "other") if "load" in flags else None}
+    with pytest.raises(CheckpointError, match="iter_0000020 is in the way and no checkpoint"):
+        decide_start(save=str(tmp_path / "save"), **flags)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "COMPLETED", "latest_checkpointed_iteration.txt"])
+def test_a_directory_in_the_place_of_a_file_is_known_at_the_start(tmp_path: Path, name: str) -> None:
+    files = ("metrics.jsonl", "config.yaml")
+    (tmp_path / name).touch()
+    assert in_the_way(tmp_path, files) is None
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert in_the_way(tmp_path, files) == (
+        f"--save={tmp_path}: {name} is a directory, and a run writes a file of that name; move it away"
+    )
+
+
+def test_room_for_a_checkpoint_is_looked_for_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "iter_0000005.tmp-x").mkdir()
+    saver = run_in(tmp_path)
+    shards = [TensorShard("w", (1000,), (0,), torch.zeros(1000))]
+    saver.check_room(shards)
+    assert not list(tmp_path.iterdir()), "what an interrupted save has left gives its room back"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3999))
+    with pytest.raises(CheckpointError, match=r"--save=.*: a checkpoint needs ~4.0 kB, 4.0 kB free on .*; free some"):
+        saver.check_room(shards)
 
 
 def test_completed(tmp_path: Path) -> None:
