@@ -58,7 +58,7 @@ def _data_files(config: Config) -> Iterator[str]:
             if path.endswith((".bin", ".idx")) or os.path.isfile(path):
                 continue  # a prefix mistaken for a file has its own message; a raw file is tokenised on first use
             missing = [path + ending for ending in (".idx", ".bin") if not os.path.isfile(path + ending)]
-            if os.path.isdir(path):
+            if missing and os.path.isdir(path):
                 yield f"{flag}={path}: is a directory; give a file or the prefix of .bin and .idx files"
             elif missing:
                 yield f"{flag}={path}: {missing[0]} not found (nor a text file {path}); run tools/preprocess_data.py"
@@ -100,7 +100,7 @@ def _other_files(config: Config) -> Iterator[str]:
     load, save = config.checkpoint.load, config.checkpoint.save
     if (
         load is not None
-        and not os.path.isdir(load)
+        and not os.path.lexists(load)  # what is no directory has a message of its own
         and (save is None or os.path.abspath(load) != os.path.abspath(save))
     ):
         yield f"--load={load}: no such directory; omit --load to start fresh"

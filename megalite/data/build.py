@@ -16,13 +16,13 @@ from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_cor
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
-from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split
+from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import TokenizerConfig, tokenizer_from_config
 from megalite.errors import DataError
 
-__all__ = ["Datasets", "build_datasets", "build_tokenizer"]
+__all__ = ["Datasets", "UnusableSplit", "build_datasets", "build_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,13 +175,13 @@ def build_datasets(
     if test_samples != 0 and opener.has("test"):
         try:
             test = opener.split("test", (test_samples,))
-        except _Unusable as error:
+        except UnusableSplit as error:
             # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
             logger.warning("no final test: %s", error)
     return Datasets(train, valid, test, requests, opener.surveys())
 
 
-class _Unusable(DataError):
+class UnusableSplit(DataError):
     """A split that is empty or too small."""
 
 
@@ -239,10 +239,10 @@ class _Opener:
             return self._dataset(store, (0, len(store)), split, requests)
         source = self.sources.get(split)
         if source is None:
-            raise _Unusable(f"--{split}-data-path: not given; name data for it or turn its use off")
+            raise UnusableSplit(f"--{split}-data-path: not given; name data for it, or {without(split)}")
         if source.part is None:
-            raise _Unusable(
-                f"--split={self.cfg.split}: the {split} split is empty (weight 0); give it more or turn its use off"
+            raise UnusableSplit(
+                f"--split={self.cfg.split}: the {split} split is empty (weight 0); give it more, or {without(split)}"
             )
         paths, weights = parse_blend(source.words, source.flag)
         if len(paths) == 1 and weights is None:
@@ -307,7 +307,7 @@ class _Opener:
                 tokenizer=self.tokenizer.kind,
             )
         except DataError as error:
-            raise _Unusable(str(error)) from None
+            raise UnusableSplit(str(error)) from None
 
     def _note(self, split: str, source: str, store: TokenStore) -> None:
         self._used.setdefault(split, {})[source] = store
@@ -319,7 +319,7 @@ class _Opener:
         return store, bounds
 
     def _find(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
-        if path.endswith((".bin", ".idx")) or not os.path.isfile(path):
+        if path.endswith((".bin", ".idx")) or is_indexed(path) or not os.path.isfile(path):
             if path not in self._stores:
                 self._stores[path] = self._indexed(path, source.flag)
             store = self._stores[path]
@@ -348,7 +348,7 @@ class _Opener:
         try:
             return tokenise(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
         except EmptySplit as error:
-            raise _Unusable(str(error)) from None
+            raise UnusableSplit(str(error)) from None
 
 
 def _open_raw(path: str, flag: str) -> TextCorpus:

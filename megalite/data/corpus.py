@@ -26,7 +26,7 @@ import xxhash
 
 from megalite.data.cache import cached_folder, digest_of
 from megalite.data.indexed import IndexedDataset, IndexedWriter
-from megalite.data.splits import SPLIT_NAMES, bounds_of
+from megalite.data.splits import SPLIT_NAMES, bounds_of, without
 from megalite.data.tokenizer import Tokenizer, fingerprint
 from megalite.errors import DataError
 from megalite.extras import optional_package
@@ -303,6 +303,6 @@ def _open_tokens(folder: Path, corpus: TextCorpus, split: str) -> IndexedDataset
     if (folder / "utf8_bytes").read_text() == "0":
         raise EmptySplit(
             f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
-            "give it more in --split or turn its use off"
+            f"give it more in --split, or {without(split)}"
         )
     return IndexedDataset(folder / "text_document")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megalite.data.cache import cached_folder, digest_of
 from megalite.data.gpt_index import SampleOrder, build_order
 from megalite.data.indexed import IndexedDataset, TokenStore
+from megalite.data.splits import without
 from megalite.errors import DataError
 
 __all__ = ["GPTDataset", "SampleSource", "SequentialSource"]
@@ -204,12 +205,12 @@ def check_size(name: str, split: str, documents: int, tokens: int, seq_length: i
     if tokens == 0:
         raise DataError(
             f"{flag}: the {split} split is empty ({documents} documents, 0 tokens); "
-            "give it more in --split or turn its use off"
+            f"give it more in --split, or {without(split)}"
         )
     if tokens < seq_length + 1:
         raise DataError(
             f"{flag}: the {split} split is too small ({tokens} tokens, one sample of --seq-length={seq_length} "
-            f"needs {seq_length + 1}); give it more in --split or use a shorter --seq-length"
+            f"needs {seq_length + 1}); give it more in --split, use a shorter --seq-length, or {without(split)}"
         )
 
 

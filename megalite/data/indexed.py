@@ -291,7 +291,7 @@ class IndexedWriter:
             raise DataError(f"{self.prefix}.bin: can not be written ({error.strerror}); name another folder") from None
 
     def add_document(self, ids: ArrayLike) -> None:
-        """Append one document of one sequence: ids `[n]`, n may be 0."""
+        """Append one document of one sequence: ids `[n]`; of none if n is 0."""
         array = np.asarray(ids)
         self.write(array)
         self.extend(np.array([array.size], np.int32))
@@ -305,10 +305,11 @@ class IndexedWriter:
         self._sequences += len(other)
 
     def extend(self, lengths: NDArray[np.int32]) -> None:
-        """Note documents whose tokens are written already."""
-        self._documents.append(np.arange(1, len(lengths) + 1, dtype=np.int64) + self._sequences)
-        self._lengths.append(lengths)
-        self._sequences += len(lengths)
+        """Note documents whose tokens are written already; one without a token has no sequence, as in Megatron."""
+        filled = lengths > 0
+        self._documents.append(np.cumsum(filled, dtype=np.int64) + self._sequences)
+        self._lengths.append(lengths[filled])
+        self._sequences += int(filled.sum())
 
     def write(self, ids: NDArray[np.integer]) -> None:
         """Append tokens; `extend` says which documents they are."""

@@ -151,9 +151,7 @@ class _Job:
 
 
 class _Merger:
-    """Appends units in order, joining a document that goes on in the next unit. Documents without a token are
-    left out.
-    """
+    """Appends units in order, joining a document that goes on in the next unit."""
 
     def __init__(self, writers: Sequence[IndexedWriter]) -> None:
         self._writers = list(writers)
@@ -171,7 +169,6 @@ class _Merger:
                 sizes = sizes[:-1]
             else:
                 self._open[number] = 0
-            sizes = sizes[sizes > 0]
             if len(sizes) and int(sizes.max()) > np.iinfo(np.int32).max:
                 raise DataError(
                     f"{writer.prefix}: a document of {int(sizes.max())} tokens is too long for the format; cut it"

@@ -7,7 +7,7 @@ import re
 
 from megalite.errors import DataError
 
-__all__ = ["SPLIT_NAMES", "bounds_of", "parse_split"]
+__all__ = ["SPLIT_NAMES", "bounds_of", "parse_split", "without"]
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -42,3 +42,8 @@ def bounds_of(part: tuple[float, float] | None, count: int) -> tuple[int, int]:
     if part is None:
         return 0, 0
     return int(round(part[0] * float(count))), int(round(part[1] * float(count)))
+
+
+def without(split: str) -> str:
+    """How a run does without a split, in words."""
+    return "only evaluate by --skip-train" if split == "train" else "do not evaluate, by --eval-iters 0"

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.byte_level import WordTable
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
@@ -106,7 +107,9 @@ class _FastTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._backend.decode([i for i in ids if i != self.eod_id], skip_special_tokens=False))
 
-    def token_bytes(self) -> NDArray[np.int32]:
+    def token_bytes(self) -> NDArray[np.int32] | None:
+        if not _keeps_text(self):
+            return None
         counts = np.zeros(self.vocab_size, np.int32)
         added = self._backend.get_added_tokens_decoder()
         alphabet = byte_level_alphabet() if _decodes_bytes(self._definition.get("decoder")) else None
@@ -121,6 +124,15 @@ class _FastTokenizer:
 
     def describe(self) -> str:
         return f"{self.kind} ({self.vocab_size} ids, end of document {self.eod_id})"
+
+
+# What tokenizers are known to change: runs of spaces, compatibility forms, accents, case, breaks, rare characters.
+PROBE = "An  \uff21\ufb01\u00a0\u2460 Cafe\u0301 B.\tc\nd \U00010348, e"
+
+
+def _keeps_text(tokenizer: Tokenizer) -> bool:
+    """Whether the ids of a text spell all of it: where they do not, its bytes can not be counted from them."""
+    return tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
 
 
 def _decodes_bytes(decoder: dict[str, Any] | None) -> bool:
@@ -287,7 +299,9 @@ class SentencePieceTokenizer:
     def files(self) -> dict[str, bytes]:
         return {"tokenizer.model": self._model}
 
-    def token_bytes(self) -> NDArray[np.int32]:
+    def token_bytes(self) -> NDArray[np.int32] | None:
+        if not _keeps_text(self):
+            return None
         special = (self._backend.IsControl, self._backend.IsUnknown, self._backend.IsUnused)
         return np.array(
             [

@@ -63,7 +63,8 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> NDArray[np.int32] | None:
-        """UTF-8 bytes that each id stands for, `[vocab_size]` (0 for special tokens); None if ids have no text.
+        """UTF-8 bytes that each id stands for, `[vocab_size]` (0 for special tokens); None if ids have no text, or do
+        not spell all of it (a tokenizer that normalises, or has one id for all unknown characters).
 
         Bits per byte of a loss is `sum(loss) / ln 2 / sum(token_bytes[labels])`.
         """

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.data import build_datasets, cache_directory, full_pass
+from megalite.data.build import UnusableSplit
 from megalite.data.gpt_dataset import SampleSource
+from megalite.data.tokenizer import NullTokenizer
 from megalite.errors import ConfigError, DataError
 from megalite.microbatch import Microbatch
 from megalite.nn.head import Head
@@ -101,6 +103,10 @@ def score_text(
         raise DataError(f"the text has {len(ids)} tokens, at least 2 are needed: one to see and one to predict")
     windows = TextWindows(ids, seq_length=seq_length, stride=seq_length - overlap)
     score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size)
+    if score.num_bytes is None and not isinstance(loaded.tokenizer, NullTokenizer):
+        # The ids do not spell all of the text, but here the text itself is at hand.
+        unscored = loaded.tokenizer.decode([int(ids[0])])
+        score = dataclasses.replace(score, num_bytes=_utf8_length(text) - _utf8_length(unscored))
     return dataclasses.replace(score, num_words=len(text.split()) if num_words is None else num_words)
 
 
@@ -158,20 +164,24 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         split=split if split is not None and split != name else config.data.split,
     )
     wanted = {part: None if part == name else 0 for part in ("train", "valid", "test")}  # None: once, 0: not at all
-    datasets = build_datasets(
-        section,
-        seq_length=config.model.seq_length,
-        train_samples=wanted["train"],
-        valid_samples=wanted["valid"],
-        test_samples=wanted["test"],
-        seed=config.training.seed,
-        tokenizer=loaded.tokenizer,
-        cache_dir=cache_directory(cache_path, None),
-        vocab_size=config.model.vocab_size,
-    )
+    unusable = f"--split={split}: that part of {path} is empty or shorter than one sample; choose another"
+    try:
+        datasets = build_datasets(
+            section,
+            seq_length=config.model.seq_length,
+            train_samples=wanted["train"],
+            valid_samples=wanted["valid"],
+            test_samples=wanted["test"],
+            seed=config.training.seed,
+            tokenizer=loaded.tokenizer,
+            cache_dir=cache_directory(cache_path, None),
+            vocab_size=config.model.vocab_size,
+        )
+    except UnusableSplit as error:
+        raise DataError(str(error) if split is None else unusable) from None
     dataset = getattr(datasets, name)
     if dataset is None:
-        raise DataError(f"--split={split}: that part of {path} is empty or shorter than one sample; choose another")
+        raise DataError(unusable)
     return cast(SampleSource, dataset.sequential())
 
 
@@ -181,6 +191,10 @@ def token_losses(loaded: LoadedModel, batch: Microbatch) -> Tensor:
     batch = batch.to(loaded.device)
     head = cast(Head, loaded.model.get_submodule("head"))
     return head.token_losses(loaded.model.body(None, batch), batch)
+
+
+def _utf8_length(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:

@@ -327,6 +327,16 @@ def test_missing_files(changes: str, line: str, tmp_path: Path, monkeypatch: pyt
     assert line in problems_of(argv(changes, without="mock-data"))
 
 
+def test_a_prefix_may_also_be_the_name_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    line = "--data-path=corpus: is a directory; give a file or the prefix of .bin and .idx files"
+    assert line in problems_of(argv("--data-path corpus", without="mock-data"))
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"corpus{ending}").touch()
+    parse(argv("--data-path corpus", without="mock-data"))
+
+
 def test_a_schedule_file_is_for_its_ranks_and_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     own = "ranks: 2\nstages: 0 1\nmicrobatches: 3\nrank 0: 0F0 0F1 0B0 0F2 0B1 0B2\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2\n"

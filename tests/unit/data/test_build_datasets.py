@@ -258,7 +258,16 @@ def test_without_a_name_tokens_do_not_say_their_tokenizer(tmp_path: Path) -> Non
     assert build_tokenizer(cfg, vocab_size=99).describe() == NullTokenizer(99).describe()
 
 
-MORE = "give it more in --split or turn its use off"
+@pytest.mark.parametrize("kind", ["folder", "text file"])
+def test_a_prefix_may_also_be_the_name_of_something_else(kind: str, tmp_path: Path) -> None:
+    prefix = Path(write_documents(tmp_path / "corpus", [[1, 2, 3] * 20] * 20))
+    prefix.mkdir() if kind == "folder" else prefix.write_text("no tokens of this corpus " * 50)
+    data = build(config(data_path=(str(prefix),), tokenizer_type="ByteTokenizer"), tmp_path / "cache")
+    assert set(stream(data.train)) == {1, 2, 3}
+
+
+EVALUATE = "do not evaluate, by --eval-iters 0"
+MORE = f"give it more in --split, or {EVALUATE}"
 REPAIR = "repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
 BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     (
@@ -285,15 +294,19 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data_path": ("text.txt",), "split": "1,0,0"},
-        "--split=1,0,0: the valid split is empty (weight 0); give it more or turn its use off",
+        "--split=1,0,0: the valid split is empty (weight 0); give it more, or " + EVALUATE,
     ),
     ({"data_path": ("few.jsonl",)}, f"--data-path=few.jsonl: the valid split is empty (0 tokens); {MORE}"),
     (
         {"data_path": ("text.txt",), "split": "99,1"},
         "--data-path=text.txt: the valid split is too small (94 tokens, one sample of --seq-length=100 needs 101); "
-        "give it more in --split or use a shorter --seq-length",
+        f"give it more in --split, use a shorter --seq-length, or {EVALUATE}",
     ),
-    ({"data_path": ("empty.txt",)}, f"--data-path=empty.txt: the train split is empty (0 tokens); {MORE}"),
+    (
+        {"data_path": ("empty.txt",)},
+        "--data-path=empty.txt: the train split is empty (0 tokens); give it more in --split, or only evaluate by "
+        "--skip-train",
+    ),
     ({"data_path": ("tokens",)}, f"--data-path=tokens: the valid split is empty (0 documents, 0 tokens); {MORE}"),
     ({"data_path": ("text.txt",), "mock_data": True}, "--mock-data: given together with --data-path; drop one"),
     (
@@ -302,7 +315,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"train_data_path": ("text.txt",)},
-        "--valid-data-path: not given; name data for it or turn its use off",
+        f"--valid-data-path: not given; name data for it, or {EVALUATE}",
     ),
     ({"data_args_path": "x"}, "--data-args-path=x: can not be read (No such file or directory)"),
 ]

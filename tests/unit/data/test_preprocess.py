@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megalite.data import corpus, units
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
 from megalite.data.tokenizer import ByteTokenizer, CharTokenizer
 from megalite.data.tokenizer_training import train_bpe
@@ -46,6 +47,24 @@ def test_any_number_of_workers_writes_the_same_bytes(
         assert data.get(number).tolist() == [*tokenizer.encode(text), tokenizer.eod_id]
     assert summary.progress.done == summary.progress.size == 2 * Path(source).stat().st_size
     assert summary.progress.text_bytes == 2 * sum(len(text.encode()) for text in TEXTS)
+
+
+def test_empty_documents_are_written_as_megatron_does(tmp_path: Path) -> None:
+    """A document without a sequence: its boundary stands twice. The sequences, and so the samples, are the same."""
+    texts = ["", "ab", "", "", "c", ""]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (prefix,) = preprocess([str(source)], str(tmp_path / "out"), ByteTokenizer(), append_eod=True).prefixes
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 7) + struct.pack("<2i", 3, 2)
+    index += struct.pack("<2q", 0, 6) + struct.pack("<7q", 0, 0, 1, 1, 1, 2, 2)
+    assert Path(prefix + ".idx").read_bytes() == index
+    assert Path(prefix + ".bin").read_bytes() == struct.pack("<5H", 97, 98, 256, 99, 256)
+    data = IndexedDataset(prefix)
+    assert [data.document_of(k) for k in range(2)] == [1, 4]
+    with IndexedWriter(tmp_path / "twice", dtype=data.dtype) as writer:
+        writer.append(data)
+        writer.append(data)
+    assert IndexedDataset(tmp_path / "twice").document_indices.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]
 
 
 def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from data_inputs import config, shared_file
 
-from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer
+from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from megalite.data.tokenizer import ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer, fingerprint, token_dtype
 from megalite.data.tokenizer_io import load_tokenizer, resolve_vocab_size, tokenizer_files, tokenizer_from_config
 from megalite.data.tokenizer_training import train_bpe, train_sentencepiece
@@ -117,6 +118,22 @@ def test_sentencepiece_round_trips() -> None:
     assert tokenizer.vocab_size == 400 and tokenizer.eod_id is not None
     round_trips(tokenizer, source[:2000])
     round_trips(tokenizer, TEXTS[2])
+
+
+def test_ids_that_do_not_spell_the_text_do_not_count_its_bytes() -> None:
+    """sentencepiece's own defaults: NFKC, spaces in a row become one, one id for whatever is unknown."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    for settings in ({}, {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}):
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 30), model_writer=model,
+            vocab_size=40, hard_vocab_limit=False, minloglevel=2, **settings,
+        )  # fmt: skip
+        tokenizer = SentencePieceTokenizer(model.getvalue())
+        assert tokenizer.decode(tokenizer.encode("the  \uff26ox")) != "the  \uff26ox"
+        assert tokenizer.token_bytes() is None
+    lower = json.loads(train_bpe(["some text"] * 9, 300).backend.to_str()) | {"normalizer": {"type": "Lowercase"}}
+    assert HuggingFaceTokenizer(json.dumps(lower).encode()).token_bytes() is None
 
 
 def test_a_checkpoint_folder_gives_the_tokenizer_back(bpe: HuggingFaceTokenizer, tmp_path: Path) -> None:
