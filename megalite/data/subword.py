@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.byte_level import WordTable
-from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
@@ -130,7 +129,7 @@ class _FastTokenizer:
 PROBE = "An  \uff21\ufb01\u00a0\u2460 Cafe\u0301 B.\tc\nd \U00010348, e"
 
 
-def _keeps_text(tokenizer: Tokenizer) -> bool:
+def _keeps_text(tokenizer: _FastTokenizer | SentencePieceTokenizer) -> bool:
     """Whether the ids of a text spell all of it: where they do not, its bytes can not be counted from them."""
     return tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
 
