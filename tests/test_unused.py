@@ -19,8 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 ALLOWED = {
-    # What crosses the tensor axis: the planner's communication is to read it.
-    r"megalite/inventory/layers\.py": "gathers|sums",
     # Adapters of a benchmark that lives outside: it calls them by name (see their docstrings).
     r"tools/bench_adapter(_\w+)?\.py": r"\w+",
     # lm-evaluation-harness calls its models by these.

@@ -11,7 +11,8 @@ by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +25,8 @@ __all__ = [
     "Layer",
     "Parameter",
     "Product",
+    "add_up",
+    "blocks_of",
     "count_parameters",
     "first_alike",
     "flops_per_iteration",
@@ -136,6 +139,13 @@ class Layer:
     gathers: int = 0
     sums: int = 0
 
+    @property
+    def is_block(self) -> bool:
+        return self.kind == "block"
+
+    def product(self, name: str) -> Product:
+        return next(product for product in self.products if product.name == name)
+
     def flops(self, shards: int | None = None, *, core: bool | None = None) -> int:
         """Of one token forward; core: only of attention's core, or only of the rest."""
         return sum(p.flops(shards) for p in self.products if core is None or p.core == core)
@@ -177,6 +187,7 @@ def _embedding(model: ModelConfig) -> Layer:
     return Layer("embedding", model, tuple(parameters), sums=1)
 
 
+@lru_cache(maxsize=256)
 def _block(model: ModelConfig) -> Layer:
     h, f, q, s, bias = model.hidden_size, model.ffn_size, model.query_size, model.seq_length, model.add_bias_linear
     qkv, up = q + 2 * model.kv_size, (2, f) if model.gated else (f,)
@@ -208,11 +219,21 @@ def _head(model: ModelConfig) -> Layer:
     return Layer("head", model, tuple(parameters), (output,), gathers=1)
 
 
+def block_models(model: ModelConfig) -> Sequence[ModelConfig]:
+    """The configuration as each block has it: the place where blocks begin to differ."""
+    return [model] * model.num_layers
+
+
 @lru_cache(maxsize=256)
 def layers(model: ModelConfig) -> tuple[Layer, ...]:
     """[embedding, block 0, ..., head]. The vocabulary must be known (it comes from the tokenizer)."""
     assert model.vocab_size > 0, "the vocabulary size comes from the tokenizer: resolve it first"
-    return (_embedding(model), *[_block(model)] * model.num_layers, _head(model))
+    return (_embedding(model), *map(_block, block_models(model)), _head(model))
+
+
+def blocks_of(model: ModelConfig, items: range) -> range:
+    """The blocks among consecutive items of the list."""
+    return range(max(items.start, 1), max(1, min(items.stop, model.num_layers + 1)))
 
 
 @lru_cache(maxsize=4096)
@@ -243,6 +264,11 @@ def stage_parameters(model: ModelConfig, items: range) -> Iterator[tuple[str, Pa
 def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Logical name -> shape without padding of every tensor of the model, in its order; a tied one once."""
     return {name: parameter.shape for name, parameter in stage_parameters(model, range(model.num_layers + 2))}
+
+
+def add_up(chosen: Iterable[Layer], value: Callable[[Layer], float]) -> float:
+    """Sum of `value` over layers; asked once of those that are alike."""
+    return sum(number * value(layer) for layer, number in Counter(chosen).items())
 
 
 def count_parameters(model: ModelConfig) -> int:

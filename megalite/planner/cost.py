@@ -8,16 +8,18 @@ parallelism that the engine hides behind a product are counted for what sticks o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megalite.config import Config
+from megalite.inventory.kept import Precision, micro_tokens
+from megalite.inventory.layers import Layer, layers
 from megalite.planner.communication import Group
 from megalite.planner.hardware import Hardware
-from megalite.planner.states import Precision
 
-__all__ = ["LayerTimes", "Roofline", "TimeSource", "Times", "forward_flops_per_block"]
+__all__ = ["Roofline", "TimeSource", "Times", "add_times", "mean_times", "precision_name"]
 
 
 class Times(NamedTuple):
@@ -38,20 +40,26 @@ class Times(NamedTuple):
         return self.backward_input + self.backward_weight - self.hidden
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Of the three kinds of layers, with their tensor-parallel messages."""
+def add_times(times: Iterable[Times]) -> Times:
+    """Layers one behind the other; those that are alike are multiplied, so that their order does not matter."""
+    total = Times()
+    for one, number in Counter(times).items():
+        total += Times(*(number * value for value in one))
+    return total
 
-    embedding: Times
-    block: Times
-    head: Times
+
+def mean_times(times: Sequence[Times]) -> Times:
+    """Of one layer, where they differ."""
+    counted = Counter(times).items()
+    return Times(*(sum(number / len(times) * one[i] for one, number in counted) for i in range(len(Times._fields))))
 
 
 class TimeSource(Protocol):
     """Where times come from: `Roofline`, or `megalite.planner.profile.Profile`."""
 
-    def layers(self, config: Config) -> LayerTimes:
-        """Times of one micro-batch through one layer of each kind."""
+    def layers(self, config: Config) -> Sequence[Times]:
+        """Times of one micro-batch through each layer of [embedding, block 0, ..., head], with its tensor-parallel
+        messages."""
         ...
 
     def optimizer_step(self, config: Config, elements: float) -> float:
@@ -61,15 +69,6 @@ class TimeSource(Protocol):
     def step_overhead(self, samples: float) -> float:
         """Seconds of a step beside layers, messages and the optimizer, with so many samples read by a rank."""
         ...
-
-
-def forward_flops_per_block(config: Config) -> float:
-    """FLOPs of the forward of one block for one micro-batch, whole layer, causal attention halved."""
-    model = config.model
-    h, q, kv, f = model.hidden_size, model.query_size, model.kv_size, model.ffn_size
-    tokens = model.seq_length * config.training.micro_batch_size
-    matrices = h * (2 * q + 2 * kv) + (3 if model.gated else 2) * h * f
-    return 2.0 * tokens * (matrices + model.seq_length * q)
 
 
 def precision_name(config: Config) -> str:
@@ -95,8 +94,11 @@ class Roofline:
         hw = self.hardware
         return nbytes / (hw.memory_bandwidth * hw.memory_efficiency) + kernels * hw.kernel_overhead
 
-    def layers(self, config: Config) -> LayerTimes:
-        return LayerTimes(self._embedding(config), self._block(config), self._head(config))
+    def layers(self, config: Config) -> Sequence[Times]:
+        of_kind = {"embedding": self._embedding, "block": self._block, "head": self._head}
+        whole = layers(config.model)
+        times = {layer: of_kind[layer.kind](config, layer) for layer in dict.fromkeys(whole)}
+        return [times[layer] for layer in whole]
 
     def optimizer_step(self, config: Config, elements: float) -> float:
         size = Precision.of(config)
@@ -107,80 +109,67 @@ class Roofline:
     def step_overhead(self, samples: float) -> float:
         return 0.0  # data and bookkeeping are prepared while the device computes
 
-    def _shapes(self, config: Config) -> dict[str, tuple[float, float, float]]:
-        model, tp = config.model, config.parallel.tensor_model_parallel_size
-        tokens, h = model.seq_length * config.training.micro_batch_size, model.hidden_size
-        q, kv, f = model.query_size / tp, model.kv_size / tp, model.ffn_size / tp
-        return {
-            "qkv": (tokens, q + 2 * kv, h),
-            "proj": (tokens, h, q),
-            "fc1": (tokens, (2 if model.gated else 1) * f, h),
-            "fc2": (tokens, h, f),
-        }
-
-    def _block(self, config: Config) -> Times:
-        model, tp, size = config.model, config.parallel.tensor_model_parallel_size, Precision.of(config)
+    def _block(self, config: Config, layer: Layer) -> Times:
+        model, tp, size = layer.model, config.parallel.tensor_model_parallel_size, Precision.of(config)
+        tokens, e, hw = micro_tokens(config), size.compute, self.hardware
         outer = tp if config.parallel.sequence_parallel else 1
-        tokens, h, e = model.seq_length * config.training.micro_batch_size, model.hidden_size, size.compute
-        products = {name: self.product(config, *shape) for name, shape in self._shapes(config).items()}
+        local = {product.name: product.local(tp) for product in layer.products if not product.core}
+        products = {name: self.product(config, tokens, n, k) for name, (n, k) in local.items()}
         matrices = sum(products.values())
-        hw = self.hardware
-        attention_flops = 2.0 * tokens * model.seq_length * model.query_size / tp
-        attention = attention_flops / (hw.matrix_flops[precision_name(config)] * hw.attention_efficiency)
+        attention = (
+            tokens * layer.flops(core=True) / tp / (hw.matrix_flops[precision_name(config)] * hw.attention_efficiency)
+        )
         width = (6 if model.gated else 2) * model.ffn_size / tp
         if model.position_embedding_type == "rope":
             width += 4 * (model.query_size + model.kv_size) / tp
-        moved = e * tokens * (10 * h / outer + width + 4 * model.query_size / tp)
-        weights = sum(n * k for _, n, k in self._shapes(config).values())
+        moved = e * tokens * (10 * model.hidden_size / outer + width + 4 * model.query_size / tp)
+        weights = sum(n * k for n, k in local.values())
         accumulate = weights * (2 * size.gradient + (2 * e if e != size.gradient else 0))
         recomputed = attention if model.recompute_granularity == "selective" and model.attention_dropout > 0 else 0.0
-        comm, hidden = self._messages(config, products)
+        behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
+        forward, backward, hidden = self._messages(config, layer, behind)
         return Times(
-            matrices + attention + self.traffic(moved, 14) + comm[0],
-            matrices + 2.5 * attention + recomputed + self.traffic(1.8 * moved, 24) + comm[1],
+            matrices + attention + self.traffic(moved, 14) + forward,
+            matrices + 2.5 * attention + recomputed + self.traffic(1.8 * moved, 24) + backward,
             matrices + self.traffic(accumulate, 8),
             hidden,
         )
 
-    def _messages(self, config: Config, products: Mapping[str, float]) -> tuple[tuple[float, float], float]:
-        """((forward, backward) seconds of a block's tensor-parallel messages, what W hides of the latter)."""
-        group = Group(self.hardware, config.parallel.tensor_model_parallel_size)
-        model = config.model
-        whole = model.seq_length * config.training.micro_batch_size * model.hidden_size * Precision.of(config).compute
-        behind = [products["qkv"], products["fc1"]]
-        overlap = self.hardware.overlap
-        if config.parallel.sequence_parallel:
-            one = group.gather(whole)
-            again = sum(max(0.0, one - overlap * product) for product in behind)  # gathered while dx is computed
-            return (4 * one, 4 * one + again), sum(min(one, overlap * product) for product in behind)
-        one = group.all_reduce(whole)
-        return (2 * one, 2 * one), sum(min(one, overlap * product) for product in behind)
+    def _messages(self, config: Config, layer: Layer, behind: Sequence[float] = ()) -> tuple[float, float, float]:
+        """Seconds of a layer's tensor-parallel messages in (forward, backward), and what W hides of the latter.
 
-    def _embedding(self, config: Config) -> Times:
-        size = Precision.of(config)
-        tokens, h = config.model.seq_length * config.training.micro_batch_size, config.model.hidden_size
+        behind: seconds of the products whose inputs are gathered again while dx is computed.
+        """
         group = Group(self.hardware, config.parallel.tensor_model_parallel_size)
-        whole = tokens * h * size.compute
-        sum_up = group.gather(whole) if config.parallel.sequence_parallel else group.all_reduce(whole)
+        whole = micro_tokens(config) * config.model.hidden_size * Precision.of(config).compute
+        overlap = self.hardware.overlap
+        sequence = config.parallel.sequence_parallel
+        one = group.gather(whole) if sequence else group.all_reduce(whole)
+        hidden = sum(min(one, overlap * product) for product in behind)
+        if not sequence:
+            return layer.sums * one, layer.gathers * one, hidden
+        again = sum(max(0.0, one - overlap * product) for product in behind)
+        crossings = layer.gathers + layer.sums
+        return crossings * one, crossings * one + again, hidden
+
+    def _embedding(self, config: Config, layer: Layer) -> Times:
+        size, numbers = Precision.of(config), micro_tokens(config) * config.model.hidden_size
+        forward, backward, _ = self._messages(config, layer)
         return Times(
-            self.traffic(4 * whole, 4) + sum_up,
-            group.gather(whole) if config.parallel.sequence_parallel else 0.0,
-            self.traffic(tokens * h * 3 * size.gradient, 4),
+            self.traffic(4 * numbers * size.compute, 4) + forward,
+            backward,
+            self.traffic(numbers * 3 * size.gradient, 4),
         )
 
-    def _head(self, config: Config) -> Times:
-        size, tp = Precision.of(config), config.parallel.tensor_model_parallel_size
-        tokens, h = config.model.seq_length * config.training.micro_batch_size, config.model.hidden_size
-        rows = config.padded_vocab_size() / tp
-        group = Group(self.hardware, tp)
-        whole = tokens * h * size.compute
-        sequence = config.parallel.sequence_parallel
+    def _head(self, config: Config, layer: Layer) -> Times:
+        size, tp, tokens = Precision.of(config), config.parallel.tensor_model_parallel_size, micro_tokens(config)
+        rows, h = layer.product("output").local(tp)
         logits = self.traffic(tokens * rows * (6 * size.wide + 2 * size.compute), 12)
         update = self.traffic(rows * h * size.wide * 2, 2)
-        forward = 3 * self.product(config, tokens, rows, h) + logits + update + group.gather(tokens * 8 * tp)
-        back = group.gather(whole) if sequence else group.all_reduce(whole)
+        losses = Group(self.hardware, tp).gather(tokens * 8 * tp)
+        forward, backward, _ = self._messages(config, layer)
         return Times(
-            forward + (group.gather(whole) if sequence else 0.0),
-            self.traffic(6 * whole, 6) + back,
+            3 * self.product(config, tokens, rows, h) + logits + update + losses + forward,
+            self.traffic(6 * tokens * h * size.compute, 6) + backward,
             self.traffic(rows * h * 4 * size.wide, 2),
         )

@@ -18,8 +18,9 @@ from functools import cache
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.inventory.kept import Precision, boundary_bytes, micro_tokens
 from megalite.planner.activations import Kept, stage_activations, workspace_bytes
-from megalite.planner.states import Precision, StateBytes, state_bytes
+from megalite.planner.states import StateBytes, state_bytes
 from megalite.schedule import SCHEDULES, Program, Shape
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
@@ -93,7 +94,7 @@ def rank_memory(
     spaces = {stage: workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
     logits, block = (max(space[i] for space in spaces.values()) for i in (0, 1))
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
-    message = _message_bytes(config) if program.num_ranks > 1 else 0.0
+    message = boundary_bytes(config) if program.num_ranks > 1 else 0.0
     gradients = float(states.gradients)
     if config.parallel.zero_stage >= 2 and not program.keeps_gradients:  # they come as the activations go
         gradients = max(0.0, gradients - full - boundary - head)
@@ -111,19 +112,11 @@ def rank_memory(
     )
 
 
-def _message_bytes(config: Config) -> float:
-    model, size = config.model, Precision.of(config)
-    split = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    width = size.wide if model.fp32_residual_connection else size.compute
-    return model.seq_length // split * config.training.micro_batch_size * model.hidden_size * width
-
-
 def _sequence_buffers(config: Config) -> float:
     """Whole sequences gathered for a product under sequence parallelism: one at a time, and its gradient."""
     if not config.parallel.sequence_parallel or config.parallel.tensor_model_parallel_size == 1:
         return 0.0
-    tokens = config.model.seq_length * config.training.micro_batch_size
-    return 2.0 * tokens * config.model.hidden_size * Precision.of(config).compute
+    return 2.0 * micro_tokens(config) * config.model.hidden_size * Precision.of(config).compute
 
 
 def _shared_memory(config: Config, on_cpu: bool) -> float:

@@ -14,14 +14,15 @@ from functools import cached_property
 
 from megalite.config import Config
 from megalite.inventory.buckets import bucket_limit
-from megalite.inventory.layers import flops_per_iteration
+from megalite.inventory.kept import Precision, boundary_bytes
+from megalite.inventory.layers import flops_per_iteration, layers
 from megalite.inventory.pipeline import computations, stage_cuts
-from megalite.planner.activations import recompute_cost_layers
+from megalite.planner.activations import recomputed
 from megalite.planner.communication import Group
-from megalite.planner.cost import LayerTimes, Times, TimeSource, forward_flops_per_block, precision_name
+from megalite.planner.cost import Times, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
-from megalite.planner.states import Precision, stage_elements
+from megalite.planner.states import stage_elements
 from megalite.schedule import Costs, Program, find, simulate
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
@@ -117,13 +118,11 @@ def predict(
     }
     tp = config.parallel.tensor_model_parallel_size
     flops = float(flops_per_iteration(config.model, batch, tp))
-    again = sum(recompute_cost_layers(config.for_stage(stage), costs.blocks(stage)) for stage in range(len(cuts)))
-    recomputed = again * forward_flops_per_block(config) * batch / config.training.micro_batch_size
+    again = [item for stage in range(len(cuts)) for item in costs.recomputed(stage)]
+    twice = float(batch * config.model.seq_length * sum(layers(config.model)[item].flops() for item in again))
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(parts.values())
-    return Prediction(
-        config, world_size, total, steady.bubble_over_ideal, memory, parts, flops, flops + recomputed, peak
-    )
+    return Prediction(config, world_size, total, steady.bubble_over_ideal, memory, parts, flops, flops + twice, peak)
 
 
 def memory_of(
@@ -174,11 +173,12 @@ class _Stages:
     config: Config
     world_size: int
     hardware: Hardware
-    layers: LayerTimes
+    layers: Sequence[Times]
     cuts: Sequence[range]
 
-    def blocks(self, stage: int) -> int:
-        return sum(0 < item <= self.config.model.num_layers for item in self.cuts[stage])
+    def recomputed(self, stage: int) -> range:
+        """Blocks of a stage whose forward runs again in backward."""
+        return recomputed(self.config.for_stage(stage), self.cuts[stage])
 
     @property
     def dp(self) -> int:
@@ -201,11 +201,8 @@ class _Stages:
         return tuple(self._stage_times(stage) for stage in range(len(self.cuts)))
 
     def _stage_times(self, stage: int) -> Times:
-        items, blocks, layers = self.cuts[stage], self.blocks(stage), self.layers
-        total = Times(*(blocks * value for value in layers.block))
-        total += layers.embedding if 0 in items else Times()
-        total += layers.head if self.config.model.num_layers + 1 in items else Times()
-        again = recompute_cost_layers(self.config.for_stage(stage), blocks) * layers.block.forward
+        total = add_times(self.layers[item] for item in self.cuts[stage])
+        again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
         total += Times(over, over + again, over)
         return self._with_zero(total, stage)
@@ -240,13 +237,8 @@ class _Stages:
         return Costs(communication=self.hop(), exact=exact)
 
     def hop(self) -> float:
-        parallel, model = self.config.parallel, self.config.model
-        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        size = Precision.of(self.config)
-        width = size.wide if model.fp32_residual_connection else size.compute
-        split = tp if parallel.sequence_parallel else 1
-        nbytes = model.seq_length * self.config.training.micro_batch_size * model.hidden_size * width / split
-        return Group(self.hardware, pp, tp * self.dp).send(nbytes)
+        tp, pp = self.config.parallel.tensor_model_parallel_size, self.config.parallel.pipeline_model_parallel_size
+        return Group(self.hardware, pp, tp * self.dp).send(boundary_bytes(self.config))
 
     def elements(self, stage: int) -> int:
         return self._elements[stage]

@@ -17,7 +17,8 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.errors import ConfigError
-from megalite.planner.cost import LayerTimes, Roofline, Times
+from megalite.inventory.layers import layers
+from megalite.planner.cost import Roofline, Times
 from megalite.planner.hardware import Hardware, Link
 
 __all__ = ["Profile", "load_profile", "mean_profile"]
@@ -27,10 +28,11 @@ KINDS = ("embedding", "block", "head")
 
 @dataclass(frozen=True)
 class Profile:
-    """points: (tensor-parallel size, sequence parallel, micro-batch) -> times. optimizer, step: (fixed, per unit)."""
+    """points: (tensor-parallel size, sequence parallel, micro-batch) -> kind of layer -> times. optimizer, step:
+    (fixed, per unit)."""
 
     roofline: Roofline
-    points: Mapping[tuple[int, bool, int], LayerTimes]
+    points: Mapping[tuple[int, bool, int], Mapping[str, Times]]
     optimizer: tuple[float, float]
     step: tuple[float, float]
 
@@ -39,19 +41,19 @@ class Profile:
         """With the links that were measured."""
         return self.roofline.hardware
 
-    def layers(self, config: Config) -> LayerTimes:
+    def layers(self, config: Config) -> Sequence[Times]:
         tp, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
         split = tp > 1 and config.parallel.sequence_parallel
+        kinds = [layer.kind for layer in layers(config.model)]
         if (tp, split, micro) in self.points:
-            return self.points[tp, split, micro]
+            return [self.points[tp, split, micro][kind] for kind in kinds]
         nearest = min(self.points, key=lambda key: (abs(key[0] - tp), key[1] != split, abs(key[2] - micro)))
         parallel = replace(config.parallel, tensor_model_parallel_size=nearest[0], sequence_parallel=nearest[1])
         there = self.roofline.layers(
             replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=nearest[2]))
         )
-        here, measured = self.roofline.layers(config), self.points[nearest]
-        scaled = {kind: _scaled(getattr(measured, kind), getattr(here, kind), getattr(there, kind)) for kind in KINDS}
-        return LayerTimes(**scaled)
+        measured, here = self.points[nearest], self.roofline.layers(config)
+        return [_scaled(measured[kind], h, t) for kind, h, t in zip(kinds, here, there, strict=True)]
 
     def optimizer_step(self, config: Config, elements: float) -> float:
         return self.optimizer[0] + elements * self.optimizer[1]
@@ -73,7 +75,7 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
                 int(point["tensor_model_parallel_size"]),
                 bool(point["sequence_parallel"]),
                 int(point["micro_batch_size"]),
-            ): LayerTimes(**{kind: Times(*(float(value) for value in point[kind])) for kind in KINDS})
+            ): {kind: Times(*(float(value) for value in point[kind])) for kind in KINDS}
             for point in data["points"]
         }
         update, step = (_pair(data[name]) for name in ("optimizer", "step"))

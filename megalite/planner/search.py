@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.inventory.kept import Precision, boundary_bytes
 from megalite.inventory.pipeline import stage_cuts
-from megalite.planner.activations import recompute_cost_layers, stage_activations
+from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import Group
-from megalite.planner.cost import LayerTimes, TimeSource
+from megalite.planner.cost import Times, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
 from megalite.planner.predict import Prediction, memory_of, predict, program_of
 from megalite.planner.space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
-from megalite.planner.states import Precision, stage_elements
+from megalite.planner.states import stage_elements
 from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
 from megalite.schedule import Shape, default_schedule, find
 
@@ -64,6 +66,17 @@ class Found:
     problems: tuple[str, ...] = ()
 
 
+class _Shared(NamedTuple):
+    """Of layouts that compute the same. block: times of a mean block. ends: seconds of embedding and head together.
+    block_bytes: the fewest that a mean block may keep. boundary: bytes of a message to the next stage."""
+
+    config: Config
+    block: Times
+    ends: float
+    block_bytes: float
+    boundary: float
+
+
 @dataclass
 class Quick:
     """Closed forms of seconds and bytes, with what layouts share computed once."""
@@ -72,11 +85,10 @@ class Quick:
     world_size: int
     hardware: Hardware
     source: TimeSource
-    _layers: dict[tuple[int, int, bool, str | None], tuple[LayerTimes, float, Config]] = field(default_factory=dict)
+    _layers: dict[tuple[int, int, bool, str | None], _Shared] = field(default_factory=dict)
     _elements: dict[int, int] = field(default_factory=dict)
 
-    def _shared(self, layout: Layout) -> tuple[LayerTimes, float, Config]:
-        """(Times, the fewest bytes that a block may keep, configuration)."""
+    def _shared(self, layout: Layout) -> _Shared:
         key = (
             layout.tensor_model_parallel_size,
             layout.micro_batch_size,
@@ -90,7 +102,10 @@ class Quick:
             if config.model.recompute_method == "block":  # some stage may recompute all that it has
                 lean = recomputing(config, [blocks], [blocks])
             kept = stage_activations(lean, range(1, blocks + 1), on_cpu=self.hardware.on_cpu)
-            self._layers[key] = (self.source.layers(config), (kept.full + kept.boundary) / blocks, config)
+            first, *between, last = self.source.layers(config)
+            ends = sum(end.forward + end.backward for end in (first, last))
+            nbytes = (kept.full + kept.boundary) / blocks
+            self._layers[key] = _Shared(config, mean_times(between), ends, nbytes, boundary_bytes(config))
         return self._layers[key]
 
     def _again(self, layout: Layout, config: Config) -> float:
@@ -98,7 +113,7 @@ class Quick:
         blocks, stages = config.model.num_layers, layout.pipeline_model_parallel_size * layout.chunks
         numbers = config.model.recompute_num_layers or (1,)
         if config.model.recompute_method != "block":
-            return recompute_cost_layers(config, blocks) / blocks
+            return len(recomputed(config, range(1, blocks + 1))) / blocks
         return min(1.0, sum(numbers) * (stages if len(numbers) == 1 else 1) / blocks)
 
     def elements(self, layout: Layout) -> int:
@@ -132,46 +147,39 @@ class Quick:
         zero = self.config.parallel.zero_stage if "zero_stage" in given else 3
         kind = self.config.model.recompute_granularity if "recompute_granularity" in given else None
         layout = Layout(sizes.tensor, sizes.pipeline, None, split, default_schedule(None), zero, sizes.micro, kind)
-        layers, block_bytes, _ = self._shared(layout)
+        shared = lean = self._shared(layout)
         if "recompute_granularity" not in given:
             lean = self._shared(replace(layout, recompute_granularity="full"))
-            block_bytes = lean[1]
         m = (self.config.training.global_batch_size or 1) // sizes.data // sizes.micro
-        whole = self.config.model.num_layers * (layers.block.forward + layers.block.backward)
+        whole = self.config.model.num_layers * (shared.block.forward + shared.block.backward)
         elements = self.elements(layout) / sizes.pipeline
-        return m * whole / sizes.pipeline, self._bytes(layout, elements, sizes.data, block_bytes, 1)
+        return m * whole / sizes.pipeline, self._bytes(layout, elements, sizes.data, lean.block_bytes, 1)
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
         """(Seconds of a step, a lower bound of the bytes of the fullest rank)."""
         p, v = layout.pipeline_model_parallel_size, layout.chunks
         dp = self.world_size // (p * layout.tensor_model_parallel_size)
-        layers, block_bytes, config = self._shared(layout)
-        again = self._again(layout, config)
+        shared = self._shared(layout)
+        block, again = shared.block, self._again(layout, shared.config)
         number = self.config.model.num_layers
         m = (self.config.training.global_batch_size or 1) // dp // layout.micro_batch_size
-        forward, backward = layers.block.forward, layers.block.backward + again * layers.block.forward
-        whole = number * (forward + backward)
-        for end in (layers.embedding, layers.head):
-            whole += end.forward + end.backward
+        forward, backward = block.forward, block.backward + again * block.forward
+        whole = number * (forward + backward) + shared.ends
         rank = max(-(-number // (p * v)) * v * (forward + backward), whole / p)
         rank += 2 * v * self.hardware.action_overhead
         hop = self._hop(layout, dp)
-        step = m * rank + self._bubble(layout, rank, layers, p, v, m) + 2 * (p - 1) * hop
+        step = m * rank + self._bubble(layout, rank, block, p, v, m) + 2 * (p - 1) * hop
         elements = self.elements(layout) / p
         step += self._data_parallel(layout, dp, elements, rank, m)
-        step += self.source.optimizer_step(config, elements / (dp if layout.zero_stage else 1))
-        return step, self._bytes(layout, elements, dp, block_bytes, m)
+        step += self.source.optimizer_step(shared.config, elements / (dp if layout.zero_stage else 1))
+        return step, self._bytes(layout, elements, dp, shared.block_bytes, m)
 
     def _hop(self, layout: Layout, dp: int) -> float:
         p, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
-        split = tp if layout.sequence_parallel else 1
-        model = self.config.model
-        nbytes = model.seq_length * layout.micro_batch_size * model.hidden_size * Precision.of(self.config).compute
-        return Group(self.hardware, p, tp * dp).send(nbytes / split)
+        return Group(self.hardware, p, tp * dp).send(self._shared(layout).boundary)
 
-    def _bubble(self, layout: Layout, rank: float, layers: LayerTimes, p: int, v: int, m: int) -> float:
+    def _bubble(self, layout: Layout, rank: float, block: Times, p: int, v: int, m: int) -> float:
         """Idle time per rank, by the closed forms of the schedules' papers."""
-        block = layers.block
         total = block.forward + block.backward_input + block.backward_weight
         third = rank / total if total else 0.0
         f, i, w = block.forward * third, block.backward_input * third, block.backward_weight * third

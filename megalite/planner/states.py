@@ -14,23 +14,10 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
+from megalite.inventory.kept import Precision
 from megalite.inventory.layers import WORD_EMBEDDINGS, first_alike, stage_parameters
 
-__all__ = ["Precision", "StateBytes", "stage_elements", "state_bytes"]
-
-
-class Precision(NamedTuple):
-    """Bytes of an element: compute weights and activations, masters and losses, accumulated gradients."""
-
-    compute: int
-    wide: int
-    gradient: int
-
-    @classmethod
-    def of(cls, config: Config) -> Precision:
-        chosen = config.training.precision
-        compute, wide = (8, 8) if chosen.fp64 else (2, 4) if chosen.half else (4, 4)
-        return cls(compute, wide, 2 if chosen.bf16 and config.parallel.grad_reduce_in_bf16 else wide)
+__all__ = ["StateBytes", "stage_elements", "state_bytes"]
 
 
 @dataclass(frozen=True)

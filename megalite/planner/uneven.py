@@ -19,10 +19,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megalite.config import Config
-from megalite.planner.activations import recompute_cost_layers
-from megalite.planner.cost import LayerTimes
+from megalite.inventory.layers import Layer, blocks_of, layers
+from megalite.planner.activations import recomputed
+from megalite.planner.cost import Times, add_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import rank_memory
 from megalite.schedule import Program, compact_layout, partition_of
@@ -62,7 +64,7 @@ class Room:
 
     def blocks(self, cut: range) -> int:
         """Transformer layers among the items of a stage."""
-        return len(range(max(cut.start, 1), min(cut.stop, self.config.model.num_layers + 1)))
+        return len(blocks_of(self.config.model, cut))
 
     def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
         """Whether the stages of `rank` fit. numbers: recomputed layers of every stage; None: as the configuration has
@@ -119,30 +121,33 @@ def _fewest(
     return raised(index) if index < len(deals) else None
 
 
-def recut(room: Room, layers: LayerTimes, *, flexible: bool) -> tuple[Config, list[range]] | None:
+def recut(room: Room, times: Sequence[Times], *, flexible: bool) -> tuple[Config, list[range]] | None:
     """The configuration with the cut whose slowest stage is fastest among those that fit, and its stages.
 
     Args:
-        layers: seconds of the three kinds of layers.
+        times: of each layer of [embedding, block 0, ..., head].
         flexible: recomputation is free to choose as well.
     """
-    layer_count, stages = room.config.model.num_layers, room.program.num_stages
-    mean = layer_count / stages
+    number, stages = room.config.model.num_layers, room.program.num_stages
+    mean = number / stages
     spread = max(SPREAD, round(mean / 3))
-    known: dict[tuple[int, int], dict[int, float]] = {}  # inner stages of one rank are alike
-    seconds = []
-    for stage in range(stages):
-        end = stage in (0, stages - 1)
-        key = (stage if end else -1, room.program.placement.rank_of(stage))
+    whole = layers(room.config.model)
+    between = range(max(1, int(mean) - spread), min(number, int(mean) + 1 + spread) + 1)
+    ends = range(between.stop)
+    known: dict[tuple[int, int, tuple[Layer, ...]], float | None] = {}  # the same layers inside of one rank's stages
+
+    @cache
+    def seconds(stage: int, begin: int, count: int) -> float | None:
+        end = stage if stage in (0, stages - 1) else -1
+        key = (end, room.program.placement.rank_of(stage), whole[begin + 1 : begin + count + 1])
         if key not in known:
-            low, high = 0 if end else max(1, int(mean) - spread), min(layer_count, int(mean) + 1 + spread)
-            options = {count: _seconds(room, layers, stage, count, flexible) for count in range(low, high + 1)}
-            known[key] = {count: value for count, value in options.items() if value is not None}
-        seconds.append(known[key])
-    counts = deal(seconds, layer_count)
+            known[key] = _seconds(room, times, stage, begin, count, flexible)
+        return known[key]
+
+    counts = deal([ends if stage in (0, stages - 1) else between for stage in range(stages)], seconds, number)
     if counts is None:
         return None
-    cut = partition_of(layer_count, counts)
+    cut = partition_of(number, counts)
     cuts = [cut.items(stage) for stage in range(stages)]
     parallel = replace(room.config.parallel, pipeline_model_parallel_layout=compact_layout(cut))
     config = replace(room.config, parallel=parallel)
@@ -154,8 +159,9 @@ def recut(room: Room, layers: LayerTimes, *, flexible: bool) -> tuple[Config, li
     return config, cuts
 
 
-def _seconds(room: Room, layers: LayerTimes, stage: int, count: int, flexible: bool) -> float | None:
-    """Of one micro-batch in a stage with `count` layers, whose rank's other stages are as long; None: does not fit."""
+def _seconds(room: Room, times: Sequence[Times], stage: int, begin: int, count: int, flexible: bool) -> float | None:
+    """Of one micro-batch in a stage with `count` layers from `begin` on, whose rank's other stages are as long; None:
+    does not fit."""
     stages, last = room.program.num_stages, room.config.model.num_layers + 1
     rank = room.program.placement.rank_of(stage)
 
@@ -164,34 +170,41 @@ def _seconds(room: Room, layers: LayerTimes, stage: int, count: int, flexible: b
         return range(0, blocks + 1) if index == 0 else head if index == stages - 1 else range(1, blocks + 1)
 
     own = room.stages_of(rank)
-    cuts = [items(index, count if index == stage else max(1, count)) for index in range(stages)]
-    again = 0
+    cuts = [items(index, max(1, count)) for index in range(stages)]
+    cuts[stage] = range(begin + (stage > 0), begin + count + 1 + (stage == stages - 1))
+    config = room.config
     if flexible:
         deals = [{index: min(number, room.blocks(cuts[index])) for index in own} for number in range(count + 1)]
         found = _fewest(room, rank, cuts, [0] * stages, deals)
         if found is None:
             return None
-        again = found[stage]
+        again = range(begin + 1, begin + 1 + found[stage])
     elif not room.fits(rank, cuts, None):
         return None
     else:
-        again = recompute_cost_layers(room.config.for_stage(stage), count)
-    block, ends = layers.block, [layers.embedding] * (stage == 0) + [layers.head] * (stage == stages - 1)
-    own_time = count * (block.forward + block.backward) + again * block.forward
-    return own_time + sum(end.forward + end.backward for end in ends)
+        again = recomputed(config.for_stage(stage), cuts[stage])
+    here = add_times(times[item] for item in cuts[stage])
+    return here.forward + here.backward + add_times(times[item] for item in again).forward
 
 
-def deal(seconds: Sequence[Mapping[int, float]], total: int) -> list[int] | None:
+def deal(
+    options: Sequence[Sequence[int]], seconds: Callable[[int, int, int], float | None], total: int
+) -> list[int] | None:
     """Counts of layers, one a stage, that sum to `total`: the least slowest stage, then the most even.
 
     Args:
-        seconds: stage -> its possible counts -> its seconds.
+        options: stage -> its possible counts. seconds: (stage, its first layer, its count) -> seconds; None: does not
+            fit.
     """
-    limit = _least(seconds, total, lambda value, rest: max(value, rest))[0].get(total)
+    limit = _least(options, seconds, total, max)[0].get(total)
     if limit is None:
         return None
-    within = [{n: value for n, value in options.items() if value <= limit * (1 + 1e-9)} for options in seconds]
-    _, choices = _least(within, total, lambda value, rest: value * value + rest)
+
+    def within(stage: int, begin: int, count: int) -> float | None:
+        value = seconds(stage, begin, count)
+        return value if value is not None and value <= limit * (1 + 1e-9) else None
+
+    _, choices = _least(options, within, total, lambda value, rest: value * value + rest)
     counts, rest = [], total
     for choice in choices:
         counts.append(choice[rest])
@@ -200,19 +213,25 @@ def deal(seconds: Sequence[Mapping[int, float]], total: int) -> list[int] | None
 
 
 def _least(
-    seconds: Sequence[Mapping[int, float]], total: int, joined: Callable[[float, float], float]
+    options: Sequence[Sequence[int]],
+    seconds: Callable[[int, int, int], float | None],
+    total: int,
+    joined: Callable[[float, float], float],
 ) -> tuple[dict[int, float], list[dict[int, int]]]:
     """(Layers left -> least joined value of all stages, for every stage: layers left -> its count)."""
     best: dict[int, float] = {0: 0.0}
     choices: list[dict[int, int]] = []
-    for options in reversed(seconds):
+    for stage in reversed(range(len(options))):
         found: dict[int, float] = {}
         choice: dict[int, int] = {}
         for rest, value in best.items():
-            for count, own in options.items():
-                left, together = rest + count, joined(own, value)
-                if left <= total and (left not in found or together < found[left]):
-                    found[left], choice[left] = together, count
+            for count in options[stage]:
+                left = rest + count
+                if left > total or (stage == 0 and left < total):
+                    continue
+                own = seconds(stage, total - left, count)
+                if own is not None and (left not in found or joined(own, value) < found[left]):
+                    found[left], choice[left] = joined(own, value), count
         best = found
         choices.append(choice)
     return best, choices[::-1]

@@ -18,6 +18,7 @@ from megalite.comm.p2p import TensorSpec
 from megalite.config import Config
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.families import FAMILIES
+from megalite.inventory.kept import boundary_shape
 from megalite.inventory.pipeline import lowered
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn.context import LayerContext
@@ -115,7 +116,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         stages[key] = Stage(
             modules,
             queue,
-            spec=boundary_spec(config, mesh, device),
+            spec=boundary_spec(config, device),
             is_first=key[0] == 0,
             is_last=key[0] == placement.num_stages - 1,
         )
@@ -203,13 +204,10 @@ def zero_options(config: Config) -> ZeroOptions:
     )
 
 
-def boundary_spec(config: Config, mesh: ParallelMesh, device: torch.device) -> TensorSpec:
-    """What crosses between stages: `[s, b, h]`, `[s/t, b, h]` under sequence parallelism."""
-    model = config.model
-    split = mesh.size("tp") if config.parallel.sequence_parallel else 1
-    shape = (model.seq_length // split, config.training.micro_batch_size, model.hidden_size)
-    dtype = wide_dtype(config) if model.fp32_residual_connection else parameter_dtype(config)
-    return TensorSpec(shape, dtype, device)
+def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
+    """What crosses between stages."""
+    dtype = wide_dtype(config) if config.model.fp32_residual_connection else parameter_dtype(config)
+    return TensorSpec(boundary_shape(config), dtype, device)
 
 
 def optimizer_factory(config: Config, tp: Axis) -> MakeOptimizer:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from megalite.config.cli import parse, read_unjudged
 from megalite.config.legal import problems
 from megalite.config.saved import dump_yaml
 from megalite.inventory.pipeline import stage_cuts
-from megalite.planner.cost import LayerTimes, Roofline, Times
+from megalite.planner.cost import Roofline, Times
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.memory import rank_memory
 from megalite.planner.predict import predict, program_of
@@ -134,17 +136,22 @@ def test_layers_are_dealt_with_the_least_slowest_stage() -> None:
     rng = random.Random(3)
     for _ in range(200):
         stages, total = rng.randint(1, 4), rng.randint(2, 9)
-        options = [{n: rng.randint(1, 9) + n for n in range(rng.randint(0, 1), total + 1)} for _ in range(stages)]
-        ways = [
-            way for way in itertools.product(*options) if sum(way) == total
-        ]  # fmt: skip
-        counts = deal(options, total)
+        options = [range(rng.randint(0, 1), total + 1) for _ in range(stages)]
+        table = {key: rng.randint(0, 9) for key in itertools.product(range(stages), range(total + 1), range(total + 1))}
+
+        def seconds(stage: int, begin: int, count: int, table: dict[Any, int] = table) -> float | None:
+            return table[stage, begin, count] + count if table[stage, begin, count] else None  # some do not fit
+
+        def costs(way: Sequence[int], seconds: Any = seconds) -> list[Any]:
+            return [seconds(s, sum(way[:s]), n) for s, n in enumerate(way)]
+
+        ways = [way for way in itertools.product(*options) if sum(way) == total and None not in costs(way)]
+        counts = deal(options, seconds, total)
         if not ways:
             assert counts is None
             continue
         assert counts is not None and sum(counts) == total
-        slowest = [max(options[s][n] for s, n in enumerate(way)) for way in ways]
-        assert max(options[s][n] for s, n in enumerate(counts)) == min(slowest)
+        assert max(costs(counts)) == min(max(costs(way)) for way in ways)
 
 
 def test_a_cut_is_written_as_it_is_read() -> None:
@@ -201,7 +208,7 @@ def test_the_time_source_says_what_a_layer_costs() -> None:
     """Whatever the FLOPs are: an embedding as slow as a layer, a head as slow as three (as a profile may find them)."""
     config = _config("--vocab-size 512 --pipeline-model-parallel-size 2")
     room, _ = _room(config, 80e9)
-    measured = LayerTimes(embedding=Times(1.0, 1.0, 1.0), block=Times(1.0, 1.0, 1.0), head=Times(3.0, 3.0, 3.0))
+    measured = [Times(1.0, 1.0, 1.0)] * 9 + [Times(3.0, 3.0, 3.0)]
     found = recut(room, measured, flexible=False)
     assert found is not None and found[0].parallel.pipeline_model_parallel_layout == "Et*5|t*3L"
     assert found[1] == [range(0, 6), range(6, 10)]
