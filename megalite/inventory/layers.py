@@ -2,7 +2,7 @@
 
 A model is the list [embedding, block 0, ..., block L-1, head]. Everything that counts or cuts it reads this list:
 parameter counts and FLOPs, memory, the cuts of a pipeline, conversion, the planner. `nn` builds the same from the
-configuration (tests/unit/test_inventory.py holds the two together over every family and flag).
+configuration (tests/unit/inventory holds the two together over every family and flag).
 
 Layers may differ; those with the same description are one object, so whatever is worked out of a layer is found again
 by it.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalite.config.model import ModelConfig
+from megalite.inventory.families import FAMILIES
 from megalite.inventory.placement import NO_AXES, Placement, Shape
 
 __all__ = [
@@ -54,7 +55,7 @@ class Parameter:
     holds all of it. multiple: each rank's part of that dimension is padded to it (vocabulary).
     partial: what a rank sees only its share of, so that gradients must be summed over the tensor axis: `sequence` (its
     tokens, under sequence parallelism), `heads` (its heads), or nothing.
-    decay, init_std, init_value: as in `Placement`. copy_of: logical name of the tensor of another layer that this is.
+    decay, init_std, init_value, family: as in `Placement`. copy_of: name of the tensor of another layer that this is.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Parameter:
     decay: bool = True
     init_std: float | None = None
     init_value: float = 0.0
+    family: str = "dense"
     copy_of: str | None = None
 
     @property
@@ -83,7 +85,7 @@ class Parameter:
         offset = [0] * len(self.shape)
         if self.cut is not None:
             offset[self.cut] = rank * self.local_shape(shards)[self.cut]
-        axes = frozenset({"tp"}) if shards > 1 else NO_AXES
+        axes = frozenset(FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
         shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
         return Placement(
             self.shape,
@@ -93,6 +95,7 @@ class Parameter:
             decay=self.decay,
             init_std=self.init_std,
             init_value=self.init_value,
+            family=self.family,
         )
 
 
