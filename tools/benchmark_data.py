@@ -27,7 +27,6 @@ from megalite.data.corpus import stdlib_corpus
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import IndexedDataset, IndexedWriter
-from megalite.data.loader import Loader
 from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
 from megalite.data.subword import HuggingFaceTokenizer
@@ -136,6 +135,8 @@ def reading(workers: list[int], rounds: int) -> None:
 
 def read_batches(dataset: GPTDataset, workers: list[int], rounds: int) -> None:
     """Prints tokens/s of each number of threads."""
+    from megalite.data.loader import Loader  # torch comes with it
+
     for count in [0, *workers]:
         with Loader(dataset, consumed_samples=0, micro_batch_size=8, dp_rank=0, dp_size=1, num_workers=count) as loader:
             seconds = measure({"read": lambda loader=loader: loader.next_batch(32)}, 4 * rounds)["read"]  # type: ignore[misc]

@@ -18,8 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from megalite.config import parse
 from megalite.data import cache_directory
 from megalite.errors import ConfigError
-from megalite.training.dataflow import open_datasets, resolve_tokenizer
-from megalite.training.starting_point import offer_of
 from megalite.training.tool import run_tool
 
 WORLD_SIZE = ("--world-size", "--world_size")
@@ -46,6 +44,9 @@ def main(argv: list[str]) -> None:
         print(__doc__)
         return
     world, flags = world_size_of(argv)
+    from megalite.training.dataflow import open_datasets, resolve_tokenizer  # torch comes with it
+    from megalite.training.starting_point import offer_of
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = parse(flags, world_size=world, read_offer=offer_of)
     started = time.monotonic()

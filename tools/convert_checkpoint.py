@@ -18,26 +18,18 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-import torch
-
-from megalite.convert import (
-    CheckpointSource,
-    HuggingFaceSource,
-    MegatronSource,
-    write_checkpoint,
-    write_huggingface,
-    write_megatron,
-)
-from megalite.convert.megatron import IMPLEMENTATIONS
-from megalite.convert.source import Source
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.extras import optional_package
-from megalite.microbatch import Microbatch
-from megalite.training.loading import load_for_inference
 from megalite.training.tool import ToolParser, run_tool
+
+if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
+    import torch
+
+    from megalite.convert.source import Source
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
@@ -49,7 +41,10 @@ TARGETS = {
     "pipeline_parallel": "target_pipeline_model_parallel_size",
     "implementation": "target_transformer_impl",
 }
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Those of megalite.convert.megatron.
+IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
+# Their names in torch.
+DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -114,17 +109,21 @@ def main(argv: list[str]) -> None:
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
-        verify(ours, theirs, step, DTYPES.get(flags.dtype))
+        verify(ours, theirs, step, _dtype(flags))
 
 
 def _open(flags: argparse.Namespace, load: Path) -> Source:
+    from megalite.convert import CheckpointSource, HuggingFaceSource, MegatronSource
+
     if flags.source == "megatron":
         return MegatronSource(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
     return HuggingFaceSource(load) if flags.source == "hf" else CheckpointSource(load, flags.ckpt_step)
 
 
 def _write(flags: argparse.Namespace, source: Source, save: Path) -> Path:
-    dtype = DTYPES.get(flags.dtype)
+    from megalite.convert import write_checkpoint, write_huggingface, write_megatron
+
+    dtype = _dtype(flags)
     if flags.target == "megatron":
         chosen = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
         return write_megatron(
@@ -137,11 +136,22 @@ def _write(flags: argparse.Namespace, source: Source, save: Path) -> Path:
     return write(source, save, dtype=dtype)
 
 
+def _dtype(flags: argparse.Namespace) -> torch.dtype | None:
+    import torch
+
+    return getattr(torch, DTYPES[flags.dtype]) if flags.dtype else None
+
+
 def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype | None) -> None:
     """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype.
 
     Raises RuntimeFailure where they differ by more than the rounding of sums.
     """
+    import torch
+
+    from megalite.microbatch import Microbatch
+    from megalite.training.loading import load_for_inference
+
     transformers = optional_package("--verify", "transformers")
     loaded = load_for_inference(ours, ckpt_step=ckpt_step, device="cpu")
     model = loaded.config.model

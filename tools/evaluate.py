@@ -12,15 +12,16 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from megalite.errors import ConfigError
-from megalite.training.evaluation import open_data_path, score_source, score_text
-from megalite.training.loading import LoadedModel, load_for_inference
-from megalite.training.stats import Record
-from megalite.training.tasks import detokenize_wikitext, last_word_accuracy, read_passages, read_text
 from megalite.training.tool import ToolParser, run_tool
+
+if TYPE_CHECKING:
+    from megalite.training.loading import LoadedModel
+    from megalite.training.stats import Record
 
 #: Names and formats of what is printed, in this order.
 SHOWN = (
@@ -87,6 +88,8 @@ def problems_of(flags: argparse.Namespace) -> list[str]:
 def main(argv: list[str]) -> None:
     """Evaluate and print."""
     flags = parse(argv)
+    from megalite.training.loading import load_for_inference  # torch comes with it: not before the flags are right
+
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     record = evaluate(loaded, flags) | {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
     if flags.json:
@@ -100,6 +103,9 @@ def main(argv: list[str]) -> None:
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace) -> Record:
     """Do what the flags ask for. Raises MegaliteError."""
+    from megalite.training.evaluation import open_data_path, score_source, score_text
+    from megalite.training.tasks import detokenize_wikitext, last_word_accuracy, read_passages, read_text
+
     if flags.data_path is not None:
         source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)
         return score_source(loaded, source, micro_batch_size=flags.micro_batch_size).record()

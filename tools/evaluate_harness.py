@@ -15,8 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
-from megalite.training.lm_harness import harness_model
-from megalite.training.loading import load_for_inference
 from megalite.training.tool import ToolParser, run_tool
 
 
@@ -39,6 +37,9 @@ def main(argv: list[str]) -> None:
     """Evaluate and print each task's measures."""
     flags = parse(argv)
     optional_package(f"--tasks={flags.tasks}", "lm_eval")  # before the model is read
+    from megalite.training.lm_harness import harness_model
+    from megalite.training.loading import load_for_inference
+
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
     results = run_tasks(model, flags)

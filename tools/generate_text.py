@@ -11,14 +11,16 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from megalite.data import Tokenizer
 from megalite.errors import ConfigError
-from megalite.training.generate import Sampling, generate
-from megalite.training.loading import load_for_inference
 from megalite.training.tool import ToolParser, run_tool
+
+if TYPE_CHECKING:
+    from megalite.training.generate import Sampling
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -47,6 +49,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Print the prompt and its continuations as they are generated."""
     flags = parse(argv)
+    from megalite.training.generate import generate  # torch comes with it: not before the flags are known to be right
+    from megalite.training.loading import load_for_inference
+
     sampling_of(flags, flags.num_samples - 1)  # a seed that is too large is no news for the last sample
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     tokenizer = loaded.tokenizer
@@ -75,6 +80,8 @@ def main(argv: list[str]) -> None:
 
 def sampling_of(flags: argparse.Namespace, number: int) -> Sampling:
     """How sample `number` is drawn. Raises ConfigError."""
+    from megalite.training.generate import Sampling
+
     return Sampling(
         greedy=flags.greedy,
         temperature=flags.temperature,

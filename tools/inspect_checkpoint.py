@@ -20,10 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from megalite.checkpoint import CheckpointReader, resolve, verify
-from megalite.checkpoint.format import COMMITTED
-from megalite.checkpoint.inspection import differences, statistics, summarize, summarize_run
-from megalite.checkpoint.saving import in_words
 from megalite.errors import CheckpointError, MegaliteError
 from megalite.training.tool import ToolParser
 
@@ -57,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def inspect(arguments: argparse.Namespace) -> Json:
     """All that was asked for, as one JSON object. Raises CheckpointError."""
+    from megalite.checkpoint import CheckpointReader, verify  # torch comes with it: not before the flags are right
+    from megalite.checkpoint.format import COMMITTED
+    from megalite.checkpoint.inspection import differences, statistics, summarize, summarize_run
+
     report: Json = {}
     if not (arguments.directory / COMMITTED).is_file():
         report["run"] = summarize_run(arguments.directory)
@@ -79,6 +79,8 @@ def inspect(arguments: argparse.Namespace) -> Json:
 
 def find(directory: Path, step: int | None) -> Path:
     """The checkpoint that a directory means."""
+    from megalite.checkpoint import resolve
+
     return resolve(directory, step, flag="", advice="give a run's --save, or one of its checkpoints")
 
 
@@ -100,6 +102,8 @@ def as_text(report: Json) -> str:
 
 
 def run_lines(run: Json) -> list[str]:
+    from megalite.checkpoint.saving import in_words
+
     lines = [f"run {run['path']}"]
     for row in run["checkpoints"]:
         lines.append(f"  {row['name']:14} {row['error'] if 'error' in row else in_words(row['bytes'])}")
@@ -107,6 +111,8 @@ def run_lines(run: Json) -> list[str]:
 
 
 def checkpoint_lines(checkpoint: Json) -> list[str]:
+    from megalite.checkpoint.saving import in_words
+
     lines = [
         f"checkpoint {checkpoint['path']}",
         f"  step {checkpoint['step']}, {in_words(checkpoint['bytes'])}, "

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from megalite.errors import ConfigError, DataError
-from megalite.training.observers import METRICS_FILE, read_metrics
-from megalite.training.report import render_report
-from megalite.training.stats import Record
 from megalite.training.tool import ToolParser, run_tool
+
+if TYPE_CHECKING:
+    from megalite.training.stats import Record
 
 
 def main(argv: list[str]) -> None:
@@ -23,6 +24,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--load", required=True, nargs="+", metavar="DIR", help="run directories (--save of training)")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="page to write")
     flags = parser.parse_args(argv)
+    from megalite.training.report import render_report  # torch comes with it: not before the flags are right
+
     runs = [(Path(directory).name or directory, read_run(directory)) for directory in flags.load]
     page = render_report(" and ".join(name for name, _ in runs), runs)
     try:
@@ -34,6 +37,8 @@ def main(argv: list[str]) -> None:
 
 def read_run(directory: str) -> list[Record]:
     """The records of a run directory. Raises DataError."""
+    from megalite.training.observers import METRICS_FILE, read_metrics
+
     path = Path(directory) / METRICS_FILE
     try:
         records = read_metrics(path)
