@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_arguments import argv
 
-from megalite.config import Config, dump_yaml, from_dict, load_yaml, parse, parse_with_origins, to_dict
+from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_origins, to_dict
 from megalite.config.root import SECTIONS, all_options
 from megalite.config.schema import assemble, flat
 from megalite.config.values import as_typed
@@ -66,7 +66,7 @@ def test_a_flag_takes_the_place_of_another_spelling_in_a_file(
         written = dump_yaml(parsed.config, parsed.origins)
         assert f"  {name_of(below)}:" not in written and f"  {name_of(above)}:" in written
         file.write_text(written)
-        assert load_yaml(str(file)) == parsed.config == from_dict(to_dict(parsed.config))
+        assert parse(["--config", str(file)]) == parsed.config == from_dict(to_dict(parsed.config))
 
 
 def test_a_spelling_taken_back_in_a_later_file_leaves_the_others_alone(tmp_path: Path) -> None:
