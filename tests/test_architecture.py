@@ -54,7 +54,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FIELDS = {
     "model": 35,
     "parallel": 22,
-    "training": 25,
+    "training": 20,
     "optimizer": 34,
     "data": 16,
     "checkpoint": 15,

@@ -43,6 +43,7 @@ def problems(config: Config, world_size: int, *, broken: frozenset[str] = frozen
             values |= stand_ins
             config = replace(config, **{section: assemble(cls, values)})
         lines += _contradictions(options_of(section, cls), values)
+        lines += _unaccompanied(options_of(section, cls), values, "needs")
     for rule in rules.RULES:
         lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
     return list(dict.fromkeys(lines))
@@ -58,9 +59,22 @@ def _contradictions(options: Sequence[Option], values: Mapping[str, Any]) -> Ite
             yield f"{pair[0]}: contradicts {pair[1]}; give one of them"
 
 
+def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: str) -> Iterator[str]:
+    """Settings of something that is off. tie: `needs` or `only_with`."""
+    for option in options:
+        other = option.facts.get(tie)
+        if other is not None and values[option.name] != option.default and not values[other]:
+            flag, typed = "--" + other.replace("_", "-"), as_typed(option.flag, values[option.name])
+            yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: has no effect without {flag}; drop it"
+
+
 def warnings(config: Config, world_size: int) -> list[str]:
     """List what is legal but doubtful, one line each; `config` has no problems."""
-    return rules.warnings(config, world_size)
+    lines: list[str] = []
+    for section, cls in SECTIONS.items():
+        values = flat(getattr(config, section))
+        lines += _unaccompanied(options_of(section, cls), values, "only_with")
+    return lines + rules.warnings(config, world_size)
 
 
 def placeholder(option: Option) -> Any:

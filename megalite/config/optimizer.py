@@ -4,9 +4,109 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import option, required
+from megalite.config.schema import OneOf, Spelled, option, required
 
-__all__ = ["OptimizerConfig"]
+__all__ = ["Decay", "HostOffload", "OptimizerConfig", "Warmup"]
+
+_ADAM = ("adam", "muon")  # muon leaves what is no matrix to Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay(OneOf):
+    """Length of the decay to --min-lr; without it that of the training."""
+
+    lr_decay_iters: int | None = option(None, "in iterations", ge=1)
+    lr_decay_samples: int | None = option(None, "in samples", ge=1)
+
+    def samples(self, batch_size: int, whole: int) -> int:
+        """The same in samples. batch_size: of an iteration; whole: samples of the training."""
+        return self.lr_decay_samples or (self.lr_decay_iters or 0) * batch_size or whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(OneOf):
+    """Linear warm-up of the learning rate."""
+
+    lr_warmup_iters: int = option(0, "in iterations", ge=0)
+    lr_warmup_samples: int = option(0, "in samples", ge=0)
+    lr_warmup_fraction: float | None = option(None, "as a part of the decay", ge=0, lt=1)
+    lr_warmup_init: float = option(0.0, "learning rate of its first step", ge=0, way=None)
+
+    def samples(self, batch_size: int, decay: int) -> int:
+        """The same in samples. batch_size: of an iteration; decay: samples of the decay."""
+        if self.lr_warmup_fraction is not None:
+            return int(self.lr_warmup_fraction * decay)
+        return self.lr_warmup_samples or self.lr_warmup_iters * batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalDecay(OneOf):
+    """Final decay of WSD."""
+
+    lr_wsd_decay_iters: int | None = option(None, "in iterations", ge=1)
+    lr_wsd_decay_samples: int | None = option(None, "in samples", ge=1)
+    lr_wsd_decay_style: str = option(
+        "exponential", "shape", choices=("exponential", "linear", "cosine", "minus_sqrt"), way=None
+    )
+
+    def samples(self, batch_size: int) -> int:
+        """Its length in samples. batch_size: of an iteration."""
+        return self.lr_wsd_decay_samples or (self.lr_wsd_decay_iters or 0) * batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecayRamp(Spelled):
+    """Weight decay that changes over the training."""
+
+    start_weight_decay: float | None = option(None, "at the start; unset: --weight-decay", ge=0)
+    end_weight_decay: float | None = option(None, "at the end; unset: --weight-decay", ge=0)
+    weight_decay_incr_style: str = option("constant", "way between", choices=("constant", "linear", "cosine"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerArgs(Spelled):
+    """Numbers of single optimizers, also as --optimizer-args NAME=VALUE ..."""
+
+    adam_beta1: float = option(0.9, "decay of Adam's first moment", ge=0, lt=1, only_for=_ADAM)
+    adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1, only_for=_ADAM)
+    adam_eps: float = option(1e-8, "Adam's epsilon", gt=0, only_for=_ADAM)
+    sgd_momentum: float = option(0.9, "momentum of sgd", ge=0, lt=1, only_for=("sgd",))
+    lion_beta1: float = option(0.95, "Lion's weight of the moment in an update", ge=0, lt=1, only_for=("lion",))
+    lion_beta2: float = option(0.98, "decay of Lion's moment", ge=0, lt=1, only_for=("lion",))
+    muon_momentum: float = option(0.95, "momentum of muon", ge=0, lt=1, only_for=("muon",))
+    muon_scale_mode: str = option(
+        "spectral",
+        "size of an orthogonal update [rows, columns]: sqrt(max(rows, columns)), sqrt(max(1, rows / columns)) or "
+        "sqrt(rows / columns)",
+        choices=("spectral", "shape_scaling", "unit_rms_norm"),
+        only_for=("muon",),
+    )
+    muon_extra_scale_factor: float = option(
+        0.2,
+        "times this; 0.2 with spectral gives AdamW's usual size, so that its learning rate carries over",
+        gt=0,
+        only_for=("muon",),
+    )
+    adafactor_scale_parameter: bool = option(
+        False,
+        "adafactor's learning rate is relative to the root mean square of each parameter (its paper's default)",
+        only_for=("adafactor",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOffload(Spelled):
+    """Masters and moments in host memory."""
+
+    optimizer_cpu_offload: bool = option(False, "keep and update them there")
+    optimizer_offload_fraction: float = option(
+        1.0, "part of them that goes there", gt=0, le=1, hint="1 is all of them", needs="optimizer_cpu_offload"
+    )
+
+    @property
+    def fraction(self) -> float:
+        """Part of them that goes there."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,51 +127,18 @@ class OptimizerConfig:
         "shape of the decay after warm-up",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = option(None, "iterations until --min-lr; unset: the training length", ge=1)
-    lr_decay_samples: int | None = option(None, "samples until --min-lr; unset: the training length", ge=1)
-    lr_warmup_iters: int = option(0, "iterations of linear warm-up", ge=0)
-    lr_warmup_samples: int = option(0, "samples of linear warm-up", ge=0)
-    lr_warmup_fraction: float | None = option(None, "warm-up as a part of the decay length", ge=0, lt=1)
-    lr_warmup_init: float = option(0.0, "learning rate of the first step of warm-up", ge=0)
-    lr_wsd_decay_iters: int | None = option(None, "WSD: iterations of the final decay", ge=1)
-    lr_wsd_decay_samples: int | None = option(None, "WSD: samples of the final decay", ge=1)
-    lr_wsd_decay_style: str = option(
-        "exponential",
-        "WSD: shape of the final decay",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-    )
+    lr_decay: Decay = Decay()
+    lr_warmup: Warmup = Warmup()
+    lr_wsd_decay: FinalDecay = FinalDecay()
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (never of norms and biases)", ge=0)
-    start_weight_decay: float | None = option(None, "weight decay at the start; unset: --weight-decay", ge=0)
-    end_weight_decay: float | None = option(None, "weight decay at the end; unset: --weight-decay", ge=0)
-    weight_decay_incr_style: str = option(
-        "constant", "way from the first to the second", choices=("constant", "linear", "cosine")
-    )
-    adam_beta1: float = option(0.9, "decay of Adam's first moment", ge=0, lt=1)
-    adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1)
-    adam_eps: float = option(1e-8, "Adam's epsilon", gt=0)
-    sgd_momentum: float = option(0.9, "momentum of sgd", ge=0, lt=1)
-    lion_beta1: float = option(0.95, "Lion's weight of the moment in an update", ge=0, lt=1)
-    lion_beta2: float = option(0.98, "decay of Lion's moment", ge=0, lt=1)
-    muon_momentum: float = option(0.95, "momentum of muon", ge=0, lt=1)
-    muon_scale_mode: str = option(
-        "spectral",
-        "size of an orthogonal update [rows, columns]: sqrt(max(rows, columns)), sqrt(max(1, rows / columns)) or "
-        "sqrt(rows / columns)",
-        choices=("spectral", "shape_scaling", "unit_rms_norm"),
-    )
-    muon_extra_scale_factor: float = option(
-        0.2, "times this; 0.2 with spectral gives AdamW's usual size, so that its learning rate carries over", gt=0
-    )
-    adafactor_scale_parameter: bool = option(
-        False, "adafactor's learning rate is relative to the root mean square of each parameter (its paper's default)"
-    )
+    weight_decay_ramp: WeightDecayRamp = WeightDecayRamp()
+    args: OptimizerArgs = OptimizerArgs()
     exp_avg_dtype: str = option("fp32", "how the first moment is kept", choices=("fp32", "bf16", "fp16"))
     exp_avg_sq_dtype: str = option("fp32", "how Adam's second moment is kept", choices=("fp32", "bf16", "fp16"))
     optimizer_impl: str = option(
         "torch", "AdamW's kernel: torch's fused one or NVIDIA apex's", choices=("torch", "apex")
     )
-    optimizer_cpu_offload: bool = option(False, "keep and update masters and moments in host memory")
-    optimizer_offload_fraction: float = option(1.0, "part of them that goes there", gt=0, le=1, hint="1 is all of them")
+    offload: HostOffload = HostOffload()
     store_param_remainders: bool = option(
         False,
         "keep the masters of bf16 weights as the 16 bits that the weights lack: 2 bytes less each. Masters are exact; "

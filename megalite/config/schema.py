@@ -29,7 +29,9 @@ def option(default: Any, help: str, **facts: Any) -> Any:
         help: one sentence for `--help` and the flag table.
         facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a
             broken bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a
-            saved config.yaml), `way` (of a `OneOf`: flags of one way go together).
+            saved config.yaml), `way` (of a `OneOf`: flags of one way go together, one of none with all), `needs` (a
+            flag of the same section without which this one is refused), `only_with` (one without which it has no
+            effect, a warning), `only_for` (the choices of `--optimizer` that read it).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 
@@ -80,7 +82,8 @@ class Option:
         """Whether the two give one field in ways that can not stand together."""
         if self.spells is not other.spells or not issubclass(self.spells or object, OneOf):
             return False
-        return bool(self.facts.get("way", self.name) != other.facts.get("way", other.name))
+        ways = [each.facts.get("way", each.name) for each in (self, other)]
+        return None not in ways and ways[0] != ways[1]
 
     @property
     def required(self) -> bool:

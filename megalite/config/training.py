@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
-from megalite.config.schema import OneOf, option, required
+from megalite.config.schema import OneOf, Spelled, option, required
 
 __all__ = ["TrainingConfig", "TrainingLength"]
 
@@ -76,6 +76,20 @@ class Precision(OneOf):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossScaling(Spelled):
+    """Loss scaling of --fp16, and how many updates may be skipped."""
+
+    loss_scale: float | None = option(None, "constant scale; unset: dynamic", gt=0, needs="fp16")
+    initial_loss_scale: float = option(2.0**32, "first dynamic scale", gt=0, only_with="fp16")
+    min_loss_scale: float = option(1.0, "smallest dynamic scale", gt=0, only_with="fp16")
+    loss_scale_window: int = option(1000, "good iterations before the dynamic scale doubles", ge=1, only_with="fp16")
+    hysteresis: int = option(2, "overflows before the dynamic scale halves", ge=1, only_with="fp16")
+    max_skipped_updates: int = option(
+        50, "updates skipped in a row, at a scale that can not fall, that end the run", ge=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """One iteration consumes one global batch = micro-batch x data-parallel size x micro-batches."""
 
@@ -88,11 +102,7 @@ class TrainingConfig:
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)
 
     precision: Precision = Precision()
-    loss_scale: float | None = option(None, "constant fp16 loss scale; unset: dynamic", gt=0)
-    initial_loss_scale: float = option(2.0**32, "first dynamic loss scale", gt=0)
-    min_loss_scale: float = option(1.0, "smallest dynamic loss scale", gt=0)
-    loss_scale_window: int = option(1000, "good iterations before the dynamic scale doubles", ge=1)
-    hysteresis: int = option(2, "overflows before the dynamic scale halves", ge=1)
+    loss_scaling: LossScaling = LossScaling()
     float32_matmul_precision: str = option(
         "highest",
         "fp32 matrix products; auto times and checks the faster modes on this model's shapes at start",
@@ -106,9 +116,6 @@ class TrainingConfig:
         "stop",
         "a non-finite loss or gradient (fp16 overflow apart): stop before the update, or skip the update",
         choices=("stop", "skip"),
-    )
-    max_skipped_updates: int = option(
-        50, "updates skipped in a row, at a loss scale that can not fall, that end the run", ge=1
     )
 
     eval_interval: int | None = option(None, "iterations between evaluations; unset: only at the end", ge=1)

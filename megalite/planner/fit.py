@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import Config
+from megalite.config.optimizer import HostOffload
 from megalite.planner.cost import TimeSource
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import TERMS
@@ -80,9 +81,9 @@ def remedy(
     optimizer states on the host; if nothing fits this cluster, the smallest one (in doublings) on which a layout does.
     None: none up to 64 times as large."""
     config = misfit.config
-    offloaded = replace(config, optimizer=replace(config.optimizer, optimizer_cpu_offload=True))
+    offloaded = replace(config, optimizer=replace(config.optimizer, offload=HostOffload(optimizer_cpu_offload=True)))
     moved: dict[str, object] = {"optimizer_cpu_offload": True}
-    may_move = not hardware.on_cpu and not config.optimizer.optimizer_cpu_offload
+    may_move = not hardware.on_cpu and not config.optimizer.offload.optimizer_cpu_offload
     changes = _smallest(Quick(config, world_size, hardware, source), stale)
     if may_move and (changes is None or len(changes) > 1):
         host = Quick(offloaded, world_size, hardware, source)

@@ -212,7 +212,7 @@ class Quick:
         size, zero = Precision.of(self.config), layout.zero_stage
         moments = {"adam": 2, "sgd": 0, "lion": 1, "muon": 1, "adafactor": 0}[self.config.optimizer.optimizer] * 2
         master = size.wide if size.wide != size.compute else 0
-        offloaded = self.config.optimizer.optimizer_cpu_offload
+        offloaded = self.config.optimizer.offload.optimizer_cpu_offload
         state = 0 if offloaded else (master + moments) / (dp if zero else 1)
         per = size.compute / (dp if zero == 3 else 1) + size.gradient / (dp if zero >= 2 else 1) + state
         p, v = layout.pipeline_model_parallel_size, layout.chunks

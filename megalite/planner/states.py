@@ -144,12 +144,12 @@ def _moments(
 ) -> tuple[int, int, int]:
     """(Elements whose master is on the host, bytes of moments there, bytes of moments on the device)."""
     optimizer = config.optimizer
-    fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+    fraction = optimizer.offload.fraction
     first = size.wide if optimizer.exp_avg_dtype == "fp32" else 2
     second = size.wide if optimizer.exp_avg_sq_dtype == "fp32" else 2
     flat = {
         "adam": first + second,
-        "sgd": size.wide * (optimizer.sgd_momentum > 0),
+        "sgd": size.wide * (optimizer.args.sgd_momentum > 0),
         "lion": first,
         "muon": 2 * size.wide,
         "adafactor": 0,

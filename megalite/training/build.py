@@ -16,6 +16,7 @@ import torch
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.p2p import TensorSpec
 from megalite.config import Config
+from megalite.config.schema import flat
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.families import FAMILIES
 from megalite.inventory.kept import boundary_shape
@@ -213,29 +214,29 @@ def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
 def optimizer_factory(config: Config, tp: Axis) -> MakeOptimizer:
     """Parameter groups -> the update rule of `--optimizer` with its settings. tp: where matrices are cut (Muon)."""
     settings = config.optimizer
-    names = {f.name for f in dataclasses.fields(OptimizerSettings)} & {f.name for f in dataclasses.fields(settings)}
-    values = {name: getattr(settings, name) for name in names}
+    names = {f.name for f in dataclasses.fields(OptimizerSettings)}
+    values = {name: value for name, value in flat(settings).items() if name in names}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        values[name] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[values[name]]
+        values[name] = DTYPES[values[name]]
     chosen = OptimizerSettings(**values, tp=tp)
     return lambda groups: OPTIMIZERS[settings.optimizer](groups, chosen)
 
 
 def offload_fraction(config: Config) -> float:
     """Part of the masters and moments that lives in host memory."""
-    return config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    return config.optimizer.offload.fraction
 
 
 def build_scaler(config: Config) -> LossScaler:
     """fp16: constant or dynamic scale; every other precision needs none."""
-    training = config.training
-    if not training.precision.fp16:
+    settings = config.training.loss_scaling
+    if not config.training.precision.fp16:
         return ConstantLossScaler()
-    if training.loss_scale is not None:
-        return ConstantLossScaler(training.loss_scale, skips_non_finite=True)
+    if settings.loss_scale is not None:
+        return ConstantLossScaler(settings.loss_scale, skips_non_finite=True)
     return DynamicLossScaler(
-        initial_scale=training.initial_loss_scale,
-        min_scale=training.min_loss_scale,
-        window=training.loss_scale_window,
-        hysteresis=training.hysteresis,
+        initial_scale=settings.initial_loss_scale,
+        min_scale=settings.min_loss_scale,
+        window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
     )

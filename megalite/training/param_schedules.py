@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megalite.config import Config
+from megalite.config.optimizer import Decay, Warmup
 from megalite.config.schema import flat
 from megalite.config.values import show
 from megalite.errors import CheckpointError, ConfigError
@@ -51,23 +52,21 @@ class ParamSchedules:
         """What the flags say; lengths in iterations are counted in full global batches."""
         settings, sizes = config.optimizer, config.batch_size_schedule(world_size)
         total = sizes.samples_after(config.train_iterations(world_size))
-        decay = settings.lr_decay_samples or (settings.lr_decay_iters or 0) * sizes.final or total
-        warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * sizes.final
-        if settings.lr_warmup_fraction is not None:
-            warmup = int(settings.lr_warmup_fraction * decay)
+        decay = settings.lr_decay.samples(sizes.final, total)
         rate = LearningRateSchedule(
             lr=settings.lr,
             min_lr=settings.min_lr,
             style=settings.lr_decay_style,  # type: ignore[arg-type]
             decay_samples=decay,
-            warmup_samples=warmup,
-            warmup_init=settings.lr_warmup_init,
-            wsd_style=settings.lr_wsd_decay_style,  # type: ignore[arg-type]
-            wsd_decay_samples=settings.lr_wsd_decay_samples or (settings.lr_wsd_decay_iters or 0) * sizes.final,
+            warmup_samples=settings.lr_warmup.samples(sizes.final, decay),
+            warmup_init=settings.lr_warmup.lr_warmup_init,
+            wsd_style=settings.lr_wsd_decay.lr_wsd_decay_style,  # type: ignore[arg-type]
+            wsd_decay_samples=settings.lr_wsd_decay.samples(sizes.final),
         )
-        start = settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay
-        end = settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay
-        style = settings.weight_decay_incr_style
+        ramp = settings.weight_decay_ramp
+        start = settings.weight_decay if ramp.start_weight_decay is None else ramp.start_weight_decay
+        end = settings.weight_decay if ramp.end_weight_decay is None else ramp.end_weight_decay
+        style = ramp.weight_decay_incr_style
         return cls(rate, WeightDecaySchedule(start, end, style, ramp_samples=total))  # type: ignore[arg-type]
 
     def to_meta(self) -> dict[str, Any]:
@@ -168,13 +167,11 @@ def _adopted(config: Config, saved: Config, theirs: ParamSchedules, world_size: 
     if ParamSchedules.of(adopted, world_size).learning_rate == theirs.learning_rate:
         return adopted
     rate = theirs.learning_rate  # other batches or another length: only samples say the same
-    lengths: dict[str, Any] = dict(
-        lr_decay_iters=None,
-        lr_decay_samples=rate.decay_samples,
-        lr_warmup_fraction=None,
-        lr_warmup_iters=0,
-        lr_warmup_samples=rate.warmup_samples,
-        lr_wsd_decay_iters=None,
-        lr_wsd_decay_samples=rate.wsd_decay_samples or None,
+    final = replace(taken.lr_wsd_decay, lr_wsd_decay_iters=None, lr_wsd_decay_samples=rate.wsd_decay_samples or None)
+    in_samples = replace(
+        taken,
+        lr_decay=Decay(lr_decay_samples=rate.decay_samples),
+        lr_warmup=Warmup(lr_warmup_samples=rate.warmup_samples, lr_warmup_init=rate.warmup_init),
+        lr_wsd_decay=final,
     )
-    return replace(config, optimizer=replace(taken, **lengths))
+    return replace(config, optimizer=in_samples)

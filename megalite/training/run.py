@@ -221,7 +221,7 @@ def make_updater(
         shared=model.shared,
         clip_grad=config.optimizer.clip_grad,
         nonfinite=config.training.nonfinite,
-        max_skipped=config.training.max_skipped_updates,
+        max_skipped=config.training.loss_scaling.max_skipped_updates,
         num_slots=model.num_slots,
         version=progress.microbatches if model.update_per_microbatch else progress.updates,
         update_of=update_of,

@@ -83,7 +83,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
         tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
         whole=OPTIMIZERS[config.optimizer.optimizer].whole,
     )
-    fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    fraction = config.optimizer.offload.fraction
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=optimizer_factory(config, single("tp")),
