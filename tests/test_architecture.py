@@ -55,7 +55,7 @@ MAX_FIELDS = {
     "model": 35,
     "parallel": 22,
     "training": 20,
-    "optimizer": 34,
+    "optimizer": 18,
     "data": 16,
     "checkpoint": 15,
     "logging": 11,

@@ -21,11 +21,12 @@ from megalite.config.architecture import Offer, ReadOffer, contradictions, is_le
 from megalite.config.files import missing_files, schedule_file
 from megalite.config.legal import placeholder, problems, warnings
 from megalite.config.model import FAMILY_DEFAULTS
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS
 from megalite.config.reader import COMMAND_LINE, Given, Reader
 from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.schema import Option, assemble
 from megalite.config.usage import usage
-from megalite.config.values import show
+from megalite.config.values import as_typed, show
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError
 
@@ -100,20 +101,22 @@ def parse_with_origins(
     found += [_required(options[name], offered) for name in missing]
     broken |= set(missing)
     if offered is not None:
-        found += [_with_place(line, origins) for line in offered.contradictions(config, known=options.keys() - broken)]
+        lines = offered.contradictions(config, known=options.keys() - broken)
+        found += [_as_given(_with_place(line, origins), merged) for line in lines]
 
     world = world_size if world_size is not None else (config.parallel.nprocs or 1)
     checks = problems(config, world, broken=frozenset(broken))
     if check_files:
         checks += missing_files(config)
         checks += [] if found or checks else schedule_file(config, world)
-    found += [_with_place(line, origins) for line in checks]
+    found += [_as_given(_with_place(line, origins), merged) for line in checks]
     if found:
         raise ConfigError(_unique(found))
     config, origins = _derive(config, origins, world)
     for name in options:
         origins.setdefault(name, "default")
-    return Parsed(config, {name: origins[name] for name in options}, tuple(warnings(config, world)))
+    doubts = tuple(_as_given(line, merged) for line in warnings(config, world))
+    return Parsed(config, {name: origins[name] for name in options}, doubts)
 
 
 def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -240,8 +243,24 @@ def _says_more(given: Given) -> bool:
 
 
 def _typed(given: Given) -> str:
-    flag = "--" + given.typed.replace("_", "-")
-    return f"{flag}={show(given.value)}" if given.typed == given.name else flag
+    """A value as the user gave it: by which flag, or which `NAME=VALUE` of one."""
+    name, _, rest = given.typed.partition(" ")
+    flag = "--" + name.replace("_", "-")
+    if rest:
+        return f"{flag} {rest}"
+    return flag if name in CONSTANT_FLAGS else as_typed(flag, given.value)
+
+
+def _as_given(line: str, merged: Mapping[str, Given]) -> str:
+    """Name a value that a line speaks of by the spelling that the user gave."""
+
+    def spelling(match: re.Match[str]) -> str:
+        given = merged.get(match[1].replace("-", "_"))
+        if given is None or given.typed in (given.name, *EXTRA_OPTIONS) or show(given.value) != match[2]:
+            return match[0]
+        return _typed(given)
+
+    return re.sub(r"--([a-z0-9-]+)=([^\s:;,()]+)", spelling, line)
 
 
 def _work_out_groups(here: dict[str, Given], below: Mapping[str, Given]) -> None:

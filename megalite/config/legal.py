@@ -68,12 +68,22 @@ def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: st
             yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: has no effect without {flag}; drop it"
 
 
+def _of_another_optimizer(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers that this optimizer does not read."""
+    for option in options:
+        readers = option.facts.get("only_for")
+        if readers is not None and values[option.name] != option.default and values["optimizer"] not in readers:
+            typed = as_typed(option.flag, values[option.name])
+            yield f"{typed}: has no effect with --optimizer={values['optimizer']}; drop it"
+
+
 def warnings(config: Config, world_size: int) -> list[str]:
     """List what is legal but doubtful, one line each; `config` has no problems."""
     lines: list[str] = []
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
         lines += _unaccompanied(options_of(section, cls), values, "only_with")
+        lines += _of_another_optimizer(options_of(section, cls), values)
     return lines + rules.warnings(config, world_size)
 
 

@@ -30,6 +30,7 @@ EXTRA_OPTIONS: Mapping[str, tuple[bool, str]] = {
         True,
         "layers of one model chunk; gives --virtual-pipeline-model-parallel-size",
     ),
+    "optimizer_args": (True, "NAME=VALUE ...: numbers of single optimizers, by the names of their flags"),
     "group_query_attention": (False, "grouped-query attention; --num-query-groups alone implies it (without it: 1)"),
 }
 

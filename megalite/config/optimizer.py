@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megalite.config.schema import OneOf, Spelled, option, required
 
-__all__ = ["Decay", "HostOffload", "OptimizerConfig", "Warmup"]
+__all__ = ["Decay", "HostOffload", "OptimizerArgs", "OptimizerConfig", "Warmup"]
 
 _ADAM = ("adam", "muon")  # muon leaves what is no matrix to Adam
 
@@ -30,7 +30,7 @@ class Warmup(OneOf):
     lr_warmup_iters: int = option(0, "in iterations", ge=0)
     lr_warmup_samples: int = option(0, "in samples", ge=0)
     lr_warmup_fraction: float | None = option(None, "as a part of the decay", ge=0, lt=1)
-    lr_warmup_init: float = option(0.0, "learning rate of its first step", ge=0, way=None)
+    lr_warmup_init: float = option(0.0, "with each: learning rate of the first step", ge=0, way=None)
 
     def samples(self, batch_size: int, decay: int) -> int:
         """The same in samples. batch_size: of an iteration; decay: samples of the decay."""
@@ -46,7 +46,10 @@ class FinalDecay(OneOf):
     lr_wsd_decay_iters: int | None = option(None, "in iterations", ge=1)
     lr_wsd_decay_samples: int | None = option(None, "in samples", ge=1)
     lr_wsd_decay_style: str = option(
-        "exponential", "shape", choices=("exponential", "linear", "cosine", "minus_sqrt"), way=None
+        "exponential",
+        "with each: its shape",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        way=None,
     )
 
     def samples(self, batch_size: int) -> int:

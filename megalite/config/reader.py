@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, nearest
+from megalite.config.optimizer import OptimizerArgs
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import Entry, Scalar
@@ -18,6 +19,7 @@ from megalite.config.yaml_file import Entry, Scalar
 __all__ = ["COMMAND_LINE", "Given", "Reader", "known_names"]
 
 COMMAND_LINE = "command line"
+ARGS = "optimizer_args"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Reader:
             else:
                 scalars = entry.value if isinstance(entry.value, tuple) else (entry.value,)
                 typed = _Typed(entry.key, scalars, entry.where)
-                if isinstance(entry.value, tuple) and not (target in self.options and self.options[target].many):
+                if isinstance(entry.value, tuple) and not self._takes_many(target):
                     self._bad(typed, target, typed.label(), "expected one value, got a list")
                 else:
                     givens += self._convert(typed)
@@ -132,6 +134,10 @@ class Reader:
     def _known(self, name: str) -> bool:
         return self._target(name) is not None
 
+    def _takes_many(self, target: str | None) -> bool:
+        option = self.options.get(target or "")
+        return target == ARGS or (option is not None and option.many)
+
     def _is_switch(self, name: str) -> bool:
         if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and not EXTRA_OPTIONS[name][0]):
             return True
@@ -147,7 +153,7 @@ class Reader:
             self._unexpected(values)
             return attached
         texts = [*attached, *values]
-        if target is not None and target in self.options and self.options[target].many:
+        if self._takes_many(target):
             return texts
         self._unexpected(texts[1:])
         return texts[:1]
@@ -156,6 +162,8 @@ class Reader:
         """Convert one typed name; a mistake gives an empty list."""
         target = self._target(typed.name)
         assert target is not None
+        if target == ARGS:
+            return self._arguments(typed)
         try:
             negated = self._is_negation(typed.name)
             base = typed.name[3:] if negated else typed.name
@@ -168,6 +176,24 @@ class Reader:
             is_text = "got text" in str(bad) or "expected" in str(bad)
             self._bad(typed, target, typed.label(None if is_text else shown), str(bad))
             return []
+
+    def _arguments(self, typed: _Typed) -> list[Given]:
+        """Read `NAME=VALUE ...`, each for a flag of that name."""
+        known = {name: option for name, option in self.options.items() if option.spells is OptimizerArgs}
+        givens: list[Given] = []
+        words = " ".join(scalar.text for scalar in typed.scalars).replace(",", " ").split()
+        for word in words:
+            name, equals, text = word.partition("=")
+            name = name.replace("-", "_")
+            try:
+                if name not in known or not equals:
+                    raise BadValue(f"expected NAME=VALUE; names are {', '.join(known)}")
+                givens.append(Given(name, f"{ARGS} {word}", convert(known[name], text), typed.where))
+            except BadValue as bad:
+                self._bad(typed, name, typed.label(word), str(bad))
+        if not words:
+            self._bad(typed, None, typed.label(), "expected NAME=VALUE ...")
+        return givens
 
     def _switch(self, typed: _Typed) -> bool:
         if not typed.scalars:

@@ -78,9 +78,14 @@ def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
 
 
 def _saved(options: Sequence[Option], values: Mapping[str, Any]) -> list[str]:
-    """The flags to write: of several that give one field otherwise the one that was given, or the first."""
+    """The flags to write: of several that give one field otherwise the one that was given, or the first; of the
+    numbers of single optimizers those that are read.
+    """
     written: list[Option] = []
     for option in sorted(options, key=lambda option: values[option.name] == option.default):
+        readers = option.facts.get("only_for")
+        if readers is not None and values["optimizer"] not in readers and values[option.name] == option.default:
+            continue
         if option.facts.get("saved", True) and not any(option.excludes(other) for other in written):
             written.append(option)
     return [option.name for option in options if option in written]

@@ -132,8 +132,8 @@ def _optimizer(config: Config, parameters: dict[str, torch.nn.Parameter]) -> tor
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+    betas = (settings.args.adam_beta1, settings.args.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.args.adam_eps, fused=True)
 
 
 def _snapshot(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:

@@ -484,6 +484,12 @@ def test_nothing_given_names_what_is_required() -> None:
         ("--split 90,5", 1, "--split=90,5: has no effect without --data-path"),
         ("--fp16 --device cpu", 1, "--fp16: slow on a CPU"),
         ("--lr 1.5", 1, "--lr=1.5: unusually high"),
+        ("--lion-beta1 0.5", 1, "--lion-beta1=0.5: has no effect with --optimizer=adam; drop it"),
+        (
+            "--optimizer-args sgd_momentum=0.5",
+            1,
+            "--optimizer-args sgd_momentum=0.5: has no effect with --optimizer=adam",
+        ),
         ("--hysteresis 3", 1, "--hysteresis=3: has no effect without --fp16; drop it"),
         (f"--pipeline-schedule 2bw {PP} 4 --global-batch-size 3", 4, "--pipeline-schedule=2bw: m = p-1 = 3"),
     ],

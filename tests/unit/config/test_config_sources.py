@@ -28,7 +28,7 @@ def test_flags_beat_later_files_beat_earlier_files_beat_defaults(tmp_path: Path)
     assert (config.logging.log_interval, origins["log_interval"]) == (3, f"{one}:3")
     assert (config.training.seed, origins["seed"]) == (2, f"{two}:2")
     assert (config.optimizer.min_lr, origins["min_lr"]) == (3e-5, "command line")
-    assert (config.optimizer.adam_beta1, origins["adam_beta1"]) == (0.9, "default")
+    assert (config.optimizer.args.adam_beta1, origins["adam_beta1"]) == (0.9, "default")
     assert origins["global_batch_size"] == "derived"
     assert list(origins) == list(all_options())
 

@@ -116,13 +116,13 @@ def test_the_character_recipe_is_the_published_one() -> None:
     model, training, optimizer = config.model, config.training, config.optimizer
     assert (model.num_layers, model.num_attention_heads, model.hidden_size, model.seq_length) == (4, 4, 128, 64)
     assert (training.micro_batch_size, training.global_batch_size, training.length.train_iters) == (12, 12, 2000)
-    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.lr_warmup_iters) == (
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.lr_warmup.lr_warmup_iters) == (
         1e-3,
         1e-4,
         "cosine",
         100,
     )
-    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (
+    assert (optimizer.args.adam_beta1, optimizer.args.adam_beta2, optimizer.weight_decay, optimizer.clip_grad) == (
         0.9,
         0.99,
         0.1,

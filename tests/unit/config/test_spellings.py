@@ -18,6 +18,11 @@ RIVALS = [
     ("--train-samples 24", "--train-tokens 640", ""),
     ("--train-iters 7", "--train-samples 24", ""),
     ("--train-iters 7", "--train-tokens 640", ""),
+    ("--lr-decay-iters 7", "--lr-decay-samples 24", ""),
+    ("--lr-warmup-iters 3", "--lr-warmup-samples 5", ""),
+    ("--lr-warmup-iters 3", "--lr-warmup-fraction 0.5", ""),
+    ("--lr-warmup-samples 5", "--lr-warmup-fraction 0.5", ""),
+    ("--lr-wsd-decay-iters 7", "--lr-wsd-decay-samples 24", "--lr-decay-style WSD"),
     ("--rampup-batch-size 1 1 100", "--step-batch-size-schedule 0:8", ""),
     ("--bf16", "--fp16", ""),
     ("--bf16", "--fp64", ""),
@@ -89,6 +94,55 @@ def test_what_older_runs_have_written_reads_as_it_was_meant(spelling: str, tmp_p
             stream.write(f"{section}:\n" + "".join("  " + yaml_line(*pair) for pair in values.items()))
     assert parse(["--config", str(file)]) == config
     assert {name for values in whole.values() for name in values} == set(all_options())
+
+
+def test_numbers_of_an_optimizer_by_name(tmp_path: Path) -> None:
+    by_name = parse(
+        flags("--optimizer muon --optimizer-args muon_momentum=0.9 adam-eps=1e-6 muon_scale_mode=unit_rms_norm")
+    )
+    assert by_name == parse(
+        flags("--optimizer muon --muon-momentum 0.9 --adam-eps 1e-6 --muon-scale-mode unit_rms_norm")
+    )
+    (tmp_path / "a.yaml").write_text(
+        "optimizer:\n  optimizer: adafactor\n  optimizer_args: [adafactor_scale_parameter=true]\n"
+    )
+    parsed = parse_with_origins(["--config", str(tmp_path / "a.yaml"), *flags()])
+    assert parsed.config.optimizer.args.adafactor_scale_parameter
+    assert parsed.origins["adafactor_scale_parameter"] == f"{tmp_path / 'a.yaml'}:3"
+    written = dump_yaml(parsed.config)
+    assert "adafactor_scale_parameter: true" in written and "lion_beta1" not in written
+    later = ["--config", str(tmp_path / "a.yaml"), *flags("--no-adafactor-scale-parameter")]
+    assert not parse(later).optimizer.args.adafactor_scale_parameter
+
+
+AS_GIVEN = [
+    (
+        "--optimizer lion --optimizer-args lion_beta1=2",
+        "--optimizer-args lion_beta1=2: must be >= 0 and < 1; try 0.95",
+    ),
+    ("--optimizer-args adam_eps=tiny", "--optimizer-args=adam_eps=tiny: not a number"),
+    (
+        "--optimizer-args beta1=0.9",
+        "--optimizer-args=beta1=0.9: expected NAME=VALUE; names are adam_beta1, adam_beta2, adam_eps, sgd_momentum, "
+        "lion_beta1, lion_beta2, muon_momentum, muon_scale_mode, muon_extra_scale_factor, adafactor_scale_parameter",
+    ),
+    (
+        "--optimizer-args adam_eps=1e-6 --adam-eps 1e-7",
+        "--adam-eps=1e-07: contradicts --optimizer-args adam_eps=1e-6; give one of them",
+    ),
+    (
+        "--pipeline-schedule pipedream --use-distributed-optimizer --clip-grad 0",
+        "--use-distributed-optimizer: not with --pipeline-schedule=pipedream: every stage steps after every "
+        "micro-batch, so nothing can be sharded between steps; legal: 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), AS_GIVEN, ids=[row[0] for row in AS_GIVEN])
+def test_a_line_names_the_spelling_that_was_given(changes: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(flags(changes))
+    assert caught.value.problems == [line]
 
 
 def test_every_spelling_with_rivals_is_tried_here() -> None:

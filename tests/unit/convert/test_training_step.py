@@ -45,8 +45,8 @@ def their_losses(case: str, directory: str) -> list[float]:
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
     ]
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
+    betas = (settings.args.adam_beta1, settings.args.adam_beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.args.adam_eps)
     losses = []
     with data.train_loader(0) as loader:
         for _ in range(STEPS):

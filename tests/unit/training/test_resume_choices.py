@@ -123,7 +123,7 @@ def test_architecture_comes_from_the_checkpoint(stopped: Path, tmp_path: Path, c
     where = stopped / "iter_0000002"
     assert capsys.readouterr().err.splitlines() == [
         f"error: --hidden-size=32: {where} has 16; drop the flag, or --use-checkpoint-args",
-        f"error: --activation=swiglu: {where} has gelu; drop the flag, or --use-checkpoint-args",
+        f"error: --swiglu: {where} has gelu; drop the flag, or --use-checkpoint-args",
     ]
 
 
