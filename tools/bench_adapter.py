@@ -69,9 +69,10 @@ def build(
         sequence_parallel=sequence,
         dtype=torch.bfloat16 if prec == "bf16" else torch.float32,
         device=tokens.device,
-        autograd_only=compiled,
     )
     stack = build_stack(config, layer_specs(config), layers, init_seed=1)
+    if compiled:
+        stack.compile_blocks()
     buffers = ParameterBuffers([stack.logical_parameters()], axes=mesh.family(), options=ZeroOptions())
     settings = Hyperparameters(adam_beta1=0.9, adam_beta2=0.95)
     optimizer = ShardedOptimizer(

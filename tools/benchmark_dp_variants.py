@@ -34,7 +34,7 @@ def build_variant(name: str, cfg: dict[str, int], sequences: int, rank: int, wor
 def build_peer(name: str, context: dict[str, Any], device: torch.device) -> Step:
     """DDP, DDP with ZeroRedundancyOptimizer, or FSDP2 around the same layers."""
     config = model_config(context["cfg"])
-    stack = build_stack(config, layer_specs(config), LayerContext(device=device, autograd_only=True), init_seed=1)
+    stack = build_stack(config, layer_specs(config), LayerContext(device=device), init_seed=1)
     model: nn.Module = stack
     if name == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh

@@ -145,7 +145,6 @@ def build_stage(
         device=device,
         seed=config.training.seed,
         weight_grads=queue,
-        autograd_only=False,
     )
     specs = layer_specs(config.model)
     module = build_stack(config.model, [specs[i] for i in items], context, init_seed=1)

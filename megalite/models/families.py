@@ -68,6 +68,4 @@ def build_stack(
     stack = LayerStack(config, [(spec.name, spec.build(ctx)) for spec in specs])
     if init_seed is not None:
         initialize(stack, seed=init_seed)
-    if ctx.autograd_only:
-        stack.compile_blocks()
     return stack

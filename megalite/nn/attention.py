@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
-from megalite.nn.attention_blocked import register_operator
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.context import LayerContext
 from megalite.nn.dropout import site_key
@@ -23,7 +22,7 @@ from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, pr
 
 
 class Attention(nn.Module):
-    """`[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+    """proj(attend(qkv(x))), `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
 
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
@@ -39,8 +38,6 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(
             config.query_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
         )
-        if ctx.autograd_only:
-            register_operator()
         split = ctx.tp.size > 1
         self.q_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
         self.k_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
@@ -54,8 +51,8 @@ class Attention(nn.Module):
             first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
         )
 
-    def forward(self, x: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
-        qkv = self.qkv(x)
+    def attend(self, qkv: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
+        """What the heads of this rank see, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, -1, self.r + 2, self.d)
         q, k, v = qkv.split((self.r, 1, 1), 3)
@@ -68,7 +65,7 @@ class Attention(nn.Module):
         k, v = k.squeeze(3), v.squeeze(3)
         if cache is not None:
             k, v = cache.append(k, v)
-        context = self.core(
+        return self.core(
             q,
             k,
             v,
@@ -77,4 +74,3 @@ class Attention(nn.Module):
             sample_ids=batch.sample_ids,
             training=self.training,
         )
-        return self.proj(context)

@@ -1,21 +1,35 @@
 """One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
 
 With a parallel residual (GPT-J, GPT-NeoX; arXiv 2204.06745): x + attention(norm(x)) + mlp(other_norm(x)).
+
+A block is a list of segments, cut at its messages over the tensor axis. Running them one after the other is the block:
+
+    norm, qkv  |  attention  |  proj  |  add, norm, fc1  |  activation, fc2, add
+    gather                        sum    gather                        sum
+
+Two micro-batches may take turns at them, so that one computes while the other's message travels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention import Attention
+from megalite.nn.attention_blocked import register_operator
 from megalite.nn.context import LayerContext
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
+
+Segment = Callable[..., tuple[Tensor, ...]]
+"""Takes what the segment before it returned."""
 
 
 class Block(nn.Module):
@@ -42,7 +56,51 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
-        y = self.attention(self.input_norm(x), batch, cache)
+        state: tuple[Tensor, ...] = (x,)
+        for segment in self.segments(batch, cache):
+            state = segment(*state)
+        return state[0]
+
+    def segments(self, batch: Microbatch, cache: LayerCache | None = None) -> list[Segment]:
+        """One micro-batch's way through the block: the first segment takes x, the last returns `(x,)`."""
+        attention, mlp = self.attention, self.mlp
+
+        def norm_fc1(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x, normed = self.after_attention(x, y, batch)
+            return x, mlp.fc1(normed)
+
+        return [
+            lambda x: (x, attention.qkv(self.input_norm(x))),
+            lambda x, qkv: (x, attention.attend(qkv, batch, cache)),
+            lambda x, context: (x, attention.proj(context)),
+            norm_fc1,
+            lambda x, hidden: (self.after_mlp(x, mlp.fc2(hidden), batch),),
+        ]
+
+    def after_attention(self, x: Tensor, y: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """(x with the attention's result y added, the MLP's input)."""
         attended = x + self.attention_dropout(y, batch.sample_ids, training=self.training)
-        y = self.mlp(self.mlp_norm(x if self.parallel_residual else attended))
-        return attended + self.mlp_dropout(y, batch.sample_ids, training=self.training)
+        return attended, self.mlp_norm(x if self.parallel_residual else attended)
+
+    def after_mlp(self, x: Tensor, y: Tensor, batch: Microbatch) -> Tensor:
+        """x with the MLP's result y added."""
+        return x + self.mlp_dropout(y, batch.sample_ids, training=self.training)
+
+    def compile_segments(self, backend: str = "inductor") -> None:
+        """`torch.compile` for everything that lies between the linear layers.
+
+        The linear layers themselves stay as they are: they compute weight gradients when the schedule says so, add
+        them to the main gradients and hide their messages behind products.
+        """
+        register_operator()
+        places = (
+            (self.input_norm, "forward"),
+            (self.attention, "attend"),
+            (self, "after_attention"),
+            (self.mlp.fc2, "activation"),
+            (self, "after_mlp"),
+            *((layer, "sum_tokens") for layer in (self.attention.qkv, self.attention.proj, self.mlp.fc1, self.mlp.fc2)),
+        )
+        for owner, name in places:
+            setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
+        self.mlp.fc2.keeps_activated = True

@@ -17,7 +17,6 @@ class LayerContext:
     tp: the tensor-parallel axis. sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b,
     h]`. dtype, device: of the parameters ('meta' builds shapes only).
     seed: keys dropout. weight_grads: where weight gradients are computed, now or (zero-bubble schedules) later.
-    autograd_only: leave all gradients to autograd; for blocks that `torch.compile` is to see through.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
     model that is sharded is never whole on any rank.
     """
@@ -28,7 +27,6 @@ class LayerContext:
     device: torch.device | str = "cpu"
     seed: int = 1234
     weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
-    autograd_only: bool = False
     deferred: bool = False
 
     @property

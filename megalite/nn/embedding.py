@@ -18,7 +18,7 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.weight_grads = ctx.weight_grads
         self.tp, self.split = ctx.tp, ctx.sequence_split
         shape = (config.max_positions, config.hidden_size)
         partial = ctx.tp.names if self.split else NO_AXES
@@ -29,7 +29,7 @@ class PositionEmbedding(nn.Module):
         """int64 `[s, b]` -> `[s, b, h]` (the rank's `[s/t, b, h]` under sequence parallelism)."""
         if self.split:
             positions = own_slice(positions, self.tp)
-        return lookup(positions, self.weight, self.weight_grads, autograd_only=self.autograd_only)
+        return lookup(positions, self.weight, self.weight_grads)
 
 
 class Embedding(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.config.model import ModelConfig
 from megalite.nn.activation import ACTIVATIONS
@@ -18,7 +18,7 @@ def output_std(config: ModelConfig) -> float:
 
 
 class MLP(nn.Module):
-    """`[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+    """fc2(activation(fc1(x))), `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
@@ -28,6 +28,3 @@ class MLP(nn.Module):
         self.fc2 = RowParallelLinear(
             f, h, bias=bias, init_std=output_std(config), ctx=ctx, activation=ACTIVATIONS[config.activation]
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.fc1(x))

@@ -78,11 +78,11 @@ class LayerStack(nn.Module):
         assert x is not None
         return x
 
-    def compile_blocks(self) -> None:
-        """`torch.compile` for every block by itself: all blocks of a kind share one compilation."""
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """`torch.compile` for every block by itself: all blocks of a kind share their compilations."""
         for layer in self.ordered():
             if isinstance(layer, Block):
-                layer.compile()
+                layer.compile_segments(backend)
 
     def ordered(self) -> list[nn.Module]:
         """The layers in the order of the model."""

@@ -169,10 +169,12 @@ def _build_module(
         device=device,
         seed=config.training.seed,
         weight_grads=queue,
-        autograd_only=config.training.compile,
         deferred=True,
     )
-    return build_stack(config.model, specs, context)
+    stack = build_stack(config.model, specs, context)
+    if config.training.compile:
+        stack.compile_blocks()
+    return stack
 
 
 def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:

@@ -17,8 +17,7 @@ class TensorContext(Protocol):
 
     tp: the tensor-parallel axis. sequence_parallel: activations between the parallel regions are `[s/t, b, h]`
     instead of `[s, b, h]`. dtype, device: of the parameters. weight_grads: where weight gradients are computed, now
-    or later. autograd_only: leave all gradients to autograd, so that `torch.compile` sees through the layer. deferred:
-    parameters get their memory and values later, from whoever owns the memory (`ParameterBuffers`).
+    or later. deferred: parameters get their memory and values later, from whoever owns the memory (`ParameterBuffers`).
     """
 
     @property
@@ -31,8 +30,6 @@ class TensorContext(Protocol):
     def device(self) -> torch.device | str: ...
     @property
     def weight_grads(self) -> WeightGradQueue: ...
-    @property
-    def autograd_only(self) -> bool: ...
     @property
     def deferred(self) -> bool: ...
 

@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.weight_grads = ctx.weight_grads
         self.weight = vocab_parameter(vocab_size, padded_size, hidden_size, init_std=init_std, ctx=ctx)
         self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]
 
@@ -49,15 +49,15 @@ class VocabParallelEmbedding(nn.Module):
             ids = ids - self.tp.rank * rows
             own = (ids >= 0) & (ids < rows)
             ids = ids.clamp(0, rows - 1)
-        x = lookup(ids, self.weight, self.weight_grads, autograd_only=self.autograd_only)
+        x = lookup(ids, self.weight, self.weight_grads)
         if own is not None:
             x = x * own[..., None]
         return scatter_sum_sequence(x, self.tp) if self.sequence_parallel else reduce_from_axis(x, self.tp)
 
 
-def lookup(ids: Tensor, weight: Tensor, queue: WeightGradQueue, *, autograd_only: bool) -> Tensor:
+def lookup(ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
     """`weight[ids]`, `[..., h]`; the gradient goes to the weight's sink where it has one."""
-    return F.embedding(ids, weight) if autograd_only else _Lookup.apply(ids, weight, queue)
+    return _Lookup.apply(ids, weight, queue)
 
 
 class _Lookup(Function):

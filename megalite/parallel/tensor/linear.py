@@ -26,9 +26,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import collectives
-from megalite.comm.autograd import copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.mesh import Axis
-from megalite.gradient import GradSink, WeightGradQueue, sink_of, sum_widened
+from megalite.gradient import GradSink, sink_of, sum_widened
 from megalite.inventory.placement import NO_AXES, Placement
 from megalite.parallel.tensor.context import TensorContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
@@ -51,8 +50,9 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.weight_grads = ctx.weight_grads
         self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
+        self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         begin = ctx.tp.rank * local
@@ -65,12 +65,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
-        if self.autograd_only:
-            x = gather_sequence(x, self.tp) if self.sequence_parallel else copy_to_axis(x, self.tp)
-            return linear(x, self.weight, self.bias, self.product_dtype)
-        return _ColumnLinear.apply(
-            x, self.weight, self.bias, self.tp, self.sequence_parallel, self.weight_grads, self.product_dtype
-        )
+        return _ColumnLinear.apply(x, self.weight, self.bias, self)
 
 
 class RowParallelLinear(nn.Module):
@@ -78,7 +73,7 @@ class RowParallelLinear(nn.Module):
     parallelism).
 
     The bias enters the first rank's product, so that the sum contains it once and costs nothing of its own. With
-    `activation`, x_i is that of the input, which alone is kept.
+    `activation`, x_i is that of the input, which alone is kept; `keeps_activated` keeps x_i too.
     """
 
     def __init__(
@@ -92,10 +87,11 @@ class RowParallelLinear(nn.Module):
         activation: Activation | None = None,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.keeps_activated = activation, False
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
-        self.weight_grads, self.autograd_only = ctx.weight_grads, ctx.autograd_only
+        self.weight_grads = ctx.weight_grads
         self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
+        self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = in_features // ctx.tp.size
         place = Placement((out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.names, init_std=init_std)
         self.weight = new_parameter((out_features, local), place, ctx)
@@ -108,46 +104,24 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, in/t]` (what `activation` takes, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
         parallelism)."""
-        if self.autograd_only:
-            x = x if self.activation is None else self.activation(x)
-            y = linear(x, self.weight, None, self.product_dtype)
-            y = scatter_sum_sequence(y, self.tp) if self.sequence_parallel else reduce_from_axis(y, self.tp)
-            return y if self.bias is None else y + self.bias
-        return _RowLinear.apply(
-            x,
-            self.weight,
-            self.bias,
-            self.activation,
-            self.tp,
-            self.sequence_parallel,
-            self.weight_grads,
-            self.product_dtype,
-        )
+        activation = self.activation
+        if activation is not None and self.keeps_activated:
+            x, activation = activation(x), None
+        return _RowLinear.apply(x, self.weight, self.bias, activation, self)
 
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sequence: bool,
-        queue: WeightGradQueue,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.queue, ctx.dtype = axis, sequence and axis.size > 1, queue, dtype
-        ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
-        ctx.save_for_backward(x, weight, bias)
-        whole = collectives.all_gather(x, axis) if ctx.sequence else x
-        return linear(whole, weight, bias, dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
+        _remember(ctx, x, weight, bias, layer)
+        whole = collectives.all_gather(x, layer.tp) if ctx.sequence else x
+        return linear(whole, weight, bias, layer.product_dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        axis: Axis = ctx.axis
+        axis: Axis = ctx.layer.tp
         whole = x
         gathering: collectives.Handle = collectives.Done()
         if ctx.sequence and ctx.needs_input_grad[1]:
@@ -156,7 +130,7 @@ class _ColumnLinear(Function):
         dx = None
         reducing: collectives.Handle = collectives.Done()
         if ctx.needs_input_grad[0]:
-            partial = input_gradient(dy, weight, ctx.dtype)
+            partial = input_gradient(dy, weight, ctx.layer.product_dtype)
             gathering.wait()
             if ctx.sequence:
                 dx = x.new_empty(x.shape)
@@ -167,7 +141,7 @@ class _ColumnLinear(Function):
         gathering.wait()
         dweight, dbias = weight_gradients(ctx, whole, dy, weight, bias)
         reducing.wait()
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None
 
 
 class _RowLinear(Function):
@@ -178,19 +152,15 @@ class _RowLinear(Function):
         weight: Tensor,
         bias: Tensor | None,
         activation: Activation | None,
-        axis: Axis,
-        sequence: bool,
-        queue: WeightGradQueue,
-        dtype: torch.dtype,
+        layer: RowParallelLinear,
     ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.queue, ctx.dtype = axis, sequence and axis.size > 1, queue, dtype
-        ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+        _remember(ctx, x, weight, bias, layer)
         ctx.activation = activation
-        ctx.save_for_backward(x, weight, bias)
-        y = linear(x if activation is None else activation(x), weight, bias if axis.rank == 0 else None, dtype)
+        x = x if activation is None else activation(x)
+        y = linear(x, weight, bias if layer.tp.rank == 0 else None, layer.product_dtype)
         if ctx.sequence:
-            return collectives.reduce_scatter(y, axis)
-        collectives.all_reduce_(y, axis)
+            return collectives.reduce_scatter(y, layer.tp)
+        collectives.all_reduce_(y, layer.tp)
         return y
 
     @staticmethod
@@ -204,14 +174,23 @@ class _RowLinear(Function):
                 x = ctx.activation(before)
         dbias = None
         if bias is not None and ctx.needs_input_grad[2]:  # before the gather: each rank sums its own tokens
-            dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
+            dbias = bias_gradient(ctx, dy, bias)
         if ctx.sequence:
-            dy = collectives.all_gather(dy, ctx.axis)
-        dx = input_gradient(dy, weight, ctx.dtype) if ctx.needs_input_grad[0] else None
+            dy = collectives.all_gather(dy, ctx.layer.tp)
+        dx = input_gradient(dy, weight, ctx.layer.product_dtype) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
         if dx is not None and before is not x:
             (dx,) = torch.autograd.grad(x, before, dx)
-        return dx, dweight, dbias, None, None, None, None, None
+        return dx, dweight, dbias, None, None
+
+
+def _remember(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear | RowParallelLinear
+) -> None:
+    """What both backwards need."""
+    ctx.layer, ctx.sequence = layer, layer.sequence_parallel and layer.tp.size > 1
+    ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+    ctx.save_for_backward(x, weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -239,7 +218,7 @@ def weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW = dy^T x and db = sum of dy, into the sinks (and then None) or returned for autograd where there is none."""
     dweight = dbias = None
-    dtype: torch.dtype = ctx.dtype
+    dtype: torch.dtype = ctx.layer.product_dtype
     if ctx.needs_input_grad[1]:
         # detached: put aside, it must not keep the graph of the micro-batch alive
         rows, columns = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
@@ -247,15 +226,17 @@ def weight_gradients(
         if sink is None:
             dweight = torch.mm(columns.to(dtype).t(), rows.to(dtype)).to(weight.dtype).view(weight.shape)
         else:
-            ctx.queue.put(lambda: sink.addmm(columns.to(dtype).t(), rows.to(dtype)))
+            ctx.layer.weight_grads.put(lambda: sink.addmm(columns.to(dtype).t(), rows.to(dtype)))
     if bias is not None and ctx.needs_input_grad[2]:
-        dbias = bias_gradient(ctx.sinks[1], ctx.queue, dy, bias)
+        dbias = bias_gradient(ctx, dy, bias)
     return dweight, dbias
 
 
-def bias_gradient(sink: GradSink | None, queue: WeightGradQueue, dy: Tensor, bias: Tensor) -> Tensor | None:
+def bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     """The sum of dy over all tokens, into the sink or returned."""
+    sink: GradSink | None = ctx.sinks[1]
+    layer: ColumnParallelLinear | RowParallelLinear = ctx.layer
     if sink is None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
-    queue.put(lambda: sink.add(sum_widened(dy.flatten(0, -2)).view(bias.shape)))
+    layer.weight_grads.put(lambda: sink.add(layer.sum_tokens(dy.flatten(0, -2)).view(bias.shape)))
     return None

@@ -35,7 +35,6 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         device=torch.device("cpu"),
         seed=1,
         weight_grads=WeightGradQueue(),
-        autograd_only=False,
     )
     stack = build_stack(model, [layer_specs(model)[i] for i in items], context, init_seed=1)
     ids = torch.randint(0, 300, (samples, model.seq_length))

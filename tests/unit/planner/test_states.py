@@ -45,7 +45,6 @@ def _modules(config: Config, items: range, device: str, versions: int = 1) -> li
             device=torch.device(device),
             seed=1,
             weight_grads=WeightGradQueue(),
-            autograd_only=False,
         )
         modules.append(build_stack(config.model, [layer_specs(config.model)[i] for i in items], context))
     return modules
