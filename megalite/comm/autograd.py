@@ -1,13 +1,11 @@
 """Collectives that autograd understands: each one's backward is its conjugate.
 
     forward             backward            name                      paper
-    identity            all-reduce          copy_to_axis     (f)      Megatron-LM, arXiv 1909.08053
-    all-reduce          identity            reduce_from_axis (g)      Megatron-LM
-    all-gather dim 0    reduce-scatter      gather_sequence  (g-bar)  sequence parallelism, arXiv 2205.05198
-    reduce-scatter      all-gather dim 0    scatter_sum_sequence      sequence parallelism
+    all-reduce          identity            reduce_from_axis (g)      Megatron-LM, arXiv 1909.08053
+    reduce-scatter      all-gather dim 0    scatter_sum_sequence      sequence parallelism, arXiv 2205.05198
 
-Activations are sequence first (`[s, b, h]`), so all of them work on dim 0 and need no copy. Over an axis of size 1
-they are the identity.
+Activations are sequence first (`[s, b, h]`), so both work on dim 0 and need no copy. Over an axis of size 1 they are
+the identity. The linear layers' own collectives are in their backward (`parallel.tensor.linear`), behind products.
 """
 
 from __future__ import annotations
@@ -21,17 +19,6 @@ from megalite.comm import collectives
 from megalite.comm.mesh import Axis
 
 
-class _CopyToAxis(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(dy, ctx.axis), None
-
-
 class _ReduceFromAxis(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
@@ -40,17 +27,6 @@ class _ReduceFromAxis(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return collectives.reduce_scatter(dy, ctx.axis), None
 
 
 class _ScatterSumSequence(Function):
@@ -70,19 +46,9 @@ def own_slice(x: Tensor, axis: Axis) -> Tensor:
     return x[axis.rank * part : (axis.rank + 1) * part]
 
 
-def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
-    """Megatron's f: every rank uses x; its gradient is the sum of theirs."""
-    return x if axis.size == 1 else _CopyToAxis.apply(x, axis)
-
-
 def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's g: the sum of the ranks' partial results; each gets the whole gradient."""
     return x if axis.size == 1 else _ReduceFromAxis.apply(x, axis)
-
-
-def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """`[s/t, ...]` -> `[s, ...]` before a column-parallel product; the partial gradients are reduce-scattered."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
 
 
 def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:

@@ -8,7 +8,6 @@ a handle whose `wait()` must be called before the result is read.
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -51,7 +50,7 @@ class _Timed:
 
     def wait(self) -> None:
         if self._work is not None:
-            with _waiting(self._axis):
+            with self._axis.waits:
                 self._work.wait()
             self._work = None
 
@@ -64,16 +63,11 @@ def _wait(work: Handle) -> Handle:
 def _by_messages(whole: Tensor, axis: Axis) -> bool:
     """gloo scatters and gathers large tensors slower than direct messages do."""
     large = whole.numel() * whole.element_size() >= 1 << 20
-    return large and not torch.compiler.is_compiling() and dist.get_backend(axis.group) == "gloo"
-
-
-def _waiting(axis: Axis) -> AbstractContextManager[None]:
-    # torch.compile can not trace a clock
-    return nullcontext() if torch.compiler.is_compiling() else axis.waits
+    return large and dist.get_backend(axis.group) == "gloo"
 
 
 def _through_memory(x: Tensor, axis: Axis) -> bool:
-    return axis.shared is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return axis.shared is not None and x.device.type == "cpu"
 
 
 def _shared(work: Handle, axis: Axis, async_op: bool) -> Handle:
@@ -87,7 +81,7 @@ def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool =
         return Done()
     if _through_memory(x, axis):
         return _shared(axis.shared.all_reduce_(x, op), axis, async_op)
-    with _waiting(axis):
+    with axis.waits:
         work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=async_op)
     return _Timed(work, axis) if async_op else Done()
 
@@ -113,7 +107,7 @@ def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = Fals
     if _by_messages(out, axis):
         work = _Timed(exchange.all_gather(out, x, axis), axis)
         return work if async_op else _wait(work)
-    with _waiting(axis):
+    with axis.waits:
         work = _all_gather_single(out, x.contiguous(), group=axis.group, async_op=async_op)
     return _Timed(work, axis) if async_op else Done()
 
@@ -130,7 +124,7 @@ def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = 
     if _by_messages(x, axis):
         work = _Timed(exchange.reduce_scatter(out, x, axis), axis)
         return work if async_op else _wait(work)
-    with _waiting(axis):
+    with axis.waits:
         work = _reduce_scatter_single(out, x.contiguous(), op=dist.ReduceOp.SUM, group=axis.group, async_op=async_op)
     return _Timed(work, axis) if async_op else Done()
 

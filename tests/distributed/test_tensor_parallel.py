@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from megalite.config.model import ModelConfig
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.block import Block
 from megalite.nn.context import LayerContext
 from megalite.nn.naming import named_logical_parameters, placement_of
 from megalite.testing import run_ranks, run_single
@@ -65,9 +62,10 @@ def body_model(
     if world.size > 1:
         tp = share_axis(ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)["tp"])
     config = ModelConfig(**{**SHAPE, **fields})
-    ctx = LayerContext(tp=tp, sequence_parallel=sequence, dtype=torch.float64, seed=3, autograd_only=bool(backend))
-    with mock.patch.object(Block, "compile", partialmethod(Block.compile, backend=backend)):
-        stack = build_stack(config, layer_specs(config), ctx, init_seed=11)
+    ctx = LayerContext(tp=tp, sequence_parallel=sequence, dtype=torch.float64, seed=3)
+    stack = build_stack(config, layer_specs(config), ctx, init_seed=11)
+    if backend:
+        stack.compile_blocks(backend)
     parameters = list(named_logical_parameters(stack))
     if sinks:
         for _, p in parameters:
@@ -178,7 +176,7 @@ def test_recomputation_under_sequence_parallelism(granularity: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
-def test_gradients_left_to_autograd_are_the_same(sequence: bool, backend: str) -> None:
-    """The path that `--compile` takes; the C++ compiler behind it needs a minute on a new machine."""
+def test_compiled_blocks_compute_the_same(sequence: bool, backend: str) -> None:
+    """`--compile`; the C++ compiler behind it needs a minute on a new machine."""
     single = run_single(body_model, LLAMA, False, False)
     assert_same(single, run_ranks(body_model, 2, LLAMA, sequence, True, False, backend, timeout=600))
