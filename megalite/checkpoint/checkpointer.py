@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megalite.checkpoint.verify import verify
 from megalite.comm.collectives import GatheredJson, all_gather_json
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.patience import patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 
@@ -90,11 +92,16 @@ class Checkpointer:
             return self._last
         started = time.perf_counter()
         job = self._prepare(step, shards, meta, files or {})
-        reports = all_gather_json(job.write_part(), self._world)
-        self._together(job.commit(reports) if self._world.is_first else None)
+        reports = all_gather_json(patiently(job.write_part, self._world), self._world)
+
+        def commit() -> str | None:
+            problem = job.commit(reports)
+            if problem is None:
+                self._after_commit(job, started)
+            return problem
+
+        self._together(patiently(commit if self._world.is_first else None, self._world))
         self._last = job.final
-        if self._world.is_first:
-            self._after_commit(job, started)
         return job.final
 
     def save_async(
@@ -246,7 +253,7 @@ class Checkpointer:
             return candidates[0] if candidates else None
         damaged = []
         for path in candidates:
-            share = verify(path, share=self._world.rank, shares=self._world.size)
+            share = patiently(partial(verify, path, share=self._world.rank, shares=self._world.size), self._world)
             problems = [line for lines in all_gather_json(share, self._world) for line in lines]
             if not problems:
                 return path
@@ -280,7 +287,7 @@ class Checkpointer:
         # The message travels while the first rectangle is read; what it says is known before more is read.
         mine.read_first(rank=self._world.rank)
         manifest = self._agree_on_load(mine, told.wait())
-        mine.read_rest()
+        patiently(mine.read_rest, self._world)
         self._together(mine.problem)
         seconds = time.perf_counter() - started
         logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, in_words(mine.nbytes), seconds)

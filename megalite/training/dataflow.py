@@ -12,8 +12,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megalite.comm.collectives import all_gather_json, barrier
+from megalite.comm.collectives import all_gather_json
 from megalite.comm.mesh import ParallelMesh
+from megalite.comm.patience import patiently
 from megalite.config import Config, with_vocab_size
 from megalite.data import Loader, build_datasets, build_tokenizer, cache_directory, full_pass, resolve_vocab_size
 from megalite.data.build import Dataset, Datasets
@@ -113,12 +114,15 @@ def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
 def open_data(
     config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, began_with: Sequence[int]
 ) -> DataFlow:
-    """Opens the splits. Rank 0 builds what is not cached yet, then the others map it. Raises DataError."""
-    if not mesh.world.is_first:
-        barrier(mesh.world)
-    datasets = open_datasets(config, mesh.size("world"), tokenizer, began_with=began_with)
-    if mesh.world.is_first:
-        barrier(mesh.world)
+    """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
+    where they do not see rank 0's disk). Raises DataError."""
+
+    def build() -> Datasets:
+        return open_datasets(config, mesh.size("world"), tokenizer, began_with=began_with)
+
+    first = patiently(build if mesh.world.is_first else None, mesh.world)
+    datasets = patiently(build if first is None else None, mesh.world) or first
+    assert datasets is not None
     _check_alike(datasets, mesh)
     return DataFlow(config, mesh, tokenizer, datasets, device)
 

@@ -66,7 +66,9 @@ class OpenRun:
 @contextmanager
 def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     """Builds everything, loads what is to be loaded; at the end the run directory is given back."""
+    world.report_phase("start-up: tokenizer")
     config, tokenizer = resolve_tokenizer(config)
+    world.report_phase("start-up: process groups")
     parallel = config.parallel
     mesh = ParallelMesh.build(
         rank=world.rank,
@@ -84,6 +86,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     if world.is_first:
         table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
         logger.info("\n%s", format_table(table))
+    world.report_phase("start-up: run directory")
     with RunDirectory(config, mesh.world) as directory:
         start = directory.start()
         settled = settle(directory.config, world.size, start)
@@ -92,8 +95,10 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         goes_on = start.meta if start is not None and not start.weights_only else {}
         products = set_matmul_precision(config, world.device, mesh.world, earlier=goes_on.get(matmul.META))
         began_with = tuple(goes_on.get("train_requests", ()))
+        world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
         data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
         changed = changed_data(goes_on.get("data", {}), data, config)
+        world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device)
         scaler = build_scaler(config)
         state = RunState(
@@ -101,6 +106,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         )
         progress, facts = Progress(), None
         if start is not None:
+            world.report_phase(f"start-up: loading {start.path}")
             progress, loaded = state.load(start)
             report = resume_report(
                 start,
