@@ -90,11 +90,6 @@ class Muon(UpdateRule):
         p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(whole.to(p.dtype), alpha=-group["lr"] * scale)
 
 
-def needs_whole_tensor(name: str, parameter: Tensor) -> bool:
-    """Muon's parameters: the matrices of the blocks."""
-    return name.startswith("layers.") and parameter.dim() >= 2
-
-
 def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
     """See `Muon.scale_mode`."""
     if mode == "spectral":

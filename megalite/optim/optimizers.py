@@ -2,8 +2,8 @@
 
 A group is a dictionary with `params`, `decay` and, for whole-matrix rules, `whole` and `placements`; `pieces` says what
 lies in a flat tensor (for rules that keep statistics of a parameter). `lr` and `weight_decay` are set before every step
-by whoever owns the optimizer. A new optimizer is one function and one line of the table; if it cannot work on arbitrary
-flat slices, `whole` says which parameters it must see in one piece.
+by whoever owns the optimizer. A new optimizer is one function, one line of the table, and one of
+`config/update_rules.py`, which says what it keeps and which parameters it must see in one piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megalite.errors import ConfigError
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.adamw import AdamW
 from megalite.optim.lion import Lion
-from megalite.optim.muon import Muon, ScaleMode, needs_whole_tensor
+from megalite.optim.muon import Muon, ScaleMode
 from megalite.optim.rule import UpdateRule
 from megalite.optim.sgd import SGD
 
@@ -47,17 +47,6 @@ class Hyperparameters:
     exp_avg_sq_dtype: torch.dtype = torch.float32
     optimizer_impl: str = "torch"
     tp: Axis = field(default_factory=lambda: Axis.single("tp"))
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """A row of the table. whole: parameters that must lie in one shard (None: any slice will do)."""
-
-    build: Callable[[list[ParamGroup], Hyperparameters], Rule]
-    whole: Callable[[str, torch.Tensor], bool] | None = None
-
-    def __call__(self, groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
-        return self.build(groups, settings)
 
 
 def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
@@ -118,11 +107,10 @@ def adafactor(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     return Adafactor(groups, tp=settings.tp, scale_parameter=settings.adafactor_scale_parameter)
 
 
-OPTIMIZERS: dict[str, Optimizer] = {
-    "adam": Optimizer(adamw),
-    "adamw": Optimizer(adamw),
-    "sgd": Optimizer(sgd),
-    "lion": Optimizer(lion),
-    "adafactor": Optimizer(adafactor),
-    "muon": Optimizer(muon, whole=needs_whole_tensor),
+OPTIMIZERS: dict[str, Callable[[list[ParamGroup], Hyperparameters], Rule]] = {
+    "adam": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    "adafactor": adafactor,
+    "muon": muon,
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megalite.config import Config
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.inventory.kept import Precision, micro_tokens
 from megalite.inventory.layers import Layer, layers
 from megalite.planner.communication import Group
@@ -102,7 +103,7 @@ class Roofline:
 
     def optimizer_step(self, config: Config, elements: float) -> float:
         size = Precision.of(config)
-        moments = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}[config.optimizer.optimizer]
+        moments = UPDATE_RULES[config.optimizer.optimizer].most_moments(config.optimizer)
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute
         return self.traffic(elements * moved, 20)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.inventory.kept import Precision, boundary_bytes
 from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.activations import recomputed, stage_activations
@@ -210,7 +211,7 @@ class Quick:
 
     def _bytes(self, layout: Layout, elements: float, dp: int, block_bytes: float, m: int) -> float:
         size, zero = Precision.of(self.config), layout.zero_stage
-        moments = {"adam": 2, "sgd": 0, "lion": 1, "muon": 1, "adafactor": 0}[self.config.optimizer.optimizer] * 2
+        moments = 2 * UPDATE_RULES[self.config.optimizer.optimizer].most_moments(self.config.optimizer)
         master = size.wide if size.wide != size.compute else 0
         offloaded = self.config.optimizer.offload.optimizer_cpu_offload
         state = 0 if offloaded else (master + moments) / (dp if zero else 1)

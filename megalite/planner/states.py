@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
 from megalite.inventory.kept import Precision
 from megalite.inventory.layers import WORD_EMBEDDINGS, first_alike, stage_parameters
@@ -104,12 +105,12 @@ class _Bucket(NamedTuple):
 
 def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu: bool) -> list[_Bucket]:
     model, parallel = config.model, config.parallel
-    tp, muon = parallel.tensor_model_parallel_size, config.optimizer.optimizer == "muon"
+    tp, needs_whole = parallel.tensor_model_parallel_size, UPDATE_RULES[config.optimizer.optimizer].whole
     apart = not model.untie_embeddings_and_output_weights and num_stages > 1
     entries = []
     for index, (name, parameter) in enumerate(stage_parameters(model, items)):
         shape = parameter.local_shape(tp)
-        whole = muon and name.startswith("layers.") and len(shape) >= 2
+        whole = needs_whole is not None and needs_whole(name, len(shape))
         place = parameter.place(tp, sequence_parallel=parallel.sequence_parallel)
         entries.append(Entry(index, name, shape, place, whole))
     plans = plan_buckets(
@@ -145,20 +146,13 @@ def _moments(
     """(Elements whose master is on the host, bytes of moments there, bytes of moments on the device)."""
     optimizer = config.optimizer
     fraction = optimizer.offload.fraction
-    first = size.wide if optimizer.exp_avg_dtype == "fp32" else 2
-    second = size.wide if optimizer.exp_avg_sq_dtype == "fp32" else 2
-    flat = {
-        "adam": first + second,
-        "sgd": size.wide * (optimizer.args.sgd_momentum > 0),
-        "lion": first,
-        "muon": 2 * size.wide,
-        "adafactor": 0,
-    }[optimizer.optimizer]
+    rule = UPDATE_RULES[optimizer.optimizer]
+    flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
     moved = on_host = there = here = 0
     for bucket in buckets:
         share = bucket.numel // owners
         state = bucket.states * (size.wide if bucket.whole else flat)
-        if optimizer.optimizer == "adafactor":
+        if rule.statistics:
             state = bucket.statistics * size.wide
         if not bucket.whole and moved < fraction * owned:
             moved, on_host, there = moved + share, on_host + share, there + state

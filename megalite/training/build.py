@@ -17,6 +17,7 @@ from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.p2p import TensorSpec
 from megalite.config import Config
 from megalite.config.schema import flat
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.families import FAMILIES
 from megalite.inventory.kept import boundary_shape
@@ -131,7 +132,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             replica=key[1],
             num_gradients=program.gradient_buffers,
             keep_gradients=program.keeps_gradients,
-            whole=OPTIMIZERS[config.optimizer.optimizer].whole,
+            whole=UPDATE_RULES[config.optimizer.optimizer].whole,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
             fill=partial(fill, seed=config.training.seed),
             device=device,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.gradient import sink_of
 from megalite.inventory.placement import Placement
 from megalite.optim import OPTIMIZERS, Hyperparameters
@@ -61,7 +62,7 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
         [parameters],
         axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=200 if offload else None),
-        whole=row.whole,
+        whole=UPDATE_RULES[name.removesuffix("*")].whole,
     )
     optimizer = ShardedOptimizer(
         [buffers],

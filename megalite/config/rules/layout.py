@@ -9,6 +9,7 @@ from megalite.config.batch_size import parse_step_schedule
 from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.config.values import show
 from megalite.errors import ScheduleError
 
@@ -230,8 +231,10 @@ def warnings(config: Config, world_size: int) -> list[str]:
         lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
     if training.precision.fp16 and parallel.device == "cpu":
         lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
-    if config.optimizer.lr > 0.1 and config.optimizer.optimizer == "adam":
-        lines.append(f"--lr={show(config.optimizer.lr)}: unusually high for adam; 1e-4 to 1e-3 is common")
+    name, lr = config.optimizer.optimizer, config.optimizer.lr
+    high = UPDATE_RULES[name].high_lr
+    if high is not None and lr > high:
+        lines.append(f"--lr={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common")
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
         for micro_batches, _ in batches_in_micro_batches(config, world_size):
             lines += schedules.warnings(

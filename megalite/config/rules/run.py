@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config.root import Config
 from megalite.config.training import TrainingLength
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.config.values import show
 from megalite.schedule import find
 
@@ -78,14 +79,11 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
     """Which settings belong to which optimizer."""
     optimizer = config.optimizer
     name = optimizer.optimizer
-    kinds = {
-        "--exp-avg-dtype": (optimizer.exp_avg_dtype, "fp32", ("adam", "lion")),
-        "--exp-avg-sq-dtype": (optimizer.exp_avg_sq_dtype, "fp32", ("adam",)),
-        "--optimizer-impl": (optimizer.optimizer_impl, "torch", ("adam",)),
-    }
-    for flag, (value, default, users) in kinds.items():
-        if value != default and name not in users:
-            yield f"{flag}={value}: not with --optimizer={name}; it belongs to {' and '.join(users)}"
+    for field in dict.fromkeys(field for rule in UPDATE_RULES.values() for field in rule.settings):
+        value = getattr(optimizer, field)
+        if value != getattr(type(optimizer), field) and field not in UPDATE_RULES[name].settings:
+            users = " and ".join(user for user, rule in UPDATE_RULES.items() if field in rule.settings)
+            yield f"--{field.replace('_', '-')}={value}: not with --optimizer={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
     if optimizer.store_param_remainders:

@@ -47,7 +47,7 @@ class ParameterBuffers:
         keep_gradients: sharded gradients stay in memory between batches. False where a batch is one micro-batch: from
             the step to the first backward they only lie beside the activations. (Stages 0 and 1 always keep them.)
         num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
-        whole: which parameters must lie in one shard (`shard rule whole_tensor`: Muon's matrices).
+        whole: (name, dimensions) -> which parameters must lie in one shard (Muon's matrices).
         beside: what else this rank has, to share with it the memory that comes and goes. launches: the order in which
             reductions start, shared with other families of the stage over the same axes.
         fill: gives a parameter that came without memory ('meta') its values, as soon as it has memory: bucket after
@@ -66,7 +66,7 @@ class ParameterBuffers:
         replica: int = 0,
         num_gradients: int = 1,
         keep_gradients: bool = True,
-        whole: Callable[[str, nn.Parameter], bool] | None = None,
+        whole: Callable[[str, int], bool] | None = None,
         beside: Sequence[ParameterBuffers] = (),
         launches: Launches | None = None,
         fill: Callable[[str, nn.Parameter], None] | None = None,
@@ -81,7 +81,7 @@ class ParameterBuffers:
         self.device = device or (first[0][1].device if first else torch.device("cpu"))
         assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a family have one dtype"
         entries = [
-            Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p))
+            Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p.dim()))
             for i, (name, p) in enumerate(first)
         ]
         self.plans = plan_buckets(
