@@ -1,7 +1,7 @@
 """The house keeps its shape: floors, rooms, sizes, and what may not be done in it.
 
-Every test reads the source; nothing is imported but the configuration's list of flags. A message says which line
-breaks which rule.
+Every test reads the source; nothing is imported but the tables of flags, schedules and optimizers. A message says which
+line breaks which rule.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ PRINTERS = {
 AT_IMPORT = re.compile(
     r"(\w+\.)*(getLogger|compile|fields?|option|required|frozenset|tuple|dtype|partial|float|getattr|namedtuple|NewType)"
     r"|(\w+\.)*[A-Z]\w*|[A-Z_]+\.(items|keys|values)"
+)
+# Who may name a schedule or an optimizer: the table and the options of optimizers (default, aliases), published runs,
+# and benchmarks, which name what they measure.
+NAMES_ITS_SUBJECT = re.compile(
+    r"megalite\.config\.(update_rules|optimizer|values)|megalite\.planner\.published|tools\.bench\w+"
 )
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(
@@ -358,6 +363,22 @@ def test_public_functions_have_type_hints() -> None:
             bare = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
             if bare or function.returns is None:
                 problems.append(f"{module}:{function.lineno}: {function.name} lacks type hints ({', '.join(bare)})")
+    _check(problems)
+
+
+def test_schedules_and_optimizers_are_named_in_their_rooms_alone() -> None:
+    """Who asks what a schedule or an optimizer is like asks its entry, not its name."""
+    schedule = pytest.importorskip("megalite.schedule", reason="megalite.schedule is not there")
+    rules = pytest.importorskip("megalite.config.update_rules", reason="megalite.config is not there")
+    names = {*schedule.SCHEDULES, *schedule.ALIASES, *rules.UPDATE_RULES}
+    assert {"1f1b", "zbv", "adam"} <= names
+    problems = []
+    for module, tree in SOURCES.items():
+        if _room(module) in ("megalite.schedule", "megalite.optim") or NAMES_ITS_SUBJECT.fullmatch(module):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in names:
+                problems.append(f"{module}:{node.lineno}: {node.value!r}: ask its entry in the table")
     _check(problems)
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.update_rules import UPDATE_RULES
 from megalite.errors import ConfigError
 from megalite.inventory.placement import Placement
 from megalite.optim import OPTIMIZERS, Hyperparameters
@@ -133,3 +135,16 @@ def test_apex_is_asked_for_by_name_and_missing() -> None:
         pytest.skip("apex is installed")
     with pytest.raises(ConfigError, match="--optimizer-impl=apex"):
         run("adam", 1, Hyperparameters(optimizer_impl="apex"))
+
+
+def test_the_table_without_torch_says_what_is_kept() -> None:
+    """Numbers as large as the parameter in a rule's state, for a flat slice and for a whole matrix."""
+    assert set(UPDATE_RULES) == set(OPTIMIZERS)
+    settings = OptimizerConfig(lr=0.1)
+    for name, rule in UPDATE_RULES.items():
+        if rule.statistics:  # counted in tests/unit/planner/test_states.py
+            continue
+        for matrix in (False, True) if rule.whole is not None else (False,):
+            p, optimizer = run(name, 1, Hyperparameters(), matrix=matrix)
+            kept = [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
+            assert len(kept) == (rule.most_moments(settings) if matrix else len(rule.moments(settings))), (name, matrix)
