@@ -20,6 +20,7 @@ if __package__ in (None, ""):
 
 from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
+from megalite.config.parallel import StageLayout
 from megalite.config.saved import dump_yaml
 from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline, TimeSource
@@ -84,7 +85,7 @@ def _forget(config: Config, freed: set[str], given: frozenset[str]) -> Config:
     if "virtual_pipeline_model_parallel_size" in freed and "pipeline_schedule" not in given:
         parallel = replace(parallel, virtual_pipeline_model_parallel_size=None)
     if "pipeline_model_parallel_size" in freed:
-        parallel = replace(parallel, pipeline_model_parallel_layout=None)
+        parallel = replace(parallel, stage_layout=StageLayout())
     if "recompute_granularity" in freed:
         model = replace(model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     return replace(config, parallel=parallel, model=model)

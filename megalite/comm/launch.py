@@ -258,12 +258,12 @@ def check_devices(parallel: ParallelConfig, local_size: int) -> None:
     problems = []
     # device_count asks the driver's management library: it does not initialise CUDA, so forking stays possible.
     devices = torch.cuda.device_count()
-    wants_cuda = parallel.device == "cuda" or (parallel.device == "auto" and devices > 0)
-    if parallel.device == "cuda" and devices == 0:
+    wants_cuda = parallel.hardware.device == "cuda" or (parallel.hardware.device == "auto" and devices > 0)
+    if parallel.hardware.device == "cuda" and devices == 0:
         problems.append(f"--device=cuda: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
-    elif wants_cuda and local_size > devices and parallel.distributed_backend != "gloo":
+    elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
         problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or --device=cpu")
-    if parallel.distributed_backend == "nccl" and not wants_cuda:
+    if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
         problems.append("--distributed-backend=nccl: needs CUDA; use gloo")
     if problems:
         raise ConfigError(problems)
@@ -276,14 +276,14 @@ def choose_device(parallel: ParallelConfig, place: Place) -> torch.device:
     devices = torch.cuda.device_count()
     one_gpu_per_task = devices == 1 and place.launcher in ("srun", "mpirun")
     check_devices(parallel, 1 if one_gpu_per_task else place.local_size)
-    if parallel.device == "cpu" or devices == 0:
+    if parallel.hardware.device == "cpu" or devices == 0:
         return torch.device("cpu")
     return torch.device("cuda", place.local_rank % devices)
 
 
 def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
     """nccl for CUDA tensors, gloo for CPU tensors, unless `--distributed-backend` asks for gloo alone."""
-    if device.type == "cuda" and parallel.distributed_backend != "gloo":
+    if device.type == "cuda" and parallel.hardware.distributed_backend != "gloo":
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 

@@ -7,12 +7,13 @@ parser gets an `Offer` through a function of a higher floor, which can read chec
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.model import ModelConfig
 from megalite.config.reader import Given
 from megalite.config.root import Config
+from megalite.config.schema import flat
 from megalite.config.values import show
 
 __all__ = ["Offer", "ReadOffer", "contradictions", "differences", "effective", "is_left_open", "offered_values"]
@@ -43,7 +44,7 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 def effective(model: ModelConfig) -> Mapping[str, Any]:
     """Field name -> what it amounts to, defaults applied; fields without effect on this model are None."""
-    values = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in FREE}
+    values = {name: value for name, value in flat(model).items() if name not in FREE}
     values["ffn_hidden_size"] = model.ffn_size
     values["num_query_groups"] = model.query_groups
     values["kv_channels"] = model.head_dim
@@ -91,7 +92,7 @@ def offered_values(offer: Offer, given: Mapping[str, Given], *, architecture: bo
     """
     values: dict[str, Any] = {"vocab_size": offer.model.vocab_size}
     if architecture:
-        values = {name: getattr(offer.model, name) for name in (*effective(offer.model), *TAKEN_FREELY)}
+        values = {name: flat(offer.model)[name] for name in (*effective(offer.model), *TAKEN_FREELY)}
         values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
     if not any(name in given and given[name].value is not None for name in TOKENIZER):
         values |= offer.tokenizer

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import option
+from megalite.config.schema import OneOf, option
 
 __all__ = ["CheckpointConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhoseSchedules(OneOf):
+    """Where --load has other schedules of learning rate and weight decay."""
+
+    override_opt_param_scheduler: bool = option(False, "take those of the flags", saved=False)
+    use_checkpoint_opt_param_scheduler: bool = option(False, "take those of --load", saved=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +47,7 @@ class CheckpointConfig:
         "take the model's architecture and tokenizer from --load; a flag that contradicts it is an error",
         saved=False,
     )
-    override_opt_param_scheduler: bool = option(
-        False,
-        "where --load has other schedules of learning rate and weight decay, take those of the flags",
-        saved=False,
-    )
-    use_checkpoint_opt_param_scheduler: bool = option(
-        False, "where --load has other schedules of learning rate and weight decay, take those of --load", saved=False
-    )
+    schedules: WhoseSchedules = WhoseSchedules()
     allow_data_change: bool = option(
         False, "go on from --load although the data are no longer those that it was trained on", saved=False
     )

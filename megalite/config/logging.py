@@ -4,9 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import option
+from megalite.config.schema import Spelled, option
 
-__all__ = ["LoggingConfig"]
+__all__ = ["LoggingConfig", "Profiling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB(Spelled):
+    """Weights & Biases."""
+
+    wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
+    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of --save", needs="wandb_project")
+    wandb_entity: str | None = option(None, "account or team there", needs="wandb_project")
+    wandb_save_dir: str | None = option(
+        None, "folder of its local files; unset: --save", metavar="DIR", needs="wandb_project"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling(Spelled):
+    """torch's profiler over some iterations."""
+
+    profile: bool = option(False, "write a Chrome trace of some iterations with torch's profiler")
+    profile_step_start: int = option(10, "first iteration profiled", ge=0, only_with="profile")
+    profile_step_end: int = option(12, "iteration before which the profile ends", ge=1, only_with="profile")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0, only_with="profile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,14 +37,8 @@ class LoggingConfig:
 
     log_interval: int = option(10, "iterations between log lines", ge=1)
     tensorboard_dir: str | None = option(None, "write TensorBoard events here", metavar="DIR")
-    wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
-    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of --save")
-    wandb_entity: str | None = option(None, "account or team there")
-    wandb_save_dir: str | None = option(None, "folder of its local files; unset: --save", metavar="DIR")
-    profile: bool = option(False, "write a Chrome trace of some iterations with torch's profiler")
-    profile_step_start: int = option(10, "first iteration profiled", ge=0)
-    profile_step_end: int = option(12, "iteration before which the profile ends", ge=1)
-    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0)
+    wandb: WandB = WandB()
+    profiling: Profiling = Profiling()
     trace_pipeline: str | None = option(
         None,
         "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.config.schema import option, required
+from megalite.config.schema import Spelled, option, required
 
-__all__ = ["ACTIVATIONS", "FAMILY_DEFAULTS", "GATED_ACTIVATIONS", "ModelConfig"]
+__all__ = ["ACTIVATIONS", "FAMILY_DEFAULTS", "GATED_ACTIVATIONS", "ModelConfig", "RopeScaling"]
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
@@ -24,6 +24,24 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling(Spelled):
+    """Scaling of RoPE, to read further than it was trained."""
+
+    rotary_seq_len_interpolation_factor: float = option(
+        1.0, "positions are divided by it before rotation (linear scaling)", ge=1
+    )
+    use_rope_scaling: bool = option(False, "scale the rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = option(
+        8.0, "factor of --use-rope-scaling for the low frequencies", ge=1, only_with="use_rope_scaling"
+    )
+
+    @property
+    def llama3_factor(self) -> float | None:
+        """By which low frequencies are slowed down, None: by nothing."""
+        return self.rope_scaling_factor if self.use_rope_scaling else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +73,7 @@ class ModelConfig:
     )
     rotary_base: float = option(10000.0, "base of the rotary frequencies", gt=0)
     rotary_percent: float = option(1.0, "part of a head's channels that is rotated", gt=0, le=1)
-    rotary_seq_len_interpolation_factor: float = option(
-        1.0, "positions are divided by it before rotation (linear scaling of RoPE)", ge=1
-    )
-    use_rope_scaling: bool = option(False, "scale the rotary frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = option(8.0, "factor of --use-rope-scaling for the low frequencies", ge=1)
+    rope_scaling: RopeScaling = RopeScaling()
     window_size: int | None = option(
         None, "sliding window: a token attends to itself and the N - 1 before it; unset: to all before it", ge=1
     )

@@ -6,12 +6,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megalite import schedule as schedules
-from megalite.config.schema import option
+from megalite.config.schema import OneOf, Spelled, option
 
-__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "ParallelConfig"]
+__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "Hardware", "ParallelConfig", "StageLayout"]
 
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayout(OneOf):
+    """Layers of the pipeline's stages; without it they are balanced."""
+
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first stage; the others share the rest evenly", ge=0, way="ends"
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last stage; the others share the rest evenly", ge=0, way="ends"
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None, "stages written out, e.g. 'Et*3|(tt|)*14tL': E embedding, t layer, L loss, | next stage"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware(Spelled):
+    """What computes, and by which library ranks talk."""
+
+    device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
+    distributed_backend: str | None = option(None, "unset: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +62,7 @@ class ParallelConfig:
     check_pipeline_messages: bool = option(
         False, "send a header with every message between stages and check it: names what two ranks disagree about"
     )
-    decoder_first_pipeline_num_layers: int | None = option(
-        None, "layers of the first stage; the others share the rest evenly", ge=0
-    )
-    decoder_last_pipeline_num_layers: int | None = option(
-        None, "layers of the last stage; the others share the rest evenly", ge=0
-    )
-    pipeline_model_parallel_layout: str | None = option(
-        None, "stages written out, e.g. 'Et*3|(tt|)*14tL': E embedding, t layer, L loss, | next stage"
-    )
+    stage_layout: StageLayout = StageLayout()
     zero_stage: int = option(
         0,
         "sharded over data-parallel ranks: 1 optimizer state and master weights, 2 gradients too, 3 weights too",
@@ -66,8 +81,7 @@ class ParallelConfig:
     nprocs: int | None = option(
         None, "start this many local processes; unset: one, or what torchrun, SLURM or mpirun started", ge=1
     )
-    device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
-    distributed_backend: str | None = option(None, "unset: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
+    hardware: Hardware = Hardware()
     distributed_timeout_minutes: float = option(
         10.0, "a collective that waits longer ends the run (fractions allowed)", gt=0
     )

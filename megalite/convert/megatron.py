@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert.fields import Fields
 from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError
@@ -276,9 +276,11 @@ def _read_positions(fields: Fields) -> dict[str, Any]:
         "position_embedding_type": kind,
         "rotary_base": fields.number("rotary_base", 10000.0),
         "rotary_percent": fields.number("rotary_percent", 1.0),
-        "rotary_seq_len_interpolation_factor": fields.number("rotary_seq_len_interpolation_factor", 1.0),
-        "use_rope_scaling": fields.flag("use_rope_scaling", False),
-        "rope_scaling_factor": fields.number("rope_scaling_factor", 8.0),
+        "rope_scaling": RopeScaling(
+            rotary_seq_len_interpolation_factor=fields.number("rotary_seq_len_interpolation_factor", 1.0),
+            use_rope_scaling=fields.flag("use_rope_scaling", False),
+            rope_scaling_factor=fields.number("rope_scaling_factor", 8.0),
+        ),
     }
 
 
@@ -297,6 +299,7 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     legacy = implementation == "legacy"
     rope = model.position_embedding_type == "rope"
     fused = model.activation == "gelu-tanh" and model.add_bias_linear
+    scaling = model.rope_scaling
     args: dict[str, Any] = {
         "num_layers": model.num_layers,
         "encoder_num_layers": model.num_layers,
@@ -314,9 +317,9 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         "rotary_base": _whole(model.rotary_base),
         "rotary_percent": model.rotary_percent,
         "rotary_interleaved": False,
-        "rotary_seq_len_interpolation_factor": _whole(model.rotary_seq_len_interpolation_factor) if rope else None,
-        "use_rope_scaling": model.use_rope_scaling,
-        "rope_scaling_factor": model.rope_scaling_factor,
+        "rotary_seq_len_interpolation_factor": _whole(scaling.rotary_seq_len_interpolation_factor) if rope else None,
+        "use_rope_scaling": scaling.use_rope_scaling,
+        "rope_scaling_factor": scaling.rope_scaling_factor,
         "normalization": model.normalization,
         "norm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert.fields import Fields
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -23,21 +23,22 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
         "rotary_base": Fields({"rope_theta": theta}, fields.where).number("rope_theta"),
     }
     if kind == "linear":
-        found["rotary_seq_len_interpolation_factor"] = scaling.number("factor")
+        found["rope_scaling"] = RopeScaling(rotary_seq_len_interpolation_factor=scaling.number("factor"))
     if kind == "llama3":
         for key, value in LLAMA3.items():
             scaling.only(key, value)
-        found |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor")}
+        found["rope_scaling"] = RopeScaling(use_rope_scaling=True, rope_scaling_factor=scaling.number("factor"))
     return found
 
 
 def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
     """The entries for both generations of transformers."""
     scaling: dict[str, Any] = {"rope_type": "default"}
-    if model.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
-    elif model.rotary_seq_len_interpolation_factor != 1.0:
-        scaling = {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    ours = model.rope_scaling
+    if ours.use_rope_scaling:
+        scaling = {"rope_type": "llama3", "factor": ours.rope_scaling_factor, **LLAMA3}
+    elif ours.rotary_seq_len_interpolation_factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
     return {
         "rope_theta": model.rotary_base,
         "rope_parameters": {"rope_theta": model.rotary_base, **scaling},

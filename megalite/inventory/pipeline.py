@@ -58,8 +58,8 @@ def stage_cuts(config: Config, program: Program) -> list[range]:
         config.model.num_layers,
         program.placement,
         costs=_forward_flops(config.model),
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-        layout=parallel.pipeline_model_parallel_layout,
+        first=parallel.stage_layout.decoder_first_pipeline_num_layers,
+        last=parallel.stage_layout.decoder_last_pipeline_num_layers,
+        layout=parallel.stage_layout.pipeline_model_parallel_layout,
     )
     return [cut.items(stage) for stage in range(cut.num_stages)]

@@ -28,8 +28,8 @@ class Rotary:
 
     def __init__(self, config: ModelConfig) -> None:
         self.dim, self.base = config.rotary_dim, config.rotary_base
-        self.interpolation = config.rotary_seq_len_interpolation_factor
-        self.scaling = config.rope_scaling_factor if config.use_rope_scaling else None
+        self.interpolation = config.rope_scaling.rotary_seq_len_interpolation_factor
+        self.scaling = config.rope_scaling.llama3_factor
         self._positions: Tensor | None = None
         self._rotation: Rotation | None = None
 

@@ -31,13 +31,13 @@ def layout_text(config: Config, world_size: int) -> str:
     parts += [f"dp{dp}" + f" zero{layout.zero_stage}" * (layout.zero_stage > 0), f"mb{layout.micro_batch_size}"]
     listed = _recomputed(config)
     parts += [f"recompute {listed if len(listed) < 28 else 'by stage'}"] if listed else []
-    parts += ["cut by cost"] if config.parallel.pipeline_model_parallel_layout is not None else []
+    parts += ["cut by cost"] if config.parallel.stage_layout.pipeline_model_parallel_layout is not None else []
     return ", ".join(parts)
 
 
 def stages_text(config: Config) -> str:
     """How stages differ, in full: the recomputed layers of each, the cut; empty where they do not."""
-    cut = config.parallel.pipeline_model_parallel_layout
+    cut = config.parallel.stage_layout.pipeline_model_parallel_layout
     parts = [f"recompute {_recomputed(config)}"] if len(config.model.recompute_num_layers or ()) > 1 else []
     return "; ".join([*parts, f"stages {cut}"] if cut is not None else parts)
 
@@ -94,8 +94,8 @@ def _layout(prediction: Prediction) -> dict[str, Any]:
     layout = layout_of(prediction.config).as_dict(prediction.world_size)
     if model.recompute_method == "block":
         layout |= {"recompute_method": "block", "recompute_num_layers": list(model.recompute_num_layers or (1,))}
-    if parallel.pipeline_model_parallel_layout is not None:
-        layout["pipeline_model_parallel_layout"] = parallel.pipeline_model_parallel_layout
+    if parallel.stage_layout.pipeline_model_parallel_layout is not None:
+        layout["pipeline_model_parallel_layout"] = parallel.stage_layout.pipeline_model_parallel_layout
     return layout
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megalite.config import Config
+from megalite.config.parallel import StageLayout
 from megalite.config.update_rules import UPDATE_RULES
 from megalite.inventory.kept import Precision, boundary_bytes
 from megalite.inventory.pipeline import stage_cuts
@@ -345,8 +346,7 @@ def _cut_anew(
 ) -> list[Prediction]:
     """Cuts by the costs of the layers: those that make a good pipeline faster, or that alone let a fast one fit."""
     parallel = quick.config.parallel
-    ends = (parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers)
-    if parallel.pipeline_model_parallel_layout is not None or ends != (None, None):
+    if parallel.stage_layout != StageLayout():
         return []
 
     def shape(config: Config) -> Layout:

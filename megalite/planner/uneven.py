@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megalite.config import Config
+from megalite.config.parallel import StageLayout
 from megalite.inventory.layers import Layer, blocks_of, layers
 from megalite.planner.activations import recomputed
 from megalite.planner.cost import Times, add_times
@@ -149,7 +150,9 @@ def recut(room: Room, times: Sequence[Times], *, flexible: bool) -> tuple[Config
         return None
     cut = partition_of(number, counts)
     cuts = [cut.items(stage) for stage in range(stages)]
-    parallel = replace(room.config.parallel, pipeline_model_parallel_layout=compact_layout(cut))
+    parallel = replace(
+        room.config.parallel, stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cut))
+    )
     config = replace(room.config, parallel=parallel)
     if flexible:
         numbers = smallest_numbers(room, cuts)

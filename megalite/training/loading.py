@@ -18,6 +18,7 @@ from megalite.checkpoint.storage import read_manifest
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.config import Config, ParallelConfig
+from megalite.config.parallel import Hardware
 from megalite.config.saved import from_dict
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import load_tokenizer
@@ -79,7 +80,7 @@ def load_for_inference(
         raise CheckpointError(f"{path}: holds no configuration; was it written by megalite's trainer?")
     config = from_dict(meta["config"], where=str(path))
     target = pick_device(str(device))
-    config = dataclasses.replace(config, parallel=ParallelConfig(device=target.type))
+    config = dataclasses.replace(config, parallel=ParallelConfig(hardware=Hardware(device=target.type)))
     tokenizer = _tokenizer_of(checkpointer, path)
     model = _empty_model(config, target, dtype or pick_dtype(config, target))
     checkpointer.load(path, _shards(model), cast=True)

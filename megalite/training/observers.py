@@ -48,9 +48,9 @@ def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> 
             hooks.append(guarded(JsonlHook(path, start_facts), str(path)))
         if logging.tensorboard_dir is not None:
             hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir), "TensorBoard"))
-        if logging.wandb_project is not None:
+        if logging.wandb.wandb_project is not None:
             hooks.append(guarded(WandbHook(), "wandb"))
-    if logging.profile and rank in logging.profile_ranks:
+    if logging.profiling.profile and rank in logging.profiling.profile_ranks:
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile")
         hooks.append(guarded(profiler, "the profiler"))
     return Hooks(hooks)
@@ -210,7 +210,7 @@ class ProfileHook(Hook):
         self._start_before(trainer, trainer.iteration + 1)
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        if self._profiler is not None and stats.iteration + 1 >= trainer.config.logging.profile_step_end:
+        if self._profiler is not None and stats.iteration + 1 >= trainer.config.logging.profiling.profile_step_end:
             self._stop(trainer.mesh.rank, stats.iteration)
         self._start_before(trainer, stats.iteration + 1)
 
@@ -219,7 +219,7 @@ class ProfileHook(Hook):
             self._stop(trainer.mesh.rank, trainer.iteration)
 
     def _start_before(self, trainer: TrainerView, iteration: int) -> None:
-        window = trainer.config.logging
+        window = trainer.config.logging.profiling
         if self._profiler is None and window.profile_step_start <= iteration < window.profile_step_end:
             self._first = iteration
             activities = [torch.profiler.ProfilerActivity.CPU]

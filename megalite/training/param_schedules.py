@@ -111,7 +111,8 @@ def settle(config: Config, world_size: int, start: StartingPoint | None) -> Sett
     otherwise, where no flag decides.
     """
     own, settings = ParamSchedules.of(config, world_size), config.checkpoint
-    override, adopt = settings.override_opt_param_scheduler, settings.use_checkpoint_opt_param_scheduler
+    override = settings.schedules.override_opt_param_scheduler
+    adopt = settings.schedules.use_checkpoint_opt_param_scheduler
     if start is not None and start.source is not None and (override or adopt):
         raise ConfigError(f"{OVERRIDE if override else ADOPT}: a Hugging Face model has no schedules; drop it")
     if (

@@ -6,12 +6,12 @@ costs one warning and the tracker, never the training.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from pathlib import Path
 from typing import Any
 
+from megalite.config.saved import to_dict
 from megalite.extras import optional_package
 from megalite.training.hooks import Hook, TrainerView
 from megalite.training.stats import Record
@@ -87,7 +87,7 @@ class WandbHook(Hook):
         self._run: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
-        options, save = trainer.config.logging, trainer.config.checkpoint.save
+        options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
         wandb = optional_package(f"--wandb-project={options.wandb_project}", "wandb")
         directory = options.wandb_save_dir or save
         if directory is not None:
@@ -103,7 +103,7 @@ class WandbHook(Hook):
             name=options.wandb_exp_name or (Path(save).name if save else None),
             dir=directory,
             mode=mode,
-            config=dataclasses.asdict(trainer.config),
+            config=to_dict(trainer.config),
         )
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:

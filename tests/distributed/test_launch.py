@@ -14,6 +14,7 @@ from megalite.comm.environment import Place
 from megalite.comm.launch import check_devices, choose_backend, launch
 from megalite.comm.world import World
 from megalite.config import Config, ParallelConfig, parse
+from megalite.config.parallel import Hardware
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
 from megalite.testing import run_single
@@ -111,18 +112,18 @@ def test_nprocs_under_another_launcher_is_refused(capfd: pytest.CaptureFixture[s
 def test_devices_that_are_not_there_are_refused_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError) as caught:
-        check_devices(ParallelConfig(device="cuda"), 1)
+        check_devices(ParallelConfig(hardware=Hardware(device="cuda")), 1)
     assert caught.value.problems[0].startswith("--device=cuda: torch sees no GPU (torch 2.")
     with pytest.raises(ConfigError, match="^--distributed-backend=nccl: needs CUDA; use gloo$"):
-        check_devices(ParallelConfig(distributed_backend="nccl"), 1)
+        check_devices(ParallelConfig(hardware=Hardware(distributed_backend="nccl")), 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="^4 ranks on this host: it has 2 GPUs; use 2 ranks or --device=cpu$"):
         check_devices(ParallelConfig(), 4)
-    check_devices(ParallelConfig(device="cpu"), 4)
-    check_devices(ParallelConfig(distributed_backend="gloo"), 4)
+    check_devices(ParallelConfig(hardware=Hardware(device="cpu")), 4)
+    check_devices(ParallelConfig(hardware=Hardware(distributed_backend="gloo")), 4)
 
 
 def test_backend_follows_the_device() -> None:
     assert choose_backend(ParallelConfig(), torch.device("cpu")) == "gloo"
     assert choose_backend(ParallelConfig(), torch.device("cuda")) == "cpu:gloo,cuda:nccl"
-    assert choose_backend(ParallelConfig(distributed_backend="gloo"), torch.device("cuda")) == "gloo"
+    assert choose_backend(ParallelConfig(hardware=Hardware(distributed_backend="gloo")), torch.device("cuda")) == "gloo"

@@ -105,11 +105,9 @@ def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     override, adopt = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
     given = {
         "--use-checkpoint-args": settings.use_checkpoint_args,
-        override: settings.override_opt_param_scheduler,
-        adopt: settings.use_checkpoint_opt_param_scheduler,
+        override: settings.schedules.override_opt_param_scheduler,
+        adopt: settings.schedules.use_checkpoint_opt_param_scheduler,
     }
-    if given[override] and given[adopt]:
-        yield f"{override}: excludes {adopt}; give one of them"
     for flag, on in given.items():
         if on and settings.load is None and not settings.auto_resume:
             yield f"{flag}: needs --load"
@@ -125,15 +123,7 @@ def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:
-    """Weights & Biases settings need a project; a timeline needs a known form."""
+    """A timeline needs a known form."""
     log = config.logging
     if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
         yield f"--trace-pipeline={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
-    if log.wandb_project is None:
-        for flag, value in (
-            ("--wandb-exp-name", log.wandb_exp_name),
-            ("--wandb-entity", log.wandb_entity),
-            ("--wandb-save-dir", log.wandb_save_dir),
-        ):
-            if value is not None:
-                yield f"{flag}={show(value)}: needs --wandb-project"

@@ -47,10 +47,10 @@ def world(config: Config, world_size: int) -> Iterator[str]:
         )
     if instances > 1 and parallel.zero_stage == 0:
         yield f"--num-distributed-optimizer-instances={instances}: needs --zero-stage=1 or more"
-    if parallel.device == "cpu" and parallel.distributed_backend == "nccl":
+    if parallel.hardware.device == "cpu" and parallel.hardware.distributed_backend == "nccl":
         yield "--distributed-backend=nccl: needs CUDA; use gloo"
-    for rank in config.logging.profile_ranks:
-        if config.logging.profile and rank >= world_size:
+    for rank in config.logging.profiling.profile_ranks:
+        if config.logging.profiling.profile and rank >= world_size:
             yield f"--profile-ranks={rank}: there are {world_size} ranks (0 to {world_size - 1})"
 
 
@@ -78,7 +78,7 @@ def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
     """Stages, chunks and how layers are dealt to them."""
     parallel, layers = config.parallel, config.model.num_layers
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
-    layout = parallel.pipeline_model_parallel_layout
+    layout = parallel.stage_layout.pipeline_model_parallel_layout
     if size > layers and layout is None:
         yield f"{PP}={size}: more stages than --num-layers={layers}"
     elif size * chunks > layers and layout is None:
@@ -89,22 +89,20 @@ def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
     if given is not None and given > 1 and size == 1:
         yield f"{VPP}={given}: needs {PP} >= 2"
     ends = {
-        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
+        "--decoder-first-pipeline-num-layers": parallel.stage_layout.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": parallel.stage_layout.decoder_last_pipeline_num_layers,
     }
-    given_ends = {flag: count for flag, count in ends.items() if count is not None}
-    for flag, count in given_ends.items():
-        if size == 1:
+    for flag, count in ends.items():
+        if count is not None and size == 1:
             yield f"{flag}={count}: needs {PP} >= 2"
-        if layout is not None:
-            yield f"{flag}={count}: excludes --pipeline-model-parallel-layout; give one of them"
 
 
 def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     """Do the layers fit the stages that the user laid out? The partitioner itself says."""
     parallel = config.parallel
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    layout = parallel.pipeline_model_parallel_layout
+    first = parallel.stage_layout.decoder_first_pipeline_num_layers
+    last = parallel.stage_layout.decoder_last_pipeline_num_layers
+    layout = parallel.stage_layout.pipeline_model_parallel_layout
     given = (first is not None or last is not None, layout is not None)
     size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     batches = batches_in_micro_batches(config, world_size)
@@ -229,7 +227,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
     lines = []
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
-    if training.precision.fp16 and parallel.device == "cpu":
+    if training.precision.fp16 and parallel.hardware.device == "cpu":
         lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
     name, lr = config.optimizer.optimizer, config.optimizer.lr
     high = UPDATE_RULES[name].high_lr

@@ -17,11 +17,10 @@ def length(config: Config, world_size: int) -> Iterator[str]:
     """How long the training is, and what must fit into it."""
     if config.training.length == TrainingLength() and not config.training.skip_train:
         yield "--train-iters: required (or --train-samples, --train-tokens, or --skip-train to only evaluate)"
-    if config.logging.profile and config.logging.profile_step_end <= config.logging.profile_step_start:
-        yield (
-            f"--profile-step-end={config.logging.profile_step_end}: not above "
-            f"--profile-step-start={config.logging.profile_step_start}"
-        )
+    window = config.logging.profiling
+    if window.profile and window.profile_step_end <= window.profile_step_start:
+        end, start = window.profile_step_end, window.profile_step_start
+        yield f"--profile-step-end={end}: not above --profile-step-start={start}"
 
 
 def precision(config: Config, world_size: int) -> Iterator[str]:

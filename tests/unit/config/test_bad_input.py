@@ -90,7 +90,8 @@ ONE_LINE = [
         f"--pipeline-model-parallel-layout E|ttttttttL --decoder-last-pipeline-num-layers 3 {PP} 2 "
         "--global-batch-size 8",
         2,
-        "--decoder-last-pipeline-num-layers=3: excludes --pipeline-model-parallel-layout; give one of them",
+        "--pipeline-model-parallel-layout=E|ttttttttL: contradicts --decoder-last-pipeline-num-layers=3; give one of "
+        "them",
     ),
     (
         f"--sequence-parallel --seq-length 65 {TP} 2",
@@ -258,7 +259,7 @@ ONE_LINE = [
     (
         "--load . --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
         1,
-        "--override-opt-param-scheduler: excludes --use-checkpoint-opt-param-scheduler; give one of them",
+        "--use-checkpoint-opt-param-scheduler: contradicts --override-opt-param-scheduler; give one of them",
     ),
     (
         "--load . --finetune --use-checkpoint-opt-param-scheduler",

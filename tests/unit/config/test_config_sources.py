@@ -53,7 +53,7 @@ def test_yaml_numbers_are_read_by_the_type_of_the_field(tmp_path: Path) -> None:
     assert config.optimizer.min_lr == 1e-4
     assert config.training.length.train_samples == 1_000_000
     assert config.training.batch_ramp.step_batch_size_schedule == "0:8"
-    assert config.logging.wandb_project == "no"
+    assert config.logging.wandb.wandb_project == "no"
     assert config.data.data_path == ("a", "b")
 
 

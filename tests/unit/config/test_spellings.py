@@ -24,6 +24,21 @@ RIVALS = [
     ("--lr-warmup-samples 5", "--lr-warmup-fraction 0.5", ""),
     ("--lr-wsd-decay-iters 7", "--lr-wsd-decay-samples 24", "--lr-decay-style WSD"),
     ("--rampup-batch-size 1 1 100", "--step-batch-size-schedule 0:8", ""),
+    (
+        "--decoder-first-pipeline-num-layers 3",
+        "--pipeline-model-parallel-layout Ettt|tttttL",
+        "--pipeline-model-parallel-size 2 --nprocs 2 --global-batch-size 2",
+    ),
+    (
+        "--decoder-last-pipeline-num-layers 3",
+        "--pipeline-model-parallel-layout Ettt|tttttL",
+        "--pipeline-model-parallel-size 2 --nprocs 2 --global-batch-size 2",
+    ),
+    (
+        "--override-opt-param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+        "--load . --no-skip-train --train-iters 5",
+    ),
     ("--bf16", "--fp16", ""),
     ("--bf16", "--fp64", ""),
     ("--fp16", "--fp64", ""),
@@ -68,6 +83,8 @@ def test_a_flag_takes_the_place_of_another_spelling_in_a_file(
         assert parsed.config == parse(flags(shared, above))
         assert parsed.origins[name_of(above)] == "command line"
         assert parsed.origins[name_of(below)] == "default"
+        if not all_options()[name_of(above)].facts.get("saved", True):
+            continue
         written = dump_yaml(parsed.config, parsed.origins)
         assert f"  {name_of(below)}:" not in written and f"  {name_of(above)}:" in written
         file.write_text(written)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,
@@ -232,7 +232,9 @@ def test_settings_that_megatron_has_come_back(tmp_path: Path) -> None:
     model = ModelConfig(
         model_type="llama", num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=16,
         seq_length=8, vocab_size=21, max_position_embeddings=32, position_embedding_type="rope", rotary_base=5e5,
-        rotary_percent=0.5, rotary_seq_len_interpolation_factor=2.0, use_rope_scaling=True, rope_scaling_factor=32.0,
+        rotary_percent=0.5, rope_scaling=RopeScaling(
+            rotary_seq_len_interpolation_factor=2.0, use_rope_scaling=True, rope_scaling_factor=32.0
+        ),
         window_size=5, normalization="RMSNorm", norm_epsilon=1e-6, activation="squared-relu", add_bias_linear=False,
         add_qkv_bias=True, qk_layernorm=True, ffn_hidden_size=40,
     )  # fmt: skip

@@ -110,5 +110,5 @@ def test_a_plan_of_unlike_blocks(config: Config) -> None:
     ]
     assert times[0] < times[1] < times[2]
     found = search(config, 4, hardware, source, given=frozenset(SEARCHED) - {"recompute_granularity"}).predictions[0]
-    assert found.config.parallel.pipeline_model_parallel_layout is not None
+    assert found.config.parallel.stage_layout.pipeline_model_parallel_layout is not None
     assert found.step_time < predict(config, 4, hardware, source).step_time

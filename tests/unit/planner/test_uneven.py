@@ -191,7 +191,9 @@ def test_cuts_follow_the_costs_of_the_ends(tmp_path) -> None:
     even = _search(config, 2, 80e9)
     cut = even.predictions[0]
     base = predict(config, 2, _hardware(80e9), Roofline(_hardware(80e9)))
-    assert cut.config.parallel.pipeline_model_parallel_layout is not None and cut.step_time < base.step_time
+    assert (
+        cut.config.parallel.stage_layout.pipeline_model_parallel_layout is not None and cut.step_time < base.step_time
+    )
     path = tmp_path / "plan.yaml"
     path.write_text(dump_yaml(cut.config))
     assert parse(["--config", str(path)], world_size=2) == cut.config
@@ -201,7 +203,8 @@ def test_cuts_follow_the_costs_of_the_ends(tmp_path) -> None:
     # a given cut stays
     kept = _config(f"{'--vocab-size 65536'} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4")
     plans = [p.config.parallel for p in _search(kept, 2, 80e9).predictions]
-    assert [(p.pipeline_model_parallel_layout, p.decoder_first_pipeline_num_layers) for p in plans] == [(None, 4)]
+    layouts = [p.stage_layout for p in plans]
+    assert [(a.pipeline_model_parallel_layout, a.decoder_first_pipeline_num_layers) for a in layouts] == [(None, 4)]
 
 
 def test_the_time_source_says_what_a_layer_costs() -> None:
@@ -210,7 +213,7 @@ def test_the_time_source_says_what_a_layer_costs() -> None:
     room, _ = _room(config, 80e9)
     measured = [Times(1.0, 1.0, 1.0)] * 9 + [Times(3.0, 3.0, 3.0)]
     found = recut(room, measured, flexible=False)
-    assert found is not None and found[0].parallel.pipeline_model_parallel_layout == "Et*5|t*3L"
+    assert found is not None and found[0].parallel.stage_layout.pipeline_model_parallel_layout == "Et*5|t*3L"
     assert found[1] == [range(0, 6), range(6, 10)]
 
 
@@ -249,7 +252,7 @@ def test_a_cut_may_be_the_only_one_that_fits() -> None:
     found = _search(config, 4, usable)
     assert found.rejected and found.predictions
     for prediction in found.predictions:
-        assert prediction.config.parallel.pipeline_model_parallel_layout is not None
+        assert prediction.config.parallel.stage_layout.pipeline_model_parallel_layout is not None
         assert prediction.memory_bytes <= usable and not problems(prediction.config, 4)
 
 
