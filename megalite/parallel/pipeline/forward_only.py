@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from megalite.schedule.placement import Placement
 from megalite.schedule.program import Batch
 
 
+@cache
 def forward_program(placement: Placement, num_microbatches: int) -> Program:
     """Every stage runs all micro-batches, first chunk first; nothing is kept for a backward. Replica 0 does it all.
 
