@@ -18,7 +18,7 @@ from megalite.config import Config, parse
 from megalite.faults import fault_point
 from megalite.testing import RanksFailed, run_single
 
-TIMEOUT_SECONDS = 3.0
+TIMEOUT_SECONDS = 2.0
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
     f"--lr 1e-3 --mock-data --vocab-size 64 --distributed-timeout-minutes {TIMEOUT_SECONDS / 60} --nprocs 3"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from equivalence.layouts import TINY, saved_tensors
-from torch import Tensor
 
 from megalite.comm.world import World
 from megalite.config.cli import parse
@@ -61,45 +60,50 @@ def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, f
             assert torch.equal(found[tensor], value), f"{fault}: {tensor}"
 
 
+def long_command(folder: Path, *more: str) -> list[str]:
+    """60 iterations, saved at the end alone."""
+    argv = command(folder, *more)
+    argv[argv.index("--train-iters") + 1] = "60"
+    argv[argv.index("--save-interval") + 1] = "1000"
+    return argv
+
+
 def start(folder: Path, *more: str) -> subprocess.Popen[str]:
-    """A run of 60 iterations on two local ranks, through the command line."""
-    flags = [flag for flag in command(folder, *more) if flag != "--no-exit-signal-handler"]
-    flags[flags.index("--train-iters") + 1] = "60"
-    flags[flags.index("--save-interval") + 1] = "1000"
+    """That run on two local ranks, through the command line."""
+    flags = [flag for flag in long_command(folder, *more) if flag != "--no-exit-signal-handler"]
     argv = [sys.executable, "pretrain_gpt.py", *flags, "--nprocs", "2", "--log-interval", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-@pytest.fixture(scope="module")
-def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What is saved at the end."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    whole = start(folder)
-    assert whole.communicate(timeout=300)[0] and whole.returncode == 0
-    return saved_tensors(folder)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_saves_and_exits_0_and_the_resumed_run_is_the_same(
-    number: signal.Signals, tmp_path: Path, never_stopped: dict[str, Tensor]
-) -> None:
-    """As a scheduler does it: the signal goes to the launcher."""
-    stopped = start(tmp_path / "stopped")
-    assert stopped.stdout is not None
-    for line in stopped.stdout:
-        if "iteration" in line and " 5/" in line:
+def stop(running: subprocess.Popen[str], number: signal.Signals, iteration: int) -> None:
+    """Sends the launcher a signal when `iteration` has been told; the run must end in order."""
+    assert running.stdout is not None
+    for line in running.stdout:
+        if "iteration" in line and f" {iteration}/" in line:
             break
-    stopped.send_signal(number)
-    stopped.stdout.read()
-    assert stopped.wait(timeout=120) == 0
-    saved = [path.name for path in (tmp_path / "stopped").glob("iter_*")]
-    assert len(saved) == 1 and 5 <= int(saved[0][5:]) < 60, saved
-    assert not (tmp_path / "stopped" / "COMPLETED").exists()
-    resumed = start(tmp_path / "stopped", "--auto-resume")
+    running.send_signal(number)
+    running.stdout.read()
+    assert running.wait(timeout=120) == 0
+
+
+def test_signals_save_and_exit_0_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
+    """As a scheduler does it: the signal goes to the launcher; one kind first, the other after the resume."""
+    folder = tmp_path / "stopped"
+    stop(start(folder), signal.SIGTERM, 5)
+    saved = [int(path.name[5:]) for path in folder.glob("iter_*")]
+    assert len(saved) == 1 and 5 <= saved[0] < 60, saved
+    assert not (folder / "COMPLETED").exists()
+    again = saved[0] + 5
+    stop(start(folder, "--auto-resume"), signal.SIGUSR1, again)
+    saved = sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+    assert len(saved) == 2 and again <= saved[1] < 60, saved
+    assert not (folder / "COMPLETED").exists()
+    resumed = start(folder, "--auto-resume")
     assert resumed.communicate(timeout=300)[0] and resumed.returncode == 0
-    assert (tmp_path / "stopped" / "COMPLETED").exists()
-    found = saved_tensors(tmp_path / "stopped")
-    assert found.keys() == never_stopped.keys()
-    for tensor, value in never_stopped.items():
+    assert (folder / "COMPLETED").exists()
+    run_ranks(whole_run, 2, long_command(tmp_path / "whole"))
+    found, expected = saved_tensors(folder), saved_tensors(tmp_path / "whole")
+    assert found.keys() == expected.keys()
+    for tensor, value in expected.items():
         assert torch.equal(found[tensor], value), tensor

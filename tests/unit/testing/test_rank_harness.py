@@ -86,7 +86,7 @@ def body_works_in_steps(world: World) -> None:
     ],
 )
 def test_each_fault_is_bounded_and_blamed_on_its_rank(action: str, account: str) -> None:
-    case = try_ranks(body_works_in_steps, 2, faults=[f"{action}@test.step:rank=1:step=1"], peer_timeout=2.5)
+    case = try_ranks(body_works_in_steps, 2, faults=[f"{action}@test.step:rank=1:step=1"], peer_timeout=1.5)
     assert case.outcome.culprit is not None
     assert case.outcome.seconds < 30  # 3 s on a quiet machine; without a bound it would be the default, 120 s
     assert re.search(account, case.describe()), case.describe()
