@@ -9,7 +9,8 @@ Weights come in versions: `modules[slot]` are module instances with parameters o
 meanwhile, autograd's version counter raises: PipeDream-2BW's invariant is checked at run time for nothing.
 
 The split backward (Zero Bubble, arXiv 2401.10241) collects the computation of weight gradients (`megalite.gradient`)
-while the input's gradient is computed, and runs it later.
+while the input's gradient is computed, and runs it later. Layers without a queue are split on their autograd graph
+(`split_backward`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.comm.p2p import TensorSpec
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
+from megalite.parallel.pipeline.split_backward import SplitBackward
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Stage:
     """One model chunk of one rank.
 
     modules: one module per weight-version slot, `forward(x, batch) -> x`; the last stage's gives the summed loss.
-    weight_grads: the queue that the stage's layers put weight-gradient computations into.
+    weight_grads: the queue that the stage's layers put weight-gradient computations into; None for layers that know
+    of none.
     spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
     """
@@ -46,7 +49,7 @@ class Stage:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        weight_grads: WeightGradQueue,
+        weight_grads: WeightGradQueue | None,
         *,
         spec: TensorSpec,
         is_first: bool,
@@ -86,14 +89,19 @@ class Stage:
         return None if saved.x is None else saved.x.grad
 
     def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
-        """The first half of a split backward: the input's gradient, and those of biases and norms."""
+        """The first half of a split backward: the input's gradient, and those of norms."""
+        if self._weight_grads is None:
+            saved = self._in_flight.pop(microbatch)
+            split = SplitBackward(saved.end, saved.x)
+            self._deferred[microbatch] = [split.backward_weight]
+            return split.backward_input(dy)
         with self._weight_grads.collect() as deferred:
             dx = self.backward(microbatch, dy)
         self._deferred[microbatch] = deferred
         return dx
 
     def backward_weight(self, microbatch: int) -> None:
-        """The second half: the gradients of the matrices, in the order in which the first half met them."""
+        """The second half: the gradients of matrices and biases, in the order in which the first half met them."""
         for compute in self._deferred.pop(microbatch):
             compute()
 
