@@ -17,7 +17,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING
 from megalite.comm import environment
 from megalite.comm.environment import Place
 from megalite.comm.rank_page import RankError, RankPage
+from megalite.comm.scratch import scratch_folder
 from megalite.comm.supervisor import INTERRUPTED, Outcome, supervise
 from megalite.comm.watch import Watch
 from megalite.config import Config, ParallelConfig
@@ -73,13 +73,13 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
                 watch = Watch(place, page, hang_seconds=seconds, host=socket.gethostname())
             return _run_rank(config, main, place, page.set_phase, watch=watch)
         check_devices(config.parallel, nprocs)
+        return _run_local_ranks(config, main, nprocs)
     except KeyboardInterrupt:
         if place.rank == 0:
             print_interrupted(page.phase)
         return INTERRUPTED
     except Exception as error:
         return _leave_failed(error, place, watch)
-    return _run_local_ranks(config, main, nprocs)
 
 
 def _leave_failed(error: Exception, place: Place, watch: Watch | None) -> int:
@@ -126,8 +126,8 @@ def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
     # Not with GPUs: a library that asks the CUDA driver for devices while it is imported would spoil the fork.
     if torch.cuda.device_count() == 0:
         importlib.import_module("torch._dynamo")
-    with tempfile.TemporaryDirectory(prefix="megalite-", ignore_cleanup_errors=True) as folder:  # Mode 0700.
-        rendezvous = Path(folder) / "rendezvous"
+    with scratch_folder() as folder:
+        rendezvous = folder / "rendezvous"
 
         def body(rank: int, page: RankPage) -> int:
             place = Place("nprocs", rank, nprocs, rank, nprocs)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megalite.comm.collectives import all_gather_json
 from megalite.comm.mesh import Axis
+from megalite.comm.scratch import remove_forgotten
 from megalite.errors import PeerLost
 
 DEPTH = 8
@@ -185,6 +186,7 @@ def _host() -> str:
 
 def _create(folder: str, total: int) -> str | None:
     """A file of `total` bytes that really exist (a full /dev/shm would kill the process at the first write)."""
+    remove_forgotten(Path(folder))
     try:
         descriptor, path = tempfile.mkstemp(prefix=f"megalite-{os.getpid()}-", dir=folder)
         try:

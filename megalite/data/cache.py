@@ -13,18 +13,20 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
 
-from megalite.errors import DataError
+from megalite.errors import DataError, MegaliteError
 
 __all__ = ["cache_directory", "cached_folder", "digest_of"]
 
 logger = logging.getLogger(__name__)
 
-COMPLETE = "COMPLETE"
+COMPLETE, PARTIAL = "COMPLETE", ".partial"
+KEPT_SECONDS = 86400.0
 
 
 def cache_directory(data_cache_path: str | None, save: str | None) -> Path:
@@ -46,8 +48,11 @@ def digest_of(*parts: object) -> str:
     return digest.hexdigest()
 
 
-def cached_folder(root: Path, name: str, build: Callable[[Path], None]) -> Path:
+def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resumes: bool = False) -> Path:
     """The folder `root/name`, made by `build(folder)` where it is not there yet.
+
+    What killed builders have left is removed first. resumes: `build` goes on with what an earlier one has left in its
+    folder, which is kept for that a day long.
 
     Raises:
         DataError: the cache can not be written.
@@ -57,10 +62,11 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None]) -> Path:
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{name}.lock"):
+        with _locked(root / f".{name}.lock") as alone:
             if (target / COMPLETE).is_file():
                 return target
-            _build(root, target, build)
+            _sweep(root)
+            _build(root, target, build, resumes=resumes and alone)
     except OSError as error:
         raise DataError(
             f"--data-cache-path={root}: can not be written ({error.strerror or _full(error)}); name another folder"
@@ -73,27 +79,52 @@ def _full(error: OSError) -> str:
     return f"is the disk full? {error}"
 
 
-def _build(root: Path, target: Path, build: Callable[[Path], None]) -> None:
-    stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=root))
+def _build(root: Path, target: Path, build: Callable[[Path], None], *, resumes: bool) -> None:
+    if resumes:
+        stage = root / f"{target.name}{PARTIAL}"
+        stage.mkdir(exist_ok=True)
+    else:
+        stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=root))
     try:
         build(stage)
         (stage / COMPLETE).touch()
         if target.exists():  # left by a version of this program that did not mark it, or damaged by hand
             shutil.rmtree(target)
         os.rename(stage, target)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+    except BaseException as error:
+        if not resumes or isinstance(error, MegaliteError):
+            shutil.rmtree(stage, ignore_errors=True)
         # On a file system without working locks another machine may have finished first: its folder is as good.
         if not (target / COMPLETE).is_file():
             raise
 
 
+def _sweep(root: Path) -> None:
+    """Removes the stages of builders that are dead: their locks are free."""
+    stages = [(path, path.name.partition(".tmp-")[0]) for path in root.glob("*.tmp-*")]
+    stages += [
+        (path, path.name.removesuffix(PARTIAL))
+        for path in root.glob(f"*{PARTIAL}")
+        if time.time() - path.stat().st_mtime > KEPT_SECONDS
+    ]
+    for path, name in stages:
+        with contextlib.suppress(OSError), open(root / f".{name}.lock", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            logger.info("removed %s, left by a process that was killed", path)
+
+
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an advisory lock for the block; without support for locks the rename alone keeps things whole."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold an advisory lock for the block: True; without support for locks the rename alone keeps things whole."""
     with open(path, "a") as file:
         try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that builds %s", path.with_name(path.stem[1:]))
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             logger.debug("no lock on %s (%s)", path, error.strerror)
-        yield
+            yield False
+            return
+        yield True

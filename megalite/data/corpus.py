@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import numpy as np
 import xxhash
 
 from megalite.data.cache import cached_folder, digest_of
-from megalite.data.indexed import IndexedDataset, IndexedWriter
+from megalite.data.indexed import IndexedDataset
 from megalite.data.splits import SPLIT_NAMES, bounds_of, without
+from megalite.data.tokenise import write_documents
 from megalite.data.tokenizer import Tokenizer, fingerprint
 from megalite.errors import DataError
 from megalite.extras import optional_package
@@ -38,7 +38,6 @@ __all__ = [
     "read_jsonl",
     "stdlib_corpus",
     "stdlib_files",
-    "text_pieces",
     "tokenise",
 ]
 
@@ -50,8 +49,6 @@ SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "site-packages", "dist-packages", "encodings", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 )
 HELD_OUT_EVERY = 20
-PIECE = 1 << 20
-BATCH_BYTES = 4 << 20
 CACHE_VERSION = 1
 
 Part = tuple[float, float]
@@ -214,50 +211,6 @@ def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str
     return [record[key] for key in keys]
 
 
-def text_pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cut a long text after newlines that stand between two non-space characters, about every `size` characters."""
-    at = 0
-    while len(text) - at > size:
-        cut = text.find("\n", at + size)
-        while 0 <= cut < len(text) - 1 and (text[cut - 1].isspace() or text[cut + 1].isspace()):
-            cut = text.find("\n", cut + 1)
-        if cut < 0 or cut >= len(text) - 1:
-            break
-        yield text[at : cut + 1]
-        at = cut + 1
-    if at < len(text):
-        yield text[at:]
-
-
-def write_documents(writer: IndexedWriter, documents: Iterable[str], tokenizer: Tokenizer, ends_documents: bool) -> int:
-    """Tokenise documents in batches into `writer`; documents without a token are left out. Returns UTF-8 bytes."""
-    eod = [tokenizer.eod_id] if ends_documents and tokenizer.eod_id is not None else []
-    total = waiting = 0
-    pieces: list[str] = []
-    counts: list[int] = []
-
-    def flush() -> None:
-        nonlocal pieces, counts, waiting
-        ids = iter(tokenizer.encode_batch(pieces))
-        for count in counts:
-            document = [next(ids) for _ in range(count)]
-            if any(len(part) for part in document):
-                joined = np.concatenate([*document, np.array(eod, np.int64)]) if eod or count > 1 else document[0]
-                writer.add_document(joined)
-        pieces, counts, waiting = [], [], 0
-
-    for text in documents:
-        cut = list(text_pieces(text)) if tokenizer.splits_at_newline else [text]
-        pieces += cut
-        counts.append(len(cut))
-        waiting += len(text)
-        total += len(text.encode("utf-8", "surrogatepass"))
-        if waiting >= BATCH_BYTES:
-            flush()
-    flush()
-    return total
-
-
 def tokenise(
     corpus: TextCorpus, part: Part | None, split: str, tokenizer: Tokenizer, cache_dir: Path
 ) -> IndexedDataset:
@@ -282,11 +235,11 @@ def tokenise(
 
     def write(folder: Path) -> None:
         logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
-        with IndexedWriter(folder / "text_document", vocab_size=tokenizer.vocab_size) as writer:
-            count = write_documents(writer, corpus.documents(part, split), tokenizer, corpus.ends_documents)
-        (folder / "utf8_bytes").write_text(str(count if writer.tokens else 0))
+        prefix, documents = folder / "text_document", corpus.documents(part, split)
+        tokens, count = write_documents(prefix, documents, tokenizer, ends_documents=corpus.ends_documents)
+        (folder / "utf8_bytes").write_text(str(count if tokens else 0))
 
-    folder = cached_folder(cache_dir / "tokens", key, write)
+    folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
     try:
         dataset = _open_tokens(folder, corpus, split)
     except DataError as error:
@@ -294,7 +247,7 @@ def tokenise(
             raise
         logger.warning("%s; tokenising again", error)
         shutil.rmtree(folder)
-        dataset = _open_tokens(cached_folder(cache_dir / "tokens", key, write), corpus, split)
+        dataset = _open_tokens(cached_folder(cache_dir / "tokens", key, write, resumes=True), corpus, split)
     dataset.name = corpus.name
     return dataset
 

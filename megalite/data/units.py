@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields, text_pieces
+from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields
+from megalite.data.tokenise import text_pieces
 from megalite.errors import DataError
 from megalite.extras import optional_package
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import corpus, units
+from megalite.data import units
 from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
+from megalite.data.tokenise import text_pieces
 from megalite.data.tokenizer import ByteTokenizer, CharTokenizer
 from megalite.data.tokenizer_training import train_bpe
 from megalite.errors import DataError
@@ -107,7 +108,7 @@ def test_a_text_file_is_one_document_however_it_is_cut(tmp_path: Path, monkeypat
 
 def test_pieces_are_cut_between_words_of_two_lines() -> None:
     text = "a\nb\n\nc \nd\n e\nf" * 30
-    pieces = list(corpus.text_pieces(text, 10))
+    pieces = list(text_pieces(text, 10))
     assert "".join(pieces) == text and len(pieces) > 10
     for piece, following in zip(pieces[:-1], pieces[1:], strict=True):
         assert piece.endswith("\n") and not piece[-2].isspace() and not following[0].isspace()

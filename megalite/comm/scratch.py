@@ -1,0 +1,82 @@
+"""The launcher's private folder in the temporary directory, and what killed launchers have left there.
+
+A launcher holds a lock on a file in its folder, and its ranks inherit it. The system gives the lock back however they
+end, so a folder whose lock is free belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megalite.errors import ConfigError
+
+__all__ = ["remove_forgotten", "scratch_folder"]
+
+logger = logging.getLogger(__name__)
+
+PREFIX, ALIVE = "megalite-", "alive"
+FORGOTTEN_SECONDS = 3600.0
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder (mode 0700) for the block; those of dead launchers are removed. Raises ConfigError."""
+    try:
+        root = Path(tempfile.gettempdir())
+        _sweep(root)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        alive = open(folder / ALIVE, "x")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ConfigError(f"env: TMPDIR: can not be written ({error.strerror}); point it to another folder") from None
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: the folder's age decides
+            fcntl.flock(alive, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        alive.close()
+
+
+def _sweep(root: Path) -> None:
+    for folder in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or somebody else is sweeping
+            if _is_ours(folder, stat.S_ISDIR) and _is_dead(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.info("removed %s, left by a launcher that was killed", folder)
+
+
+def _is_dead(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / ALIVE, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:  # killed before it could lock, or locking just now
+        return time.time() - folder.lstat().st_mtime > FORGOTTEN_SECONDS and {*os.listdir(folder)} <= {"rendezvous"}
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def remove_forgotten(root: Path) -> None:
+    """Removes files of shared memory whose makers were killed before they could: a file has its name for an instant
+    only, and who has mapped it keeps it."""
+    for path in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if _is_ours(path, stat.S_ISREG) and time.time() - path.lstat().st_mtime > FORGOTTEN_SECONDS:
+                path.unlink()
+
+
+def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    found = path.lstat()
+    return found.st_uid == os.getuid() and is_kind(found.st_mode)

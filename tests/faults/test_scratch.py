@@ -1,0 +1,72 @@
+"""Killed launchers leave nothing for ever: the next one removes what has no owner, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.comm import scratch
+from megalite.comm.scratch import remove_forgotten, scratch_folder
+from megalite.errors import ConfigError
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def hold_and_wait(root: Path) -> int:
+    """Forks a launcher; its folder exists when this returns."""
+    pid = os.fork()
+    if pid == 0:
+        with scratch_folder():
+            (root / "ready").touch()
+            time.sleep(60)
+        os._exit(0)
+    while not (root / "ready").exists():
+        time.sleep(0.005)
+    (root / "ready").unlink()
+    return pid
+
+
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(root: Path) -> None:
+    pid = hold_and_wait(root)
+    (left,) = root.iterdir()
+    try:
+        with scratch_folder() as mine:
+            assert {*root.iterdir()} == {left, mine}, "its owner lives"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with scratch_folder() as mine:
+        assert [*root.iterdir()] == [mine]
+    assert not [*root.iterdir()]
+
+
+def test_only_what_is_ours_and_forgotten_is_removed(root: Path) -> None:
+    for name in ("megalite-old", "megalite-new", "megalite-strange", "other"):
+        (root / name).mkdir()
+    (root / "megalite-strange" / "work.txt").touch()
+    (root / "megalite-link").symlink_to(root / "other")
+    (root / "megalite-12-x").touch()
+    for path in root.iterdir():
+        if path.name != "megalite-new":
+            os.utime(path, (1, 1), follow_symlinks=False)
+    with scratch_folder():
+        pass
+    left = {"megalite-new", "megalite-strange", "other", "megalite-link", "megalite-12-x"}
+    assert {path.name for path in root.iterdir()} == left
+    remove_forgotten(root)
+    assert {path.name for path in root.iterdir()} == left - {"megalite-12-x"}
+
+
+def test_a_temporary_directory_that_can_not_be_written_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(root / "none"))
+    with pytest.raises(ConfigError, match="env: TMPDIR: can not be written .*; point it to another folder"):
+        with scratch_folder():
+            pass
