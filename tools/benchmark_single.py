@@ -224,14 +224,9 @@ def device_peak(precision: str) -> float | None:
     """Data-sheet FLOP/s; None where it is not known (CPUs, fp32)."""
     import torch
 
-    from megalite.config import TrainingConfig
-    from megalite.config.training import Precision
-    from megalite.training.peaks import peak_flops
+    from megalite.planner.hardware import peak_flops
 
-    if not torch.cuda.is_available():
-        return None
-    training = TrainingConfig(micro_batch_size=1, precision=Precision(bf16=precision == "bf16"))
-    return peak_flops(torch.cuda.get_device_name(), training)
+    return peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
 
 
 def memory_in_a_process(variant: str) -> int:

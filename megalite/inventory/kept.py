@@ -21,10 +21,10 @@ from megalite.config import Config
 from megalite.config.model import ModelConfig
 from megalite.inventory.layers import Layer
 
-__all__ = ["Precision", "boundary_bytes", "boundary_shape", "kept_bytes", "micro_tokens", "weight_only_bytes"]
+__all__ = ["ElementBytes", "boundary_bytes", "boundary_shape", "kept_bytes", "micro_tokens", "weight_only_bytes"]
 
 
-class Precision(NamedTuple):
+class ElementBytes(NamedTuple):
     """Bytes of an element: compute weights and activations, masters and losses, accumulated gradients."""
 
     compute: int
@@ -32,7 +32,7 @@ class Precision(NamedTuple):
     gradient: int
 
     @classmethod
-    def of(cls, config: Config) -> Precision:
+    def of(cls, config: Config) -> ElementBytes:
         chosen = config.training.precision
         compute, wide = (8, 8) if chosen.fp64 else (2, 4) if chosen.half else (4, 4)
         return cls(compute, wide, 2 if chosen.bf16 and config.parallel.grad_reduce_in_bf16 else wide)
@@ -44,7 +44,7 @@ def micro_tokens(config: Config) -> int:
 
 
 def _residual_bytes(config: Config) -> int:
-    size = Precision.of(config)
+    size = ElementBytes.of(config)
     return size.wide if config.model.fp32_residual_connection else size.compute
 
 
@@ -64,7 +64,7 @@ def boundary_bytes(config: Config) -> float:
 def _norm_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of one norm: input, statistics, output (which the linear layer behind it keeps)."""
     length, samples, h = boundary_shape(config)
-    tokens, size = length * samples, Precision.of(config)
+    tokens, size = length * samples, ElementBytes.of(config)
     residual = _residual_bytes(config)
     kept = tokens * h * (residual + size.compute)
     if model.normalization == "LayerNorm":
@@ -75,7 +75,7 @@ def _norm_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
 
 
 def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
-    tp, size, tokens = config.parallel.tensor_model_parallel_size, Precision.of(config), micro_tokens(config)
+    tp, size, tokens = config.parallel.tensor_model_parallel_size, ElementBytes.of(config), micro_tokens(config)
     e = size.compute
     q, kv, heads = model.query_size / tp, model.kv_size / tp, model.num_attention_heads / tp
     grouped = model.query_groups != model.num_attention_heads
@@ -124,7 +124,7 @@ def _block_area(length: int) -> int:
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     """Everything that a layer keeps of a micro-batch, a block's input included, a head's normalised input not."""
-    model, tokens, size = layer.model, micro_tokens(config), Precision.of(config)
+    model, tokens, size = layer.model, micro_tokens(config), ElementBytes.of(config)
     length, samples, h = boundary_shape(config)
     if layer.is_block:
         dropout = 2 * length * samples * h if model.hidden_dropout > 0 else 0.0
@@ -140,7 +140,7 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
 def weight_only_bytes(config: Config, layer: Layer) -> float:
     """What a layer keeps after I until W of a split backward: inputs and output gradients of its matrices (whole
     sequences: the gather of sequence parallelism has been done). A head has computed its gradient, and adds it."""
-    tp, size = config.parallel.tensor_model_parallel_size, Precision.of(config)
+    tp, size = config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
     matrices = [product.local(tp) for product in layer.products if not product.core]
     if layer.is_block:
         return float(size.compute * micro_tokens(config) * sum(n + k for n, k in matrices))

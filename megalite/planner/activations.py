@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config import Config
-from megalite.inventory.kept import Precision, boundary_bytes, kept_bytes, micro_tokens, weight_only_bytes
+from megalite.inventory.kept import ElementBytes, boundary_bytes, kept_bytes, micro_tokens, weight_only_bytes
 from megalite.inventory.layers import add_up, blocks_of, layers
 from megalite.schedule import find
 
@@ -62,7 +62,7 @@ def recomputed(config: Config, items: range) -> range:
 def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> Kept:
     """What one micro-batch keeps in a stage. config: as the stage has it (`for_stage`). items: indices into [embedding,
     block 0, ..., head]."""
-    size, tokens, entrance = Precision.of(config), micro_tokens(config), boundary_bytes(config)
+    size, tokens, entrance = ElementBytes.of(config), micro_tokens(config), boundary_bytes(config)
     here = layers(config.model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
     kept, segments, _ = _segments(config, len(blocks))
@@ -86,7 +86,7 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
 
 def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tuple[float, float]:
     """(Logits of one chunk and their gradient, tensors that come and go in a block's backward) in bytes."""
-    model, tp, size = config.model, config.parallel.tensor_model_parallel_size, Precision.of(config)
+    model, tp, size = config.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
     tokens, here = micro_tokens(config), layers(model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
     logits = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from megalite.planner.hardware import Hardware
 
@@ -24,16 +25,16 @@ class Group:
     size: int
     stride: int = 1
 
-    @property
+    @cached_property
     def per_node(self) -> int:
         """Members in one node."""
         return max(1, min(self.size, self.hardware.devices_per_node // self.stride))
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return -(-self.size // self.per_node)
 
-    @property
+    @cached_property
     def bandwidth(self) -> float:
         """Bytes per second of a ring."""
         inside, between = self.hardware.intra_node.bandwidth, self.hardware.inter_node.bandwidth

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from megalite.config import Config
 from megalite.config.update_rules import UPDATE_RULES
-from megalite.inventory.kept import Precision, micro_tokens
+from megalite.inventory.kept import ElementBytes, micro_tokens
 from megalite.inventory.layers import Layer, layers
 from megalite.planner.communication import Group
 from megalite.planner.hardware import Hardware
@@ -84,7 +84,7 @@ class Roofline:
 
     def product(self, config: Config, m: float, n: float, k: float) -> float:
         """Seconds of one matrix product."""
-        hw, e = self.hardware, Precision.of(config).compute
+        hw, e = self.hardware, ElementBytes.of(config).compute
         rate = hw.matrix_flops[precision_name(config)] * hw.matrix_efficiency
         slower = 1 + hw.matrix_half_size / min(m, n, k)
         moved = e * (m * n + n * k + m * k) / (hw.memory_bandwidth * hw.memory_efficiency)
@@ -102,7 +102,7 @@ class Roofline:
         return [times[layer] for layer in whole]
 
     def optimizer_step(self, config: Config, elements: float) -> float:
-        size = Precision.of(config)
+        size = ElementBytes.of(config)
         moments = UPDATE_RULES[config.optimizer.optimizer].most_moments(config.optimizer)
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute
         return self.traffic(elements * moved, 20)
@@ -111,7 +111,7 @@ class Roofline:
         return 0.0  # data and bookkeeping are prepared while the device computes
 
     def _block(self, config: Config, layer: Layer) -> Times:
-        model, tp, size = layer.model, config.parallel.tensor_model_parallel_size, Precision.of(config)
+        model, tp, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
         tokens, e, hw = micro_tokens(config), size.compute, self.hardware
         outer = tp if config.parallel.sequence_parallel else 1
         local = {product.name: product.local(tp) for product in layer.products if not product.core}
@@ -142,7 +142,7 @@ class Roofline:
         behind: seconds of the products whose inputs are gathered again while dx is computed.
         """
         group = Group(self.hardware, config.parallel.tensor_model_parallel_size)
-        whole = micro_tokens(config) * config.model.hidden_size * Precision.of(config).compute
+        whole = micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
         overlap = self.hardware.overlap
         sequence = config.parallel.sequence_parallel
         one = group.gather(whole) if sequence else group.all_reduce(whole)
@@ -154,7 +154,7 @@ class Roofline:
         return crossings * one, crossings * one + again, hidden
 
     def _embedding(self, config: Config, layer: Layer) -> Times:
-        size, numbers = Precision.of(config), micro_tokens(config) * config.model.hidden_size
+        size, numbers = ElementBytes.of(config), micro_tokens(config) * config.model.hidden_size
         forward, backward, _ = self._messages(config, layer)
         return Times(
             self.traffic(4 * numbers * size.compute, 4) + forward,
@@ -163,7 +163,7 @@ class Roofline:
         )
 
     def _head(self, config: Config, layer: Layer) -> Times:
-        size, tp, tokens = Precision.of(config), config.parallel.tensor_model_parallel_size, micro_tokens(config)
+        size, tp, tokens = ElementBytes.of(config), config.parallel.tensor_model_parallel_size, micro_tokens(config)
         rows, h = layer.product("output").local(tp)
         logits = self.traffic(tokens * rows * (6 * size.wide + 2 * size.compute), 12)
         update = self.traffic(rows * h * size.wide * 2, 2)

@@ -1,4 +1,5 @@
-"""Hardware as data: `hardware/NAME.yaml` beside this file, or a file of the user's own.
+"""Hardware as data: `hardware/NAME.yaml` beside this file, or a file of the user's own; `devices.yaml` knows which
+device is which.
 
 Rates are what data sheets say; the efficiencies beside them are what well-written programs reach of them (measured runs
 published by others, or `tools/profile_layers.py`). Bandwidths are bytes per second of one device in one direction.
@@ -15,7 +16,7 @@ import yaml
 
 from megalite.errors import ConfigError
 
-__all__ = ["Hardware", "Link", "available", "load_hardware", "parse_hardware"]
+__all__ = ["Hardware", "Link", "available", "load_hardware", "parse_hardware", "peak_flops"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,17 @@ def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> 
     if devices_per_node is None:
         return hardware
     return replace(hardware, devices_per_node=devices_per_node)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """FLOP/s that one device could do at best in bf16 or fp16: what MFU, the share of the possible that a run reaches,
+    is measured against. None where that is not known (other precisions; a CPU, whose peak depends on clocks and
+    instruction sets that its name does not tell)."""
+    known = yaml.safe_load((Path(__file__).parent / "devices.yaml").read_text())
+    found = next((entry for name, entry in known.items() if name in device_name), None)
+    if found is None or precision not in ("bf16", "fp16"):
+        return None
+    return load_hardware(found).matrix_flops[precision] if isinstance(found, str) else float(found)
 
 
 def parse_hardware(data: Any, where: str) -> Hardware:

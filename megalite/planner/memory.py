@@ -18,7 +18,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory.kept import Precision, boundary_bytes, micro_tokens
+from megalite.inventory.kept import ElementBytes, boundary_bytes, micro_tokens
 from megalite.planner.activations import Kept, stage_activations, workspace_bytes
 from megalite.planner.states import StateBytes, state_bytes
 from megalite.schedule import SCHEDULES, Program, Shape
@@ -116,7 +116,7 @@ def _sequence_buffers(config: Config) -> float:
     """Whole sequences gathered for a product under sequence parallelism: one at a time, and its gradient."""
     if not config.parallel.sequence_parallel or config.parallel.tensor_model_parallel_size == 1:
         return 0.0
-    return 2.0 * micro_tokens(config) * config.model.hidden_size * Precision.of(config).compute
+    return 2.0 * micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
 
 
 def _shared_memory(config: Config, on_cpu: bool) -> float:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megalite.config import Config
 from megalite.inventory.buckets import bucket_limit
-from megalite.inventory.kept import Precision, boundary_bytes
+from megalite.inventory.kept import ElementBytes, boundary_bytes
 from megalite.inventory.layers import flops_per_iteration, layers
 from megalite.inventory.pipeline import computations, stage_cuts
 from megalite.planner.activations import recomputed
@@ -211,7 +211,7 @@ class _Stages:
         zero, overlap = self.config.parallel.zero_stage, self.hardware.overlap
         if zero < 2 or self.shards == 1:
             return times
-        size, group = Precision.of(self.config), self.data_group
+        size, group = ElementBytes.of(self.config), self.data_group
         scatter = group.gather(self.elements(stage) * size.gradient)
         weights = group.gather(self.elements(stage) * size.compute) if zero == 3 else 0.0
         if zero == 3 and find(self.config.parallel.schedule).gathers_once:
@@ -255,7 +255,7 @@ class _Stages:
 
     def reduction(self, program: Program, steady: Steady) -> tuple[float, float]:
         """Seconds of the step that gradients and updated weights of data parallelism add."""
-        parallel, size, group = self.config.parallel, Precision.of(self.config), self.data_group
+        parallel, size, group = self.config.parallel, ElementBytes.of(self.config), self.data_group
         if self.dp == 1:
             return 0.0, 0.0
         zero = parallel.zero_stage
@@ -284,7 +284,7 @@ class _Stages:
         """The sum over the ranks that hold the same stage (Chimera), in the open after the last backward."""
         if program.placement.num_replicas == 1:
             return 0.0
-        parallel, size = self.config.parallel, Precision.of(self.config).gradient
+        parallel, size = self.config.parallel, ElementBytes.of(self.config).gradient
         group = Group(self.hardware, program.placement.num_replicas, parallel.tensor_model_parallel_size * self.dp)
         owners = self.shards if parallel.zero_stage else 1
         return max(
@@ -298,5 +298,5 @@ class _Stages:
             return 0.0
         rows = self.config.padded_vocab_size() / parallel.tensor_model_parallel_size
         stride = parallel.tensor_model_parallel_size * self.dp * (parallel.pipeline_model_parallel_size - 1)
-        nbytes = rows * model.hidden_size * Precision.of(self.config).gradient
+        nbytes = rows * model.hidden_size * ElementBytes.of(self.config).gradient
         return Group(self.hardware, 2, stride).all_reduce(nbytes)

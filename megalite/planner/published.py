@@ -17,6 +17,7 @@ from statistics import median
 
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
+from megalite.inventory import layers as inventory
 from megalite.inventory.layers import count_parameters, flops_per_iteration
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
@@ -195,9 +196,10 @@ def published_flops(config: Config, counts: str) -> float:
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
     tp = config.parallel.tensor_model_parallel_size
-    half = 6.0 * batch * model.seq_length**2 * model.query_size * model.num_layers
+    tokens = 3.0 * batch * model.seq_length  # forward and backward
+    half = tokens * sum(layer.flops(core=True) for layer in inventory.layers(model))
     whole = flops_per_iteration(model, batch, tp) + half
-    logits = 6.0 * batch * model.seq_length * model.hidden_size * model.padded_vocab_size(tp)
+    logits = tokens * inventory.layers(model)[-1].flops(tp)
     return {
         "model": whole - half,
         "attention": whole,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.config.parallel import StageLayout
 from megalite.config.update_rules import UPDATE_RULES
-from megalite.inventory.kept import Precision, boundary_bytes
+from megalite.inventory.kept import ElementBytes, boundary_bytes
 from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import Group
@@ -89,6 +90,11 @@ class Quick:
     source: TimeSource
     _layers: dict[tuple[int, int, bool, str | None], _Shared] = field(default_factory=dict)
     _elements: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def size(self) -> ElementBytes:
+        """Of every layout."""
+        return ElementBytes.of(self.config)
 
     def _shared(self, layout: Layout) -> _Shared:
         key = (
@@ -188,7 +194,7 @@ class Quick:
         return (p - 1) * find(layout.pipeline_schedule).idle(f, i, w, v)
 
     def _data_parallel(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
-        size = Precision.of(self.config)
+        size = self.size
         if find(layout.pipeline_schedule).paired:  # every rank holds two stages, each with another rank
             pair = Group(self.hardware, 2, layout.tensor_model_parallel_size * dp)
             sums = pair.all_reduce(2 * elements * size.gradient / (dp if layout.zero_stage else 1))
@@ -198,7 +204,7 @@ class Quick:
     def _reduction(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
         if dp == 1:
             return 0.0
-        size, group = Precision.of(self.config), Group(self.hardware, dp, layout.tensor_model_parallel_size)
+        size, group = self.size, Group(self.hardware, dp, layout.tensor_model_parallel_size)
         scatter, gather = group.gather(elements * size.gradient), group.gather(elements * size.compute)
         overlap = self.hardware.overlap
         if layout.zero_stage == 0:
@@ -211,7 +217,7 @@ class Quick:
         return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
 
     def _bytes(self, layout: Layout, elements: float, dp: int, block_bytes: float, m: int) -> float:
-        size, zero = Precision.of(self.config), layout.zero_stage
+        size, zero = self.size, layout.zero_stage
         moments = 2 * UPDATE_RULES[self.config.optimizer.optimizer].most_moments(self.config.optimizer)
         master = size.wide if size.wide != size.compute else 0
         offloaded = self.config.optimizer.offload.optimizer_cpu_offload

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.config.update_rules import UPDATE_RULES
 from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
-from megalite.inventory.kept import Precision
+from megalite.inventory.kept import ElementBytes
 from megalite.inventory.layers import WORD_EMBEDDINGS, first_alike, stage_parameters
 
 __all__ = ["StateBytes", "stage_elements", "state_bytes"]
@@ -70,7 +70,7 @@ def state_bytes(
 def _state_bytes(
     config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
 ) -> StateBytes:
-    size, zero = Precision.of(config), config.parallel.zero_stage
+    size, zero = ElementBytes.of(config), config.parallel.zero_stage
     dp = config.data_parallel_size(world_size)
     shards = max(1, dp // config.parallel.num_distributed_optimizer_instances)
     buckets = _buckets(config, items, num_stages, shards, on_cpu)
@@ -141,7 +141,7 @@ def _statistics(entry: Entry) -> int:
 
 
 def _moments(
-    config: Config, buckets: Sequence[_Bucket], owners: int, owned: int, size: Precision
+    config: Config, buckets: Sequence[_Bucket], owners: int, owned: int, size: ElementBytes
 ) -> tuple[int, int, int]:
     """(Elements whose master is on the host, bytes of moments there, bytes of moments on the device)."""
     optimizer = config.optimizer

@@ -14,7 +14,7 @@
     dataflow, validation    the run's data; evaluation through the same pipeline
     state, directory        what a checkpoint of a run holds; the run directory
     stats, hooks    StepStats, the record that a log interval makes of them, who is told
-    observers, console, tracking, peaks     who watches; which rank writes what
+    observers, console, tracking            who watches; which rank writes what
     startup, dry_run, matmul, pipeline_trace    the start-up table, `--dry-run`, product precision, measured timelines
     exits           when to stop: interval, duration, signal, agreed by all ranks
     loading, generate, evaluation, tasks, lm_harness, report, tool      a checkpoint or a run directory, and what the

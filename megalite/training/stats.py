@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.config import Config
 from megalite.inventory.layers import flops_per_iteration
-from megalite.training.peaks import peak_flops
+from megalite.planner.hardware import peak_flops
 
 __all__ = ["IntervalStats", "Record", "StepStats", "evaluation_record", "peak_memory_bytes", "perplexity"]
 
@@ -83,7 +83,7 @@ class IntervalStats:
         self._world_size = world_size
         self._device = device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._peak_flops = peak_flops(name, config.training)
+        self._peak_flops = peak_flops(name, config.training.precision.name)
         self._clock = clock
         self._steps: list[StepStats] = []
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from megalite.config.training import Precision
-from megalite.training.peaks import peak_flops
+from megalite.planner.hardware import peak_flops
 from megalite.training.stats import IntervalStats, StepStats, evaluation_record
 from tests.unit.training.fake_trainer import FakeTrainer, tiny_config
 
@@ -80,15 +79,21 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("cpu", None)],
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
+        ("Tesla V100-SXM2-32GB", "bf16", 15.7e12),  # which has no bf16 units
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("cpu", "bf16", None),
+    ],
 )
-def test_peaks_by_device_name(name: str, peak: float | None) -> None:
-    import dataclasses
-
-    training = tiny_config().training
-    assert peak_flops(name, dataclasses.replace(training, precision=Precision(bf16=True))) == peak
-    assert peak_flops(name, training) is None, "half-precision peaks say nothing about fp32"
+def test_peaks_by_device_name(name: str, precision: str, peak: float | None) -> None:
+    assert peak_flops(name, precision) == peak
 
 
 def test_step_stats_are_frozen() -> None:
