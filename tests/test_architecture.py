@@ -55,7 +55,7 @@ MAX_FIELDS = {
     "model": 33,
     "parallel": 19,
     "training": 20,
-    "optimizer": 18,
+    "optimizer": 16,
     "data": 16,
     "checkpoint": 14,
     "logging": 5,

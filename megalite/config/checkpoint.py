@@ -27,11 +27,14 @@ class CheckpointConfig:
         "iterations between checkpoints; unset: only at the end",
         ge=1,
         hint="leave it out to save only at the end",
+        needs="save",
     )
-    async_save: bool = option(False, "write checkpoints in the background; the step waits only for the copy")
-    keep_last_n: int | None = option(None, "keep only the newest n checkpoints; unset: all", ge=1)
+    async_save: bool = option(
+        False, "write checkpoints in the background; the step waits only for the copy", needs="save"
+    )
+    keep_last_n: int | None = option(None, "keep only the newest n checkpoints; unset: all", ge=1, needs="save")
     save_retain_interval: int | None = option(
-        None, "checkpoints at multiples of this iteration are never deleted", ge=1
+        None, "checkpoints at multiples of this iteration are never deleted", ge=1, needs="save"
     )
     load: str | None = option(
         None,
@@ -39,7 +42,9 @@ class CheckpointConfig:
         "weights (and its tokenizer, unless one is named)",
         metavar="DIR",
     )
-    auto_resume: bool = option(False, "resume from the newest committed checkpoint of --save, if there is one")
+    auto_resume: bool = option(
+        False, "resume from the newest committed checkpoint of --save, if there is one", needs="save"
+    )
     ckpt_step: int | None = option(None, "iteration to load; unset: the newest committed", ge=0)
     finetune: bool = option(False, "take only the weights of --load; iteration, data and optimizer start anew")
     use_checkpoint_args: bool = option(

@@ -45,4 +45,6 @@ class DataConfig:
     reset_position_ids: bool = option(False, "positions begin again at 0 after an end of document")
     reset_attention_mask: bool = option(False, "a token sees only its own document")
     eod_mask_loss: bool = option(False, "no loss at positions whose input is an end of document")
-    num_workers: int = option(2, "threads that prepare batches ahead of each rank; 0: in the training loop", ge=0)
+    num_workers: int = option(
+        2, "threads that prepare batches ahead of each rank; 0: in the training loop", ge=0, le=256
+    )

@@ -24,14 +24,11 @@ CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
 }
 
-#: Names that are no field but are worked out into fields when all is read: name -> (takes a value, help).
-EXTRA_OPTIONS: Mapping[str, tuple[bool, str]] = {
-    "num_layers_per_virtual_pipeline_stage": (
-        True,
-        "layers of one model chunk; gives --virtual-pipeline-model-parallel-size",
-    ),
-    "optimizer_args": (True, "NAME=VALUE ...: numbers of single optimizers, by the names of their flags"),
-    "group_query_attention": (False, "grouped-query attention; --num-query-groups alone implies it (without it: 1)"),
+#: Names that are no field but are worked out into fields when all is read -> whether they take a value.
+EXTRA_OPTIONS: Mapping[str, bool] = {
+    "num_layers_per_virtual_pipeline_stage": True,
+    "optimizer_args": True,
+    "group_query_attention": False,
 }
 
 #: Megatron-LM's flags that this parser refuses, each with its reason (prefix `no_` included where that is the flag).
@@ -88,50 +85,32 @@ NOT_NEEDED: Mapping[str, str] = {
 }
 
 #: What people call things elsewhere -> what to suggest.
-SHORT_FORMS: Mapping[str, str] = {
-    "tp": "tensor_model_parallel_size",
-    "tp_size": "tensor_model_parallel_size",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "pp_size": "pipeline_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "zero": "zero_stage",
-    "layers": "num_layers",
-    "n_layer": "num_layers",
-    "heads": "num_attention_heads",
-    "n_head": "num_attention_heads",
-    "num_heads": "num_attention_heads",
-    "kv_heads": "num_query_groups",
-    "num_key_value_heads": "num_query_groups",
-    "hidden": "hidden_size",
-    "hiden": "hidden_size",
-    "n_embd": "hidden_size",
-    "seq": "seq_length",
-    "seq_len": "seq_length",
-    "block_size": "seq_length",
-    "dropout": "hidden_dropout",
-    "batch_size": "micro_batch_size",
-    "mbs": "micro_batch_size",
-    "gbs": "global_batch_size",
-    "steps": "train_iters",
-    "max_steps": "train_iters",
-    "max_iters": "train_iters",
-    "iters": "train_iters",
-    "learning_rate": "lr",
-    "warmup": "lr_warmup_iters",
-    "warmup_iters": "lr_warmup_iters",
-    "warmup_steps": "lr_warmup_iters",
-    "clip": "clip_grad",
-    "grad_clip": "clip_grad",
-    "dtype": "bf16",
-    "schedule": "pipeline_schedule",
-    "backend": "distributed_backend",
-    "nproc": "nprocs",
-    "data": "data_path",
-    "tokenizer": "tokenizer_type",
-    "resume": "auto_resume",
+_SHORT_FORMS = {
+    "tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size"),
+    "pipeline_model_parallel_size": ("pp", "pp_size", "pipeline_parallel_size"),
+    "virtual_pipeline_model_parallel_size": ("vpp",),
+    "zero_stage": ("zero",),
+    "num_layers": ("layers", "n_layer"),
+    "num_attention_heads": ("heads", "n_head", "num_heads"),
+    "num_query_groups": ("kv_heads", "num_key_value_heads"),
+    "hidden_size": ("hidden", "hiden", "n_embd"),
+    "seq_length": ("seq", "seq_len", "block_size"),
+    "hidden_dropout": ("dropout",),
+    "micro_batch_size": ("batch_size", "mbs"),
+    "global_batch_size": ("gbs",),
+    "train_iters": ("steps", "max_steps", "max_iters", "iters"),
+    "lr": ("learning_rate",),
+    "lr_warmup_iters": ("warmup", "warmup_iters", "warmup_steps"),
+    "clip_grad": ("clip", "grad_clip"),
+    "bf16": ("dtype",),
+    "pipeline_schedule": ("schedule",),
+    "distributed_backend": ("backend",),
+    "nprocs": ("nproc",),
+    "data_path": ("data",),
+    "tokenizer_type": ("tokenizer",),
+    "auto_resume": ("resume",),
 }
+SHORT_FORMS: Mapping[str, str] = {short: name for name, shorts in _SHORT_FORMS.items() for short in shorts}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -99,8 +99,11 @@ class Reader:
         """Convert the entries of one YAML file."""
         sections = {option.section for option in self.options.values()}
         givens: list[Given] = []
+        seen: dict[str, str] = {}
         for entry in entries:
             target = self._target(entry.key)
+            if seen.setdefault(entry.key, entry.where) != entry.where:  # flat and in its section
+                self.problems.append(f"{entry.where}: duplicate key '{entry.key}' (first at {seen[entry.key]})")
             if entry.section is not None and entry.section not in sections:
                 guess = nearest(entry.section, sections)
                 hint = f"; did you mean '{guess}'?" if guess else f"; sections are {', '.join(sorted(sections))}"
@@ -139,7 +142,7 @@ class Reader:
         return target == ARGS or (option is not None and option.many)
 
     def _is_switch(self, name: str) -> bool:
-        if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and not EXTRA_OPTIONS[name][0]):
+        if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and not EXTRA_OPTIONS[name]):
             return True
         return name in self.options and self.options[name].kind is bool
 

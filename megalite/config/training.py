@@ -44,9 +44,9 @@ class BatchRamp(OneOf):
 class TrainingLength(OneOf):
     """Length of the whole training."""
 
-    train_iters: int | None = option(None, "in iterations", ge=1, hint="use --skip-train to only evaluate")
-    train_samples: int | None = option(None, "in samples", ge=1)
-    train_tokens: int | None = option(None, "in tokens", ge=1)
+    train_iters: int | None = option(None, "in iterations", ge=1, le=10**9, hint="to only evaluate use --skip-train")
+    train_samples: int | None = option(None, "in samples", ge=1, le=10**12)
+    train_tokens: int | None = option(None, "in tokens", ge=1, le=10**17)
 
     def iterations(self, sizes: BatchSizeSchedule, seq_length: int) -> int:
         """The same in iterations of batches of these sizes (0: no length is given)."""
@@ -99,7 +99,7 @@ class TrainingConfig:
     )
     batch_ramp: BatchRamp = BatchRamp()
     length: TrainingLength = TrainingLength()
-    seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0)
+    seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0, le=2**32 - 1)
 
     precision: Precision = Precision()
     loss_scaling: LossScaling = LossScaling()

@@ -59,7 +59,11 @@ def convert(option: Option, text: str) -> Any:
         return _integer(text)
     if option.kind is float:
         return _number(text)
-    return text if option.choices is None else _choice(option, text)
+    if option.choices is not None:
+        return _choice(option, text)
+    if not text or any(sign in text for sign in "\0\r\n"):
+        raise BadValue("expected a text of one line, without NUL" if text else "expected a value")
+    return text
 
 
 def bounds_problem(option: Option, value: Any) -> str | None:

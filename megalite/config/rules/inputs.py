@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megalite.config.data import TOKENIZERS
 from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
-from megalite.config.values import show
 
 __all__ = ["checkpoint", "data", "from_checkpoint", "tracking"]
 
@@ -67,17 +66,6 @@ def _tokenizer(config: Config) -> Iterator[str]:
 def checkpoint(config: Config, world_size: int) -> Iterator[str]:
     """Saving needs a place, loading a source."""
     settings = config.checkpoint
-    if settings.save is None:
-        for flag, value in (
-            ("--save-interval", settings.save_interval),
-            ("--keep-last-n", settings.keep_last_n),
-            ("--save-retain-interval", settings.save_retain_interval),
-        ):
-            if value is not None:
-                yield f"{flag}={show(value)}: needs --save"
-        for flag, on in (("--async-save", settings.async_save), ("--auto-resume", settings.auto_resume)):
-            if on:
-                yield f"{flag}: needs --save"
     interval, retain = settings.save_interval, settings.save_retain_interval
     if retain is not None and interval is not None and retain % interval:
         near = multiples_around(retain, interval)

@@ -76,5 +76,7 @@ def _recomputed_layers(config: Config) -> Iterator[str]:
     elif len(numbers) > 1 and len(numbers) != (stages := parallel.pipeline_model_parallel_size * parallel.num_chunks):
         ranks = f"{PP}={parallel.pipeline_model_parallel_size} x {parallel.num_chunks} chunks per rank"
         yield f"{flag}: {len(numbers)} numbers for {stages} stages ({ranks}); give {stages}, or one for all"
+    elif max(numbers) > model.num_layers:
+        yield f"{flag}: more than --num-layers={model.num_layers}"
     elif not any(numbers):
         yield f"{flag}: recomputes nothing; leave out --recompute-granularity=full"

@@ -173,7 +173,7 @@ ONE_LINE = [
         1,
         "--lr-warmup-iters=2000: not below --train-iters=1000; use 100, or train longer",
     ),
-    ("--train-iters 0", 1, "--train-iters=0: must be >= 1; use --skip-train to only evaluate"),
+    ("--train-iters 0", 1, "--train-iters=0: must be >= 1 and <= 1000000000; to only evaluate use --skip-train"),
     ("--train-samples 10", 1, "--train-samples=10: contradicts --train-iters=100; give one of them"),
     ("--clip-grad -1", 1, "--clip-grad=-1: must be >= 0; 0 disables it"),
     ("--min-lr 1", 1, "--min-lr=1: above --lr=0.001"),
