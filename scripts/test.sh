@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold: formatting, lint, types, tests. Sets up what it needs (see environment.sh).
 #
-#   scripts/test.sh            large matrices are sampled; at most six minutes on two cores
+#   scripts/test.sh            large matrices are sampled; at most eight minutes on two cores
 #   scripts/test.sh --full     all of the large matrices; run before a large change is called done
 #
 # Further arguments go to pytest. All four steps run even if one fails; the last line is pytest's.
