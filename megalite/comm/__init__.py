@@ -3,8 +3,8 @@
     launch.py       environment -> World, process group, local ranks (environment.py, world.py)
     supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
     self_test.py    at start: who is missing, whose configuration differs, is a sum right
-    mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere
-    layout.py       Placement and TensorShard: every tensor knows its place
+    mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere; products of axes
+    layout.py       TensorShard: every tensor knows its place
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
     autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence
                     parallelism (arXiv 2205.05198)

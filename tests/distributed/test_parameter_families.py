@@ -416,3 +416,25 @@ def test_a_run_with_norms_in_fp32_is_the_same_at_every_layout() -> None:
             assert [dtype for dtype, _ in held] == ["torch.bfloat16", "torch.float32"]
     for found, _ in run_ranks(body_run, 2, [*pipeline, "--pipeline-schedule", "2bw"]):
         assert found[0] == losses[0] and all(map(math.isfinite, found))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (4, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --zero-stage 2"),
+        (4, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --zero-stage 3"),
+        (4, "--pipeline-model-parallel-size 2 --pipeline-schedule chimera --zero-stage 1"),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+        (2, "--zero-stage 1 --store-param-remainders"),
+        (2, "--zero-stage 1 --optimizer-cpu-offload"),
+        (2, "--zero-stage 1 --optimizer adafactor"),
+        (2, "--zero-stage 1 --optimizer muon"),
+    ],
+)
+def test_families_get_along_with_everything_else(world_size: int, flags: str) -> None:
+    argv = [*flags.split(), "--micro-batch-size", "1", "--global-batch-size", "8"]
+    optimizer = argv[argv.index("--optimizer") :][:2] if "--optimizer" in argv else []
+    want, _ = run_single(body_run, [*argv[-4:], *optimizer])
+    for found, _ in run_ranks(body_run, world_size, argv):
+        assert found == pytest.approx(want, rel=1e-3)

@@ -16,7 +16,6 @@ A batch, whatever the stage:
 Where things are:
 
     options.py         what is sharded, what overlaps, how large a bucket is
-    layout.py          where every parameter lies in the flat buffer (pure arithmetic)
     buckets.py         `ParameterBuffers`: memory, batch, reductions of one family of a stage
     families.py        a stage's families: one `ParameterBuffers` each, always in the same order
     launches.py        when reductions start: in the order of the plan, never in that of arrival
@@ -32,7 +31,8 @@ Invariants: one master per element; every element is counted once in the norm an
 in the order of the plan, never in the order of arrival; an update between a forward and its backward is an error.
 Proof: `tests/distributed/test_zero_equality.py` (every stage equals plain torch in fp64, stage 1 is stage 0 bit for bit
 at dp=2), `test_zero_optimizers.py` (every rule at every stage), `test_zero_contract.py`, `test_zero_unshard.py`,
-`test_zero_memory.py` (bytes held equal the table; nothing grows).
+`test_zero_memory.py` (bytes held equal the table; nothing grows), `test_parameter_families.py` (experts' axes, fp32
+inside bf16).
 """
 
 from megalite.parallel.zero.activation_offload import ActivationOffload

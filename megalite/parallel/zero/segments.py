@@ -1,7 +1,7 @@
 """What this rank owns, as the optimizer sees it: long flat tensors of one kind, or whole matrices.
 
-A segment is a run of a bucket (`layout.Run`) cut to the owned slice. It knows where its master, its gradient and its
-compute weights are, and which rectangles of which logical tensors it covers.
+A segment is a run of a bucket (`inventory.buckets.Run`) cut to the owned slice. It knows where its master, its gradient
+and its compute weights are, and which rectangles of which logical tensors it covers.
 """
 
 from __future__ import annotations
