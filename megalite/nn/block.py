@@ -98,7 +98,7 @@ class Block(nn.Module):
             (self.attention, "attend"),
             (self, "after_attention"),
             (self.mlp.fc2, "activation"),
-            (self, "after_mlp"),
+            *([(self, "after_mlp")] if self.mlp_dropout.p > 0 else []),  # else one addition
             *((layer, "sum_tokens") for layer in (self.attention.qkv, self.attention.proj, self.mlp.fc1, self.mlp.fc2)),
         )
         for owner, name in places:

@@ -19,6 +19,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.testing import run_ranks
+from megalite.testing.harness import PATIENCE_SECONDS
 from megalite.training.run import open_run
 
 VOCABULARY = 61
@@ -57,11 +58,11 @@ def saved_tensors(directory: Path | str) -> dict[str, Tensor]:
     return {shard.name: shard.local for shard in shards}
 
 
-def train(argv: list[str], world_size: int, steps: int) -> Trajectory:
+def train(argv: list[str], world_size: int, steps: int, timeout: float = PATIENCE_SECONDS) -> Trajectory:
     """The product's trajectory on `world_size` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         full = [*argv, "--save", folder, "--data-cache-path", str(Path(folder).parent / "megalite-test-cache")]
-        results = run_ranks(train_body, world_size, full, steps)
+        results = run_ranks(train_body, world_size, full, steps, timeout=timeout)
         losses, norms = results[0]
         assert all(result == results[0] for result in results), "the ranks disagree about losses or norms"
         return Trajectory(losses, norms, saved_tensors(folder))
@@ -82,10 +83,10 @@ class Layout:
         return f"python pretrain_gpt.py --nprocs {self.world_size} {flags}"
 
 
-def compare(case: Layout, *, steps: int = 3, tolerance: float = 1e-12) -> float:
+def compare(case: Layout, *, steps: int = 3, tolerance: float = 1e-12, timeout: float = PATIENCE_SECONDS) -> float:
     """Asserts that the layout trains as the oracle does; returns the largest difference of a tensor."""
     expected = reference((*TINY, "--micro-batch-size", "1", *case.model), steps, case.delay)
-    found = train([*TINY, *case.model, *case.layout], case.world_size, steps)
+    found = train([*TINY, *case.model, *case.layout], case.world_size, steps, timeout)
     worst = 0.0
     try:
         assert_close(found.losses, expected.losses, tolerance, "loss")

@@ -26,8 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,), hidden_dropout=0.1
     ),
 }  # fmt: skip
-# Input norm, attention, what follows attention, activation, what follows the MLP.
-SEGMENTS = 5
+# Input norm, attention, what follows attention, activation; what follows the MLP, if it is more than an addition.
+COMPILED = 4
 
 
 def run(fields: dict[str, Any], backend: Any, dtype: torch.dtype = torch.float64, layers: int = 3) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def test_compiled_blocks_equal_eager_ones(variant: str) -> None:
     torch._dynamo.reset()
     compilations = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     eager, compiled = (run(VARIANTS[variant], backend) for backend in (None, compilations))
-    # bias gradients are summed in a sixth: one compilation a shape, then one for all further shapes
-    sums = 0 if variant == "llama" else 2
-    assert compilations.frame_count == SEGMENTS + sums
+    # sums of bias gradients: one compilation for the first shape, one for all further shapes
+    biases = 0 if variant == "llama" else 2
+    assert compilations.frame_count == COMPILED + biases + ("hidden_dropout" in VARIANTS[variant])
     assert compiled["waiting"] == eager["waiting"] and compiled["deferred"] == eager["deferred"]
     torch.testing.assert_close(compiled["loss"], eager["loss"], rtol=1e-12, atol=0)
     torch.testing.assert_close(compiled["gradients"], eager["gradients"], rtol=1e-10, atol=1e-11)
