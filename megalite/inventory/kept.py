@@ -20,6 +20,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.config.model import ModelConfig
 from megalite.inventory.layers import Layer
+from megalite.inventory.pieces import BLOCKED_FROM, BLOCKED_UP_TO, block_area
 
 __all__ = ["ElementBytes", "boundary_bytes", "boundary_shape", "kept_bytes", "micro_tokens", "weight_only_bytes"]
 
@@ -96,7 +97,7 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     if on_cpu and _blocked(config, model):
         kept = product * tokens * (q + 2 * kv) + model.qk_layernorm * e * tokens * (q + 2 * kv)
         kept += product * tokens * q + context * widened
-        return kept + product * heads * config.training.micro_batch_size * _block_area(model.seq_length)
+        return kept + product * heads * config.training.micro_batch_size * block_area(model.seq_length)
     if on_cpu and (grouped or widened):  # queries, and keys and values of every head, are copies
         operands = product * tokens * (3 * q if grouped else q + 2 * kv)
         return operands + product * tokens * q + context * widened + log_sums
@@ -113,13 +114,7 @@ def _blocked(config: Config, model: ModelConfig) -> bool:
     whole = not config.data.reset_attention_mask and (
         model.window_size is None or model.window_size >= model.seq_length
     )
-    return 128 <= model.seq_length <= 1024 and whole and model.recompute_granularity != "selective"
-
-
-def _block_area(length: int) -> int:
-    """Scores of one head: every block of queries against the keys up to its own end."""
-    size = 64 if length < 512 else 128
-    return sum((min(begin + size, length) - begin) * min(begin + size, length) for begin in range(0, length, size))
+    return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and whole and model.recompute_granularity != "selective"
 
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:

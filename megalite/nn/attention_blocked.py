@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-SHORT_BLOCK, LONG_BLOCK, LONG_FROM = 64, 128, 512
+from megalite.inventory.pieces import block_area, query_blocks
+
 OPERATOR = "megalite::blocked_attention"
 
 
@@ -50,7 +51,7 @@ def register_operator() -> None:
 
     def shapes(qkv: Tensor) -> tuple[Tensor, Tensor]:
         s, b, g, parts, d = qkv.shape
-        return qkv.new_empty(s, b, g * (parts - 2) * d), qkv.new_empty(b * g * (parts - 2) * _area(s))
+        return qkv.new_empty(s, b, g * (parts - 2) * d), qkv.new_empty(b * g * (parts - 2) * block_area(s))
 
     def keep(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs, *output)
@@ -79,8 +80,8 @@ def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = _heads(qkv)
     r = parts - 2
     context = torch.empty_like(q)
-    weights = qkv.new_empty(b * g * r * _area(s))
-    for (begin, end), scores in zip(_blocks(s), _by_block(weights, s, b * g, r), strict=True):
+    weights = qkv.new_empty(b * g * r * block_area(s))
+    for (begin, end), scores in zip(query_blocks(s), _by_block(weights, s, b * g, r), strict=True):
         rows = slice(begin * r, end * r)
         torch.bmm(q[:, rows] * d**-0.5, k[:, :end].transpose(1, 2), out=scores)
         scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
@@ -98,7 +99,7 @@ def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tens
     dcontext = _by_head(dy.reshape(s, b * g, r, d))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     inner = _by_head((dy * y).reshape(s, b * g, r, d).sum(-1, keepdim=True))
-    blocks = zip(_blocks(s), _by_block(weights, s, b * g, r), strict=True)
+    blocks = zip(query_blocks(s), _by_block(weights, s, b * g, r), strict=True)
     # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
     for (begin, end), part in reversed(list(blocks)):
         rows, sums = slice(begin * r, end * r), 0 if end == s else 1
@@ -115,19 +116,9 @@ def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tens
     return dqkv
 
 
-def _blocks(s: int) -> list[tuple[int, int]]:
-    size = SHORT_BLOCK if s < LONG_FROM else LONG_BLOCK
-    return [(begin, min(begin + size, s)) for begin in range(0, s, size)]
-
-
-def _area(s: int) -> int:
-    """Weights of one head: every block of queries against the keys up to its own end."""
-    return sum((end - begin) * end for begin, end in _blocks(s))
-
-
 def _by_block(weights: Tensor, s: int, heads: int, r: int) -> list[Tensor]:
     """Each block's `[heads, rows * r, keys]`."""
-    shapes = [(heads, (end - begin) * r, end) for begin, end in _blocks(s)]
+    shapes = [(heads, (end - begin) * r, end) for begin, end in query_blocks(s)]
     parts = weights.split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

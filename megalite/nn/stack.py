@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
+from megalite.inventory.pieces import recompute_segments
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
@@ -98,19 +99,3 @@ def run_layers(layers: Sequence[nn.Module], x: Tensor | None, batch: Microbatch)
     for layer in layers:
         x = layer(x, batch)
     return x
-
-
-def recompute_segments(count: int, blocks: Sequence[int], config: ModelConfig) -> list[tuple[int, int, bool]]:
-    """Cuts `count` layers, of which the indices `blocks` are transformer blocks, into (begin, end, recompute)."""
-    if config.recompute_granularity != "full" or not blocks:
-        return [(0, count, False)]
-    number = config.recomputed_layers
-    first, last = blocks[0], blocks[-1] + 1
-    segments = [(0, first, False)] if first else []
-    if config.recompute_method == "block":
-        kept = min(first + number, last)
-        segments += [(i, i + 1, True) for i in range(first, kept)]
-        segments += [(kept, last, False)] if kept < last else []
-    else:
-        segments += [(i, min(i + number, last), True) for i in range(first, last, number)]
-    return segments + ([(last, count, False)] if last < count else [])

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from megalite.config import Config
 from megalite.inventory.kept import ElementBytes, boundary_bytes, kept_bytes, micro_tokens, weight_only_bytes
 from megalite.inventory.layers import add_up, blocks_of, layers
+from megalite.inventory.pieces import chunk_length, recompute_segments
 from megalite.schedule import find
 
 __all__ = ["Kept", "recomputed", "stage_activations", "workspace_bytes"]
-
-LOGIT_CHUNK_CPU, LOGIT_CHUNK_CUDA = 1 << 22, 1 << 26
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,9 @@ def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
     The first blocks of a stage are recomputed last: whole blocks behind them have gone by then, and one takes their
     place; where the backward is split, their W keeps most of them.
     """
-    model = config.model
-    if model.recompute_granularity != "full" or not blocks:
-        return blocks, 0, 0
-    number = min(blocks, model.recomputed_layers)
-    if model.recompute_method == "block":
-        split = find(config.parallel.schedule).splits_backward
-        return blocks - number, number, 1 if number == blocks or (number and split) else 0
-    return 0, -(-blocks // number), number
+    again = [end - begin for begin, end, twice in recompute_segments(blocks, range(blocks), config.model) if twice]
+    kept, split = blocks - sum(again), find(config.parallel.schedule).splits_backward
+    return kept, len(again), max(again, default=0) if split or not kept else 0
 
 
 def recomputed(config: Config, items: range) -> range:
@@ -92,8 +86,7 @@ def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tu
     logits = 0.0
     if model.num_layers + 1 in items:
         rows = min(config.padded_vocab_size() // tp, max(1, model.vocab_size))
-        chunk = LOGIT_CHUNK_CPU if on_cpu else LOGIT_CHUNK_CUDA
-        step = max(1, min(tokens, chunk // rows))
+        step = chunk_length(tokens, rows, on_cpu=on_cpu)
         logits = float(step * rows * (2 * size.wide + (size.compute if size.compute != size.wide else 0)))
     block = 0.0
     if blocks:

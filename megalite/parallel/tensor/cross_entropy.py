@@ -24,11 +24,8 @@ from torch.autograd.function import once_differentiable
 from megalite.comm import collectives
 from megalite.comm.mesh import Axis
 from megalite.gradient import WeightGradQueue, add_widened, sink_of
+from megalite.inventory.pieces import chunk_length
 from megalite.parallel.tensor.products import product_dtype
-
-# Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache, a GPU wants large products.
-CHUNK_ELEMENTS_CPU = 1 << 22
-CHUNK_ELEMENTS_CUDA = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -104,16 +101,10 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard
     """The cross entropy of each token, `[n, h]` -> `[n]`, without gradient."""
     dtype = product_dtype(x.dtype, x.device.type)
     x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
-    step = chunk_length(x, shard.valid)
+    step = chunk_length(len(x), shard.valid, on_cpu=x.device.type == "cpu")
     space = _Space.make(x, step, shard.valid)
     parts = [_chunk(x[i : i + step], rows, labels[i : i + step], shard, space).losses for i in range(0, len(x), step)]
     return torch.cat(parts)
-
-
-def chunk_length(x: Tensor, columns: int) -> int:
-    """Tokens of one chunk."""
-    elements = CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else CHUNK_ELEMENTS_CUDA
-    return max(1, min(len(x), elements // max(1, columns)))
 
 
 class _FusedCrossEntropy(Function):
@@ -144,7 +135,7 @@ class _FusedCrossEntropy(Function):
             dweight[shard.valid :].zero_()
             product = None if dtype == dweight.dtype else torch.empty_like(rows)
         total = weights.new_zeros(())
-        step = chunk_length(x, shard.valid)
+        step = chunk_length(len(x), shard.valid, on_cpu=x.device.type == "cpu")
         space = _Space.make(x, step, shard.valid)
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)

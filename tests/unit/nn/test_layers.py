@@ -12,6 +12,8 @@ from torch import Tensor
 from megalite.comm.mesh import Axis
 from megalite.config.model import ModelConfig
 from megalite.gradient import WeightGradQueue
+from megalite.inventory import pieces
+from megalite.inventory.pieces import recompute_segments
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS
@@ -20,9 +22,8 @@ from megalite.nn.attention_core import AttentionCore, fused_attention
 from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
 from megalite.nn.rope import Rotary, rotate
-from megalite.nn.stack import LayerStack, recompute_segments
+from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor import VocabShard, fused_cross_entropy, token_losses
-from megalite.parallel.tensor import cross_entropy as cross_entropy_module
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=12, vocab_size=50)
 ROPE: dict[str, Any] = dict(position_embedding_type="rope", normalization="RMSNorm", num_query_groups=2)
@@ -137,7 +138,7 @@ def test_softmax_in_fp32_is_closer_to_the_truth() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_fused_cross_entropy(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int) -> None:
     n, h, padded, vocab = 20, 16, 48, 37
-    monkeypatch.setattr(cross_entropy_module, "CHUNK_ELEMENTS_CPU", chunk * vocab)
+    monkeypatch.setattr(pieces, "CHUNK_ELEMENTS_CPU", chunk * vocab)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(n, h, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(padded, h, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.inventory.pieces import BLOCKED_FROM
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.attention_core import BLOCKED_FROM, AttentionCore
+from megalite.nn.attention_core import AttentionCore
 from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.rope import slow_down
