@@ -5,14 +5,17 @@ Parallel and training flags may differ freely.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from megalite.checkpoint.format import StoredTensor
 from megalite.config import Config
 from megalite.config.architecture import differences
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
+from megalite.inventory.layers import stage_parameters
 
-__all__ = ["check_model", "check_state"]
+__all__ = ["check_model", "check_state", "check_tensors"]
 
 # Flags of the optimizer that decide which tensors its state has, and in which dtype they are kept.
 _STATE = ("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -32,6 +35,23 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
             f"{where}: model differs from checkpoint: {', '.join(differing)}; use the checkpoint's values, or "
             "--use-checkpoint-args"
         )
+
+
+def check_tensors(model: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> None:
+    """Raises CheckpointError where a checkpoint does not hold the weights of the model that it speaks of.
+
+    Asked before anything of the model's size is allocated: what a checkpoint can demand is bounded by what it holds.
+    """
+    if not model.vocab_size or model.num_layers > len(tensors):
+        size = f"{model.num_layers} layers and a vocabulary of {model.vocab_size}"
+        raise CheckpointError(f"{where}: damaged ({len(tensors)} tensors can not be {size})")
+    for name, parameter in stage_parameters(model, range(model.num_layers + 2)):
+        stored = tensors.get(name)
+        if stored is None or stored.shape != tuple(parameter.shape):
+            held = "holds none" if stored is None else f"holds {list(stored.shape)}"
+            raise CheckpointError(
+                f"{where}: damaged ({name} is {list(parameter.shape)} by its configuration, and it {held})"
+            )
 
 
 def check_state(saved: Config, now: Config, where: str) -> None:

@@ -319,7 +319,7 @@ class _Reader:
 
     def tensor(self, value: Any, name: str) -> StoredTensor:
         entry = self.mapping(value, name)
-        if entry.get("dtype") not in DTYPES:
+        if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
             raise self.wrong(f"{name}: dtype {str(entry.get('dtype'))[:20]!r}")
         tensor = StoredTensor(entry["dtype"], self.extents(entry.get("shape"), name))
         if tensor.nbytes >= _MAX_EXTENT:

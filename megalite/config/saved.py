@@ -35,12 +35,15 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
     Raises:
         ConfigError: an unknown section or field, a wrong type, a broken bound or a missing required field.
     """
-    problems = [f"{where}: unknown section '{name}'" for name in data if name not in SECTIONS]
+    problems = [f"{where}: unknown section {name[:80]!r}" for name in data if name not in SECTIONS]
     sections: dict[str, Any] = {}
     for section, cls in SECTIONS.items():
-        given = data.get(section, {})
+        given: Any = data.get(section, {})
+        if not isinstance(given, Mapping):
+            problems.append(f"{where}: {section} is {str(given)[:40]!r}, not a section")
+            continue
         options = {option.name: option for option in options_of(section, cls)}
-        problems += [f"{where}: unknown key '{section}.{name}'" for name in given if name not in options]
+        problems += [f"{where}: unknown key {f'{section}.{name}'[:80]!r}" for name in given if name not in options]
         arguments = {}
         for name, option in options.items():
             if name not in given:
@@ -49,7 +52,7 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
                 continue
             arguments[name], reason = _checked(option, given[name])
             if reason is not None:
-                problems.append(f"{where}: {section}.{name}={given[name]!r}: {reason}")
+                problems.append(f"{where}: {section}.{name}={given[name]!r:.80}: {reason}")
         if not problems:
             sections[section] = assemble(cls, arguments)
     if problems:
@@ -117,7 +120,7 @@ def _checked(option: Option, value: Any) -> tuple[Any, str | None]:
 
 def _one(option: Option, value: Any) -> tuple[Any, bool]:
     if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value), True
+        return (float(value), True) if abs(value) < 10**300 else (value, False)
     return value, type(value) is option.kind
 
 

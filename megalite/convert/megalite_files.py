@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, resolve
+from megalite.checkpoint.compatibility import check_tensors
 from megalite.checkpoint.discovery import directory_name, write_tracker
 from megalite.checkpoint.format import BLOCK_BYTES, DTYPE_NAMES, ExtraFile, Manifest, StoredFile, StoredTensor
 from megalite.checkpoint.reshard import Box
@@ -41,6 +42,7 @@ class CheckpointSource:
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
         self.model: ModelConfig = from_dict(meta["config"], str(self._reader.path)).model
+        check_tensors(self.model, self._reader.manifest.tensors, str(self._reader.path))
         self.origin = Origin.from_meta(meta.get("converted_from"))
 
     @cached_property

@@ -15,10 +15,13 @@ The random stream is `numpy.random.RandomState(seed)`, used first for document_i
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megalite.errors import DataError
 
 __all__ = ["SampleOrder", "build_order", "build_sample_index", "num_epochs_for", "separate_final_epoch"]
 
@@ -72,9 +75,18 @@ def build_order(
     Args:
         lengths: tokens of every sequence of the file, int32 `[N]`.
         num_samples: samples wanted; at least as many are indexed (whole epochs). None: one epoch.
+
+    Raises:
+        DataError: the order is larger than this machine's memory.
     """
     tokens = int(lengths[begin:end].sum(dtype=np.int64))
     epochs = num_epochs_for(tokens, seq_length, num_samples)
+    needed, there = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length), _memory()
+    if needed > there:
+        raise DataError(
+            f"--train-iters: the order of {num_samples:,} samples, {epochs:,} epochs of {tokens:,} tokens, needs "
+            f"{needed / 1e9:,.0f} GB and this machine has {there / 1e9:,.0f}; train on more data or for less time"
+        )
     separate, before = separate_final_epoch(tokens, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
     document_index = _document_index(begin, end, epochs, random, separate)
@@ -82,6 +94,11 @@ def build_order(
     total = len(sample_index) - 1
     shuffle_index = _shuffle_index(before if separate else total, total, random)
     return SampleOrder(document_index, sample_index, shuffle_index, epochs)
+
+
+def _memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _document_index(

@@ -139,6 +139,14 @@ def to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
 
 def _parse(meta: Any) -> dict[str, list[Survey]]:
     try:
-        return {str(split): [Survey(**one) for one in stores] for split, stores in dict(meta).items()}
+        parsed = {str(split): [Survey(**one) for one in stores] for split, stores in dict(meta).items()}
+        if all(_is_survey(one) for stores in parsed.values() for one in stores):
+            return parsed
     except (TypeError, ValueError):
-        raise DataError("--load: the checkpoint's account of its data is damaged; load an older one") from None
+        pass
+    raise DataError("--load: the checkpoint's account of its data is damaged; load an older one")
+
+
+def _is_survey(one: Survey) -> bool:
+    texts = (one.source, one.lengths, one.content)
+    return type(one.sequences) is type(one.tokens) is int and all(isinstance(text, str) for text in texts)

@@ -22,13 +22,19 @@ class LayerCache:
         if end > self.max_length:
             raise ValueError(f"key-value cache of {self.max_length} tokens: {end} do not fit")
         if self._keys is None or self._values is None:
-            shape = (self.max_length, *keys.shape[1:])
-            self._keys = torch.empty(shape, dtype=keys.dtype, device=keys.device)
-            self._values = torch.empty(shape, dtype=values.dtype, device=values.device)
+            self._keys, self._values = keys.new_empty(0), values.new_empty(0)
+        if end > len(self._keys):  # twice as many each time: a long limit costs nothing before it is needed
+            rows = min(self.max_length, max(end, 2 * len(self._keys)))
+            self._keys, self._values = self._grown(self._keys, keys, rows), self._grown(self._values, values, rows)
         self._keys[self.length : end] = keys
         self._values[self.length : end] = values
         self.length = end
         return self._keys[:end], self._values[:end]
+
+    def _grown(self, old: Tensor, like: Tensor, rows: int) -> Tensor:
+        new = torch.empty((rows, *like.shape[1:]), dtype=like.dtype, device=like.device)
+        new[: self.length] = old[: self.length].view(-1, *like.shape[1:])
+        return new
 
 
 class KeyValueCache:

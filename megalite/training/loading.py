@@ -14,20 +14,21 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import Checkpointer, resolve
+from megalite.checkpoint.meta import Meta
 from megalite.checkpoint.storage import read_manifest
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.config import Config, ParallelConfig
 from megalite.config.parallel import Hardware
-from megalite.config.saved import from_dict
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import load_tokenizer
-from megalite.errors import CheckpointError, ConfigError
+from megalite.errors import ConfigError
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
 from megalite.training.build import parameter_dtype
+from megalite.training.starting_point import config_of
 
 __all__ = ["LoadedModel", "load_for_inference", "pick_device", "pick_dtype"]
 
@@ -75,17 +76,17 @@ def load_for_inference(
     """
     path = resolve(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
     checkpointer = Checkpointer(path.parent, world=Axis.single("world"))
-    meta = checkpointer.load_meta(path)
-    if not isinstance(meta.get("config"), dict):
-        raise CheckpointError(f"{path}: holds no configuration; was it written by megalite's trainer?")
-    config = from_dict(meta["config"], where=str(path))
+    manifest = read_manifest(path)
+    config = config_of(path, manifest)
     target = pick_device(str(device))
-    config = dataclasses.replace(config, parallel=ParallelConfig(hardware=Hardware(device=target.type)))
+    model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # one process needs no padding
+    config = dataclasses.replace(config, model=model_config, parallel=ParallelConfig(hardware=Hardware(device=target.type)))
     tokenizer = _tokenizer_of(checkpointer, path)
+    told = Meta(manifest.meta, str(path))
     model = _empty_model(config, target, dtype or pick_dtype(config, target))
     checkpointer.load(path, _shards(model), cast=True)
     return LoadedModel(
-        config, tokenizer, model, path, int(meta.get("iteration", 0)), int(meta.get("consumed_samples", 0))
+        config, tokenizer, model, path, told.integer("iteration", 0), told.integer("consumed_samples", 0)
     )
 
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megalite.checkpoint.meta import Meta
 from megalite.config import Config
 from megalite.config.optimizer import Decay, Warmup
 from megalite.config.schema import flat
 from megalite.config.values import show
-from megalite.errors import CheckpointError, ConfigError
+from megalite.errors import ConfigError
 from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 from megalite.training.starting_point import StartingPoint
 
@@ -76,10 +77,9 @@ class ParamSchedules:
     @classmethod
     def from_meta(cls, raw: Mapping[str, Any], where: str) -> ParamSchedules:
         """The inverse. Raises CheckpointError."""
-        try:
-            return cls(LearningRateSchedule(**raw["learning_rate"]), WeightDecaySchedule(**raw["weight_decay"]))
-        except (TypeError, KeyError) as error:
-            raise CheckpointError(f"{where}: schedules of another version of megalite ({error})") from None
+        meta = Meta(raw, f"{where}: {META}")
+        rate, decay = meta.section("learning_rate"), meta.section("weight_decay")
+        return cls(rate.build(LearningRateSchedule), decay.build(WeightDecaySchedule))
 
     def facts(self) -> dict[str, Any]:
         """What has an effect, by the name of a field of the optimizer section or of `FLAGS`."""

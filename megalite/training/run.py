@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megalite.checkpoint.meta import Meta
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import Channel
 from megalite.comm.shared_memory import share_axis
@@ -94,7 +95,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         directory.config = config
         goes_on = start.meta if start is not None and not start.weights_only else {}
         products = set_matmul_precision(config, world.device, mesh.world, earlier=goes_on.get(matmul.META))
-        began_with = tuple(goes_on.get("train_requests", ()))
+        began_with = Meta(goes_on, str(start.path) if start is not None else "").integers("train_requests")
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
         data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
         changed = changed_data(goes_on.get("data", {}), data, config)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.compatibility import check_tensors
 from megalite.checkpoint.discovery import committed, is_huggingface, resolve
 from megalite.checkpoint.format import COMMITTED, Manifest
 from megalite.checkpoint.saving import first_problem, in_words
@@ -34,7 +35,7 @@ from megalite.errors import CheckpointError, MegaliteError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["StartingPoint", "load_weights", "offer_of", "open_start"]
+__all__ = ["StartingPoint", "config_of", "load_weights", "offer_of", "open_start"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def open_start(path: Path, *, finetune: bool) -> StartingPoint:
         source = HuggingFaceSource(path)
         return StartingPoint(path, source.model, {}, weights_only=True, source=source)
     manifest = read_manifest(path)
-    saved = _config_of(path, manifest)
+    saved = config_of(path, manifest)
     if not finetune and "progress" not in manifest.meta:
         raise CheckpointError(f"--load={path}: holds weights and no run (it was converted); add --finetune")
     return StartingPoint(
@@ -78,7 +79,7 @@ def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
         return None
     path = resolve(root, ckpt_step)
     manifest = read_manifest(path)
-    model, tokenizer = _config_of(path, manifest).model, {}
+    model, tokenizer = config_of(path, manifest).model, {}
     if DESCRIPTION_FILE in manifest.extra_files:
         description = json.loads(read_extra(path, manifest, DESCRIPTION_FILE))
         tokenizer = _tokenizer_flags(str(description["tokenizer_type"]), path)
@@ -91,10 +92,13 @@ def _tokenizer_flags(kind: str, directory: Path) -> dict[str, Any]:
     return {"tokenizer_type": kind} | ({} if without_files else {"tokenizer_model": str(directory)})
 
 
-def _config_of(path: Path, manifest: Manifest) -> Config:
+def config_of(path: Path, manifest: Manifest) -> Config:
+    """The configuration of the run that wrote a checkpoint, whose weights it holds. Raises MegaliteError."""
     if not isinstance(manifest.meta.get("config"), dict):
         raise CheckpointError(f"{path}: holds no configuration; was it written by megalite's trainer?")
-    return from_dict(manifest.meta["config"], str(path))
+    config = from_dict(manifest.meta["config"], str(path))
+    check_tensors(config.model, manifest.tensors, str(path))
+    return config
 
 
 def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world: Axis) -> None:

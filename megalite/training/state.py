@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.meta import Meta
 from megalite.comm.layout import TensorShard
 from megalite.config import Config
 from megalite.config.saved import dump_yaml, to_dict
@@ -77,8 +78,8 @@ class RunState:
 
         Returns where the run stands, and what was taken, in words.
         """
-        model, meta = self.model, start.meta
-        progress = Progress() if start.weights_only else progress_from_meta(meta["progress"])
+        model, meta = self.model, Meta(start.meta, str(start.path))
+        progress = Progress() if start.weights_only else progress_from_meta(meta.section("progress"))
         with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
         shards = model.optimizer.shards()
@@ -95,7 +96,7 @@ class RunState:
         if model.num_slots > 1:
             self._fill_older_slots(version, loaded=older)
         if with_state:
-            self.scaler.load_state_dict(meta["loss_scaler"])
+            self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
         return progress, self._taken(progress, start, with_state=with_state, older=older)
 
     def _taken(self, progress: Progress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
@@ -134,3 +135,14 @@ class RunState:
                 "the checkpoint holds one weight version: the first batch of %s runs on the newest weights, once",
                 self.config.parallel.schedule,
             )
+
+
+def _scaler_state(meta: Meta) -> dict[str, float | int]:
+    """What a loss scaler has put there; empty of a constant one. Raises CheckpointError."""
+    if not meta.raw:
+        return {}
+    scale = meta.number("scale")
+    counts = {name: meta.integer(name, low=-(2**62)) for name in ("good_steps", "tolerance")}
+    if not scale > 0:
+        raise meta.wrong("scale", "above 0")
+    return {"scale": scale, "previous": meta.number("previous", scale), **counts}

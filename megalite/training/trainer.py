@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.meta import Meta
 from megalite.comm.collectives import Done, Handle, all_reduce_
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config
@@ -310,5 +311,6 @@ def progress_to_meta(progress: Progress) -> dict[str, Any]:
     return dict(vars(progress))
 
 
-def progress_from_meta(meta: dict[str, Any]) -> Progress:
-    return Progress(**{name: int(meta[name]) for name in vars(Progress())})
+def progress_from_meta(meta: Meta) -> Progress:
+    """The inverse. Raises CheckpointError."""
+    return Progress(**{name: meta.integer(name) for name in vars(Progress())})

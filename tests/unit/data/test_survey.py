@@ -93,7 +93,10 @@ def test_differences_are_told_in_numbers() -> None:
     assert differences(to_meta({"valid": [then]}), {"valid": [renamed]}) == [], "told as a changed flag"
 
 
-@pytest.mark.parametrize("meta", [[1], {"train": 3}, {"train": [{"tokens": 1}]}, "x", {"train": [[]]}, 7])
+ODD = {"train": [{"source": "a", "sequences": None, "tokens": 1, "lengths": "", "content": ""}]}
+
+
+@pytest.mark.parametrize("meta", [[1], {"train": 3}, {"train": [{"tokens": 1}]}, "x", {"train": [[]]}, 7, ODD])
 def test_a_damaged_account_is_one_line(meta: object) -> None:
     with pytest.raises(DataError, match="account of its data is damaged"):
         differences(meta, {"train": [Survey("a", 1, 1, "", "")]})
