@@ -80,7 +80,9 @@ def load_for_inference(
     config = config_of(path, manifest)
     target = pick_device(str(device))
     model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # one process needs no padding
-    config = dataclasses.replace(config, model=model_config, parallel=ParallelConfig(hardware=Hardware(device=target.type)))
+    config = dataclasses.replace(
+        config, model=model_config, parallel=ParallelConfig(hardware=Hardware(device=target.type))
+    )
     tokenizer = _tokenizer_of(checkpointer, path)
     told = Meta(manifest.meta, str(path))
     model = _empty_model(config, target, dtype or pick_dtype(config, target))
