@@ -76,11 +76,11 @@ pip_install() {
     if output=$(python -m pip install --quiet --no-input --disable-pip-version-check "$@" 2>&1); then
         return
     fi
-    if grep -qE 'Failed to establish a new connection|ConnectTimeoutError|NameResolutionError|ProxyError' <<<"$output"; then
-        fail "pip reaches no package index to install $*; connect this machine to one, or activate an environment" \
-            "that has the packages"
+    if grep -qE 'NewConnectionError|ConnectTimeoutError|NameResolutionError|ProxyError|from versions: none' <<<"$output"; then
+        fail "pip reaches no package index that has $*; connect this machine to one, or activate an environment that" \
+            "has the packages"
     fi
-    grep -vE '^(\[notice\]|WARNING:)|^$' <<<"$output" >&2
+    grep -vE '^(\[notice\]|WARNING:)|^$' <<<"$output" >&2 || true
     fail "pip could not install $*: see above"
 }
 
