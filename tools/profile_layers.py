@@ -206,7 +206,7 @@ def optimizer_seconds(bench: Bench) -> list[float]:
     for blocks in sorted({1, most}):
         _, buffers = build_stage(bench.config, range(1, 1 + blocks), bench.device)
         optimizer = ShardedOptimizer(
-            [buffers], make_optimizer=optimizer_factory(bench.config, single("tp")), norm_axis=single("model")
+            [buffers], make_optimizer=optimizer_factory(bench.config), norm_axis=single("model")
         )
 
         def update(optimizer: ShardedOptimizer = optimizer) -> None:

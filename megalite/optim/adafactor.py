@@ -37,7 +37,7 @@ SMALLEST_SIZE = 1e-3
 class _Mean:
     """A decayed mean of squares of one parameter, over dimension `over` (None: of every element by itself).
 
-    values: this rank's rows or columns. partial: other tensor-parallel ranks hold a part of what is averaged.
+    values: this rank's rows or columns. partial: other ranks of the axis that cuts it hold a part of what is averaged.
     """
 
     def __init__(self, label: str, parameter: LocalParameter, over: int | None, cut: int | None) -> None:
@@ -94,14 +94,17 @@ class Adafactor(UpdateRule):
     """Adafactor over flat slices.
 
     Args:
-        groups: flat ones (`pieces`, `parameters` and `shard_axis` say what lies in each tensor, and who has the rest).
-        tp: the axis over which parameters are cut.
+        groups: flat ones (`pieces`, `parameters` and `shard_axis` say what lies in each tensor, and who has the rest;
+            `cut_axes`, of which one at most is longer than 1, what cuts parameters).
         scale_parameter: the learning rate is relative to the size of each parameter (the paper's relative step).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, tp: Axis, scale_parameter: bool = False) -> None:
+    def __init__(self, groups: list[dict[str, Any]], *, scale_parameter: bool = False) -> None:
         super().__init__(groups, {})
-        self.tp, self.shard_axis = tp, groups[0]["shard_axis"]
+        self.shard_axis: Axis = groups[0]["shard_axis"]
+        cutting = [axis for axis in groups[0]["cut_axes"] if axis.size > 1]
+        assert len(cutting) < 2, "statistics of a matrix that two axes cut"
+        self.cut_axis = cutting[0] if cutting else Axis.single("cut")
         self.scale_parameter = scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
         self.count = torch.zeros((), dtype=torch.float32)
@@ -111,7 +114,7 @@ class Adafactor(UpdateRule):
         parameters: list[LocalParameter] = groups[0]["parameters"]
         cuts = self._cut_dimensions(parameters)
         self.tracked = [_Tracked(parameter, cut) for parameter, cut in zip(parameters, cuts, strict=True)]
-        # in one buffer, so that one message carries them; what tensor-parallel ranks add up comes first
+        # in one buffer, so that one message carries them; what ranks of the cutting axis add up comes first
         means = sorted((mean for t in self.tracked for mean in t.means), key=lambda mean: not mean.partial)
         self._values, self._sums = self._packed(means), self._packed(means)
         at = 0
@@ -158,10 +161,10 @@ class Adafactor(UpdateRule):
                 for piece in pieces:
                     sums[piece.parameter] += measure(p, piece)
         all_reduce_on_axis(sums, self.shard_axis)
-        if self.tp.size > 1:
+        if self.cut_axis.size > 1:
             cut = torch.tensor([t.partial for t in self.tracked], device=self.device)
             parts = sums * cut
-            all_reduce_on_axis(parts, self.tp)
+            all_reduce_on_axis(parts, self.cut_axis)
             sums = torch.where(cut, parts, sums)
         return [(total / t.numel) ** 0.5 for total, t in zip(sums.tolist(), self.tracked, strict=True)]
 
@@ -187,17 +190,17 @@ class Adafactor(UpdateRule):
     def _reduce(self, sums: Tensor, partial: int) -> None:
         all_reduce_on_axis(sums, self.shard_axis)
         if partial:
-            all_reduce_on_axis(sums[:partial], self.tp)
+            all_reduce_on_axis(sums[:partial], self.cut_axis)
 
     def _packed(self, means: list[_Mean]) -> Tensor:
         size = sum(torch.Size(mean.shape).numel() for mean in means)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def _cut_dimensions(self, parameters: list[LocalParameter]) -> list[int | None]:
-        """The dimension that tensor parallelism cuts each parameter along: the one in which ranks begin elsewhere."""
+        """The dimension that each parameter is cut along: the one in which ranks begin elsewhere."""
         begins = [[*p.placement.offset, *(0,) * (4 - len(p.shape))] for p in parameters]
         last = torch.tensor(begins, dtype=torch.int64, device=self.device)
-        all_reduce_on_axis(last, self.tp, op="max")
+        all_reduce_on_axis(last, self.cut_axis, op="max")
         return [next((d for d, begin in enumerate(row) if begin), None) for row in last.tolist()]
 
 

@@ -12,6 +12,7 @@ AdamW's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,8 +31,7 @@ class Muon(UpdateRule):
     """Muon for groups with `whole`, AdamW for the others.
 
     Args:
-        groups: `whole` groups hold tensors in their parameter's local shape and their `placements`.
-        tp: the axis over which matrices are cut.
+        groups: `whole` groups hold tensors in their parameter's local shape, their `placements` and the `cut_axes`.
         scale_mode: factor that the orthogonal update is multiplied by, for a matrix `[rows, columns]`:
             spectral `sqrt(max(rows, columns))`, which with `extra_scale` 0.2 has AdamW's usual size, so that AdamW's
             learning rate and weight decay carry over (Liu et al., arXiv 2502.16982); shape_scaling
@@ -42,7 +42,6 @@ class Muon(UpdateRule):
         self,
         groups: list[dict[str, Any]],
         *,
-        tp: Axis,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
@@ -52,7 +51,6 @@ class Muon(UpdateRule):
         eps: float = 1e-8,
     ) -> None:
         super().__init__(groups, {"betas": betas, "eps": eps})
-        self.tp = tp
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.scale_mode, self.extra_scale = scale_mode, extra_scale
 
@@ -81,10 +79,10 @@ class Muon(UpdateRule):
         buffer = state["momentum_buffer"]
         buffer.mul_(self.momentum).add_(p.grad)
         update = p.grad + self.momentum * buffer if self.nesterov else buffer
-        whole, dim = gather_matrix(update, placement, self.tp)
+        whole, dim, axis = gather_matrix(update, placement, group.get("cut_axes", ()))
         whole = orthogonalise(whole, self.ns_steps)
-        if dim is not None:
-            whole = whole.narrow(dim, self.tp.rank * p.shape[dim], p.shape[dim])
+        if axis is not None:
+            whole = whole.narrow(dim, axis.rank * p.shape[dim], p.shape[dim])
         rows, columns = placement.global_shape[-2:]
         scale = self.extra_scale * matrix_scale(rows, columns, self.scale_mode)
         p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(whole.to(p.dtype), alpha=-group["lr"] * scale)
@@ -98,15 +96,16 @@ def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
     return max(1.0, ratio) ** 0.5 if mode == "shape_scaling" else ratio**0.5
 
 
-def gather_matrix(local: Tensor, placement: Placement, tp: Axis) -> tuple[Tensor, int | None]:
-    """(the whole matrix, the dimension it is cut along or None where it is not)."""
+def gather_matrix(local: Tensor, placement: Placement, cut_axes: Sequence[Axis]) -> tuple[Tensor, int, Axis | None]:
+    """(the whole matrix, the dimension that is cut, the axis that cuts it: None where none does)."""
     if not placement.sharded:
-        return local, None
-    assert placement.sharded == tp.names, "a matrix is gathered over one axis"
+        return local, 0, None
+    axes = [axis for axis in cut_axes if axis.name in placement.sharded]
+    assert len(axes) == len(placement.sharded) == 1, "a matrix is gathered over one axis"
     cut = [d for d, (have, total) in enumerate(zip(local.shape, placement.global_shape, strict=True)) if have != total]
     assert len(cut) == 1, "a matrix is cut along one dimension"
     dim = cut[0]
-    return all_gather(local.transpose(0, dim).contiguous(), tp).transpose(0, dim), dim
+    return all_gather(local.transpose(0, dim).contiguous(), axes[0]).transpose(0, dim), dim, axes[0]
 
 
 def orthogonalise(x: Tensor, steps: int) -> Tensor:

@@ -9,12 +9,11 @@ by whoever owns the optimizer. A new optimizer is one function, one line of the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megalite.comm.mesh import Axis
 from megalite.errors import ConfigError
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.adamw import AdamW
@@ -29,7 +28,7 @@ Rule = UpdateRule | torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Settings of every optimizer of the table (flags of the same names); tp: where matrices are cut."""
+    """Settings of every optimizer of the table (flags of the same names)."""
 
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -46,7 +45,6 @@ class Hyperparameters:
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     optimizer_impl: str = "torch"
-    tp: Axis = field(default_factory=lambda: Axis.single("tp"))
 
 
 def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
@@ -91,7 +89,6 @@ def muon(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     """Muon for the blocks' matrices, AdamW for the rest."""
     return Muon(
         groups,
-        tp=settings.tp,
         momentum=settings.muon_momentum,
         nesterov=settings.muon_use_nesterov,
         ns_steps=settings.muon_num_ns_steps,
@@ -104,7 +101,7 @@ def muon(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
 
 def adafactor(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     """Adafactor: a row and a column of second moments for each matrix."""
-    return Adafactor(groups, tp=settings.tp, scale_parameter=settings.adafactor_scale_parameter)
+    return Adafactor(groups, scale_parameter=settings.adafactor_scale_parameter)
 
 
 OPTIMIZERS: dict[str, Callable[[list[ParamGroup], Hyperparameters], Rule]] = {

@@ -144,7 +144,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     tied_at = holders(placement) if tied_apart else []
     optimizer = ShardedOptimizer(
         [made for stage in buffers.values() for made in stage],
-        make_optimizer=optimizer_factory(config, mesh["tp"]),
+        make_optimizer=optimizer_factory(config),
         norm_axis=_norm_axis(config, mesh, program),
         offload_fraction=offload_fraction(config),
         store_param_remainders=config.optimizer.store_param_remainders,
@@ -214,14 +214,14 @@ def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
     return TensorSpec(boundary_shape(config), dtype, device)
 
 
-def optimizer_factory(config: Config, tp: Axis) -> MakeOptimizer:
-    """Parameter groups -> the update rule of `--optimizer` with its settings. tp: where matrices are cut (Muon)."""
+def optimizer_factory(config: Config) -> MakeOptimizer:
+    """Parameter groups -> the update rule of `--optimizer` with its settings."""
     settings = config.optimizer
     names = {f.name for f in dataclasses.fields(OptimizerSettings)}
     values = {name: value for name, value in flat(settings).items() if name in names}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         values[name] = DTYPES[values[name]]
-    chosen = OptimizerSettings(**values, tp=tp)
+    chosen = OptimizerSettings(**values)
     return lambda groups: OPTIMIZERS[settings.optimizer](groups, chosen)
 
 

@@ -56,7 +56,7 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
     """Three steps on given gradients; this rank's masters and moments as (name, whole shape, offset, values)."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size, dp_replicate=replicate)
     row = OPTIMIZERS[name.removesuffix("*")]
-    settings = Hyperparameters(adam_eps=1e-5, tp=mesh["tp"], adafactor_scale_parameter=name.endswith("*"))
+    settings = Hyperparameters(adam_eps=1e-5, adafactor_scale_parameter=name.endswith("*"))
     parameters = make_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],

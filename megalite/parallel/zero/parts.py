@@ -26,7 +26,8 @@ ParamGroup = dict[str, Any]
 """What `make_optimizer` receives: `params` (list of tensors), `decay` (bool: weight decay applies), `whole` (bool: the
 tensors have their parameter's shape and must be updated as matrices) and, for whole groups, `placements` (their places
 in the logical tensors). For rules that keep statistics of a parameter: `parameters` (those of which some rank of
-`shard_axis` holds a part here: the same list on each of its ranks) and `pieces` (for each tensor, what lies in it)."""
+`shard_axis` holds a part here: the same list on each of its ranks) and `pieces` (for each tensor, what lies in it).
+`cut_axes`: those that may cut the family's parameters."""
 
 
 class UpdateRule(Protocol):
@@ -206,6 +207,7 @@ def make_groups(segments: Sequence[Segment], homes: Sequence[Home]) -> list[Para
             "parameters": [home.parameter for home in homes],
             "pieces": [list(pieces_of(s, numbers)) for s in members],
             "shard_axis": shard_axis(members[0].buffers),
+            "cut_axes": members[0].buffers.axes.cut,
         }
         for (no_decay, whole), members in groups.items()
     ]

@@ -85,7 +85,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
     fraction = config.optimizer.offload.fraction
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=optimizer_factory(config, single("tp")),
+        make_optimizer=optimizer_factory(config),
         norm_axis=single("model"),
         offload_fraction=fraction,
     )
