@@ -22,8 +22,6 @@ from megalite.config.model import ModelConfig
 from megalite.inventory.layers import Layer
 from megalite.inventory.pieces import BLOCKED_FROM, BLOCKED_UP_TO, block_area
 
-__all__ = ["ElementBytes", "boundary_bytes", "boundary_shape", "kept_bytes", "micro_tokens", "weight_only_bytes"]
-
 
 class ElementBytes(NamedTuple):
     """Bytes of an element: compute weights and activations, masters and losses, accumulated gradients."""

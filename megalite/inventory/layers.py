@@ -20,23 +20,6 @@ from megalite.config.model import ModelConfig
 from megalite.inventory.families import FAMILIES
 from megalite.inventory.placement import NO_AXES, Placement, Shape
 
-__all__ = [
-    "FLOPS_CONVENTION",
-    "WORD_EMBEDDINGS",
-    "Layer",
-    "Parameter",
-    "Product",
-    "add_up",
-    "blocks_of",
-    "count_parameters",
-    "first_alike",
-    "flops_per_iteration",
-    "layer_name",
-    "layers",
-    "parameter_shapes",
-    "stage_parameters",
-]
-
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 FLOPS_CONVENTION = "model FLOPs, Megatron's convention: causal attention halved, no recomputation"

@@ -12,8 +12,6 @@ from megalite.config.model import ModelConfig
 from megalite.inventory.layers import layers
 from megalite.schedule import Program, build, find, insert_unshard, load_program, lower, merge_backward, partition
 
-__all__ = ["computations", "lowered", "stage_cuts"]
-
 
 def computations(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
     """F, B, I, W and STEP of a batch as they run, without messages, reductions and gathers.
