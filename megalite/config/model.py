@@ -37,6 +37,9 @@ class RopeScaling(Spelled):
     rope_scaling_factor: float = option(
         8.0, "factor of --use-rope-scaling for the low frequencies", ge=1, only_with="use_rope_scaling"
     )
+    rope_scaling_original_length: int = option(
+        8192, "sequence length of the training before --use-rope-scaling", ge=1, only_with="use_rope_scaling"
+    )
 
     @property
     def llama3_factor(self) -> float | None:

@@ -34,7 +34,7 @@ def _read(fields: Fields) -> ModelConfig:
         model_type="gpt",
         num_layers=fields.integer("n_layer"),
         hidden_size=hidden,
-        ffn_hidden_size=fields.integer("n_inner", 4 * hidden),
+        ffn_hidden_size=None if fields.get("n_inner") is None else fields.integer("n_inner"),
         num_attention_heads=fields.integer("n_head"),
         seq_length=positions,
         max_position_embeddings=positions,
@@ -55,7 +55,7 @@ def _write(model: ModelConfig) -> Mapping[str, Any]:
         "n_embd": model.hidden_size,
         "n_layer": model.num_layers,
         "n_head": model.num_attention_heads,
-        "n_inner": model.ffn_size,
+        "n_inner": model.ffn_hidden_size,  # null: 4 n_embd there, 4h here
         "activation_function": next((t for t, ours in ACTIVATIONS.items() if ours == model.activation), "gelu_new"),
         "layer_norm_epsilon": model.norm_epsilon,
         "initializer_range": model.init_method_std,

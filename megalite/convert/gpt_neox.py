@@ -32,6 +32,10 @@ def _read(fields: Fields) -> ModelConfig:
     fields.only("attention_bias", True)
     positions = fields.integer("max_position_embeddings", 2048)
     share = fields.section("rope_parameters").get("partial_rotary_factor") or fields.get("rotary_pct", 0.25)
+    share = Fields({"rotary_pct": share}, fields.where).number("rotary_pct")
+    width = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    if (turned := int(width * share)) % 2:
+        raise fields.wrong("rotary_pct", share, f"turns {turned} of a head's {width} channels; only an even number is")
     return ModelConfig(
         model_type="gpt",
         num_layers=fields.integer("num_hidden_layers"),
@@ -40,7 +44,7 @@ def _read(fields: Fields) -> ModelConfig:
         num_attention_heads=fields.integer("num_attention_heads"),
         seq_length=positions,
         max_position_embeddings=positions,
-        rotary_percent=Fields({"rotary_pct": share}, fields.where).number("rotary_pct"),
+        rotary_percent=share,
         use_parallel_residual=fields.flag("use_parallel_residual", True),
         normalization="LayerNorm",
         norm_epsilon=fields.number("layer_norm_eps", 1e-5),

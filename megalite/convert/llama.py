@@ -44,13 +44,14 @@ def _read(fields: Fields, **more: Any) -> ModelConfig:
     fields.only("partial_rotary_factor", 1, 1.0)
     heads, positions = fields.integer("num_attention_heads"), fields.integer("max_position_embeddings")
     hidden = fields.integer("hidden_size")
+    absent = fields.get("head_dim") is None and hidden % heads == 0
     values: dict[str, Any] = dict(
         num_layers=fields.integer("num_hidden_layers"),
         hidden_size=hidden,
         ffn_hidden_size=fields.integer("intermediate_size"),
         num_attention_heads=heads,
         num_query_groups=fields.integer("num_key_value_heads", heads),
-        kv_channels=fields.integer("head_dim", max(1, hidden // heads)),
+        kv_channels=None if absent else fields.integer("head_dim", max(1, hidden // heads)),
         seq_length=positions,
         max_position_embeddings=positions,
         normalization="RMSNorm",
@@ -73,7 +74,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.query_groups,
-        "head_dim": model.head_dim,
+        **({} if model.kv_channels is None else {"head_dim": model.kv_channels}),
         "hidden_act": next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "silu"),
         "max_position_embeddings": model.max_positions,
         "initializer_range": model.init_method_std,
@@ -122,6 +123,10 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    return _write_qwen(model) | {"head_dim": model.head_dim}  # there an absent one is 128
+
+
 def _read_qwen2(fields: Fields) -> ModelConfig:
     return _read(fields, add_qkv_bias=True, window_size=_read_qwen_window(fields))
 
@@ -139,4 +144,4 @@ def _read_qwen3(fields: Fields) -> ModelConfig:
 LLAMA = Family("llama", "LlamaForCausalLM", "model.", RULES, _read_llama, _write_llama, IGNORED)
 MISTRAL = Family("mistral", "MistralForCausalLM", "model.", RULES, _read_mistral, _write_mistral, IGNORED)
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "model.", RULES, _read_qwen2, _write_qwen, IGNORED)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "model.", RULES, _read_qwen3, _write_qwen, IGNORED)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "model.", RULES, _read_qwen3, _write_qwen3, IGNORED)

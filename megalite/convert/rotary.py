@@ -8,7 +8,8 @@ from typing import Any
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert.fields import Fields
 
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LENGTH = "original_max_position_embeddings"
 KINDS = {"default": "default", "linear": "linear", "llama3": "llama3"}
 
 
@@ -27,7 +28,11 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
     if kind == "llama3":
         for key, value in LLAMA3.items():
             scaling.only(key, value)
-        found["rope_scaling"] = RopeScaling(use_rope_scaling=True, rope_scaling_factor=scaling.number("factor"))
+        found["rope_scaling"] = RopeScaling(
+            use_rope_scaling=True,
+            rope_scaling_factor=scaling.number("factor"),
+            rope_scaling_original_length=scaling.integer(LENGTH, 8192),
+        )
     return found
 
 
@@ -36,7 +41,8 @@ def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     ours = model.rope_scaling
     if ours.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": ours.rope_scaling_factor, **LLAMA3}
+        length = {LENGTH: ours.rope_scaling_original_length}
+        scaling = {"rope_type": "llama3", "factor": ours.rope_scaling_factor, **LLAMA3, **length}
     elif ours.rotary_seq_len_interpolation_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
     return {

@@ -18,9 +18,9 @@ from megalite.config.model import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
 
-# Llama 3.1 was trained on this length first; waves that turn fewer than 1 time in it are slowed down fully, those that
-# turn more than 4 times not at all.
-LLAMA3_LENGTH, LLAMA3_SLOW_TURNS, LLAMA3_FAST_TURNS = 8192, 1.0, 4.0
+# Waves that turn fewer than 1 time in the length of the first training are slowed down fully, those that turn more than
+# 4 times not at all.
+LLAMA3_SLOW_TURNS, LLAMA3_FAST_TURNS = 1.0, 4.0
 
 
 class Rotary:
@@ -30,6 +30,7 @@ class Rotary:
         self.dim, self.base = config.rotary_dim, config.rotary_base
         self.interpolation = config.rope_scaling.rotary_seq_len_interpolation_factor
         self.scaling = config.rope_scaling.llama3_factor
+        self.first_length = config.rope_scaling.rope_scaling_original_length
         self._positions: Tensor | None = None
         self._rotation: Rotation | None = None
 
@@ -49,14 +50,17 @@ class Rotary:
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact) / self.dim
         frequencies = self.base**-exponents
         if self.scaling is not None:
-            frequencies = slow_down(frequencies, self.scaling)
+            frequencies = slow_down(frequencies, self.scaling, self.first_length)
         angles = positions.t()[:, :, None, None, None].to(exact) / self.interpolation * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def slow_down(frequencies: Tensor, factor: float) -> Tensor:
-    """Llama 3.1: the low frequencies are divided by `factor`, the high ones kept, those between blended."""
-    turns = LLAMA3_LENGTH / (2 * math.pi) * frequencies
+def slow_down(frequencies: Tensor, factor: float, length: int = 8192) -> Tensor:
+    """Llama 3.1: the low frequencies are divided by `factor`, the high ones kept, those between blended.
+
+    length: of the sequences that the model was trained on first.
+    """
+    turns = length / (2 * math.pi) * frequencies
     kept = ((turns - LLAMA3_SLOW_TURNS) / (LLAMA3_FAST_TURNS - LLAMA3_SLOW_TURNS)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
 

@@ -12,7 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalite.checkpoint import verify
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
+from megalite.convert.megatron import write_args
+from megalite.convert.registry import read_model
+from megalite.errors import ConfigError
 from megalite.microbatch import Microbatch
 from megalite.training.loading import load_for_inference
 
@@ -45,6 +49,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", GATED | dict(tie_word_embeddings=True)),
     "llama-biases": ("Llama", GATED | dict(attention_bias=True, mlp_bias=True)),
     "llama3-rope": ("Llama", GATED | rope(LLAMA3_ROPE)),
+    "llama3-rope-of-another-length": (
+        "Llama",
+        GATED | rope(LLAMA3_ROPE | {"rope_theta": 20.0, "original_max_position_embeddings": 16}),
+    ),
     "llama-linear-rope": ("Llama", GATED | rope(LINEAR_ROPE)),
     "mistral-window": ("Mistral", GATED | dict(sliding_window=5, head_dim=16)),
     "mistral": ("Mistral", GATED | dict(sliding_window=None)),
@@ -106,7 +114,10 @@ def test_round_trip_is_bit_equal_and_logits_agree(case: str, tmp_path: Path) -> 
     before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("there", "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == model.config.model_type
+    then, now = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("there", "back"))
+    assert then["model_type"] == now["model_type"]
+    for key in ("n_inner", "head_dim"):  # as read: absent and null stay what they were
+        assert then.get(key) == now.get(key), key
 
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", output_loading_info=True, attn_implementation="eager", dtype="auto"
@@ -131,3 +142,21 @@ def test_many_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not report["missing_keys"] and not report["unexpected_keys"]
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_an_odd_number_of_turned_channels_is_named() -> None:
+    """transformers turns one more than the share says there; that is no RoPE of ours."""
+    values = WIDTH | dict(intermediate_size=64, model_type="gpt_neox", rotary_pct=0.4)
+    with pytest.raises(
+        ConfigError, match="^c: rotary_pct '0.4' turns 3 of a head's 8 channels; only an even number is$"
+    ):
+        read_model(values, "c")
+    assert read_model(values | {"rotary_pct": 0.5}, "c")[1].rotary_dim == 4
+
+
+def test_megatron_has_no_other_first_length() -> None:
+    scaling = RopeScaling(use_rope_scaling=True, rope_scaling_original_length=4096)
+    shape = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=20)
+    model = ModelConfig(**shape, position_embedding_type="rope", rope_scaling=scaling)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rope_scaling_original_length|rope-scaling-original-length"):
+        write_args(model, "transformer_engine")

@@ -70,6 +70,10 @@ def test_the_little_llama_is_whole(directory: Path) -> None:
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
             "config.json: rope_scaling: rope_type 'yarn' not supported",
         ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": -1}},
+            "original_max_position_embeddings '-1' is not a positive integer",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "config.json: rope_scaling: factor is missing"),
         ({"quantization_config": {"bits": 4}}, "config.json: quantization_config"),
         ({"intermediate_size": 32}, "shape [24, 16], config.json says [32, 16]"),

@@ -55,6 +55,7 @@ ROWS = [
     ("--position-embedding-type rope", "--rotary-seq-len-interpolation-factor 2"),
     ("--position-embedding-type rope --kv-channels 16", "--use-rope-scaling"),
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-factor 32"),
+    ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-original-length 16"),
     ("", "--window-size 4"),
     ("", "--use-parallel-residual"),
     ("", "--normalization RMSNorm"),
