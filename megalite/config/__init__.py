@@ -11,7 +11,8 @@ Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`,
 merges it; `legal` judges it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back;
 `batch_size` is the ramp-up.
 
-Field names are Megatron-LM's flag names with underscores. Sections are frozen; a changed copy is made with
+Names are Megatron-LM's flag names with underscores; a field that several flags spell is a small dataclass of them
+(`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with
 `dataclasses.replace`. Derived numbers are properties, so they can not go stale.
 
 A new flag: one field with its help and bounds; a rule if it is tied to others; a row in `test_flags_take_effect.py`;

@@ -19,6 +19,7 @@ Written by `python tools/make_flag_table.py` from the schema in `megalite/config
 
 Every flag is also a YAML key (`--micro-batch-size 4` is `micro_batch_size: 4`, flat or in its section), `-` and `_`
 mean the same, and every switch has a `--no-` form. Defaults < family defaults < `--config` files in order < flags.
+Flags under a heading in italics spell one field; `one of`: a later file or flag takes the place of another spelling.
 `--config FILE` may be repeated; `--help` prints this table; `--dry-run` prints every value with its origin.
 """
 

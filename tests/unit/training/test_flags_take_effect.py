@@ -111,6 +111,8 @@ ROWS = [
     ("", "--adam-eps 1e-2"),
     ("--optimizer sgd", "--sgd-momentum 0"),
     ("--optimizer lion", "--lion-beta1 0.1"),
+    ("--optimizer lion", "--optimizer-args lion_beta1=0.1"),
+    ("--fp16", "--max-skipped-updates 1 --initial-loss-scale 3e38 --min-loss-scale 3e38"),
     ("--optimizer lion", "--lion-beta2 0.1"),
     ("--optimizer muon", "--muon-momentum 0.5"),
     ("--optimizer muon", "--muon-scale-mode shape_scaling"),
