@@ -144,7 +144,10 @@ def _port(environment: Mapping[str, str], launcher: str, problems: list[str]) ->
     """Port on which the ranks meet; jobs of one SLURM host get different ones."""
     job = environment.get("SLURM_JOB_ID", "")
     default = 20000 + int(job) % 20000 if launcher == "srun" and job.isdigit() else DEFAULT_PORT
-    return _number(environment, "MASTER_PORT", problems, default=default)
+    port = _number(environment, "MASTER_PORT", problems, default=default)
+    if not 0 < port < 65536 and not problems:
+        problems.append(f"env: MASTER_PORT={port}: ports are 1 to 65535; choose a free one above 1023")
+    return port
 
 
 def first_host(nodes: str) -> str:

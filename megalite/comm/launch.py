@@ -29,7 +29,7 @@ from megalite.comm.scratch import scratch_folder
 from megalite.comm.supervisor import INTERRUPTED, Outcome, supervise
 from megalite.comm.watch import Watch
 from megalite.config import Config, ParallelConfig
-from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
+from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,10 @@ SOLO = Place()
 
 def read_place() -> Place:
     """The place of this process, from the real environment. Raises ConfigError for contradictions."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError("the working directory has been deleted; change into one that exists") from None
     return environment.detect_place(os.environ)
 
 
@@ -66,9 +70,11 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
                 f"--nprocs={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
                 f"{place.size}; drop --nprocs"
             )
+        if max(place.size, nprocs or 1) > 1:
+            check_interface()
         if nprocs is None or nprocs == 1:
             if place.size > 1:
-                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch's stack frames bury what we tell
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch's stack frames bury what we tell
                 seconds = 60 * config.parallel.distributed_timeout_minutes
                 watch = Watch(place, page, hang_seconds=seconds, host=socket.gethostname())
             return _run_rank(config, main, place, page.set_phase, watch=watch)
@@ -86,7 +92,8 @@ def _leave_failed(error: Exception, place: Place, watch: Watch | None) -> int:
     """Tells of the exception that ends this rank, and returns the exit status; in a world of one process only a
     MegaliteError does not pass on. The rank that broke tells why; those that lost it tell nothing, or name it."""
     description = RankError.of(error)
-    if watch is not None and description.communication:
+    speaks = isinstance(error, MegaliteError) and not isinstance(error, PeerLost)
+    if watch is not None and description.communication and not speaks:
         blame = watch.account(description.text.strip().split("\n")[0])
         if blame:
             print(f"error: {blame}", file=sys.stderr, flush=True)
@@ -249,6 +256,18 @@ def _open_store(world: World, place: Place, rendezvous: Path | None, seconds: fl
             raise ConfigError(f"{where}: rank 0 can not listen there ({facts}); choose a free port") from error
         raise RuntimeFailure(f"{where}: rank {world.rank} on {world.host} can not reach rank 0 ({facts})") from error
     return dist.PrefixStore(f"megalite/{place.attempt}", store)
+
+
+def check_interface() -> None:
+    """Whether this host has the network interfaces that GLOO_SOCKET_IFNAME names. Raises ConfigError."""
+    asked = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    has = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in asked if name not in has]
+    if missing:
+        raise ConfigError(
+            f"env: GLOO_SOCKET_IFNAME={missing[0]}: {socket.gethostname()} has no such interface (has: "
+            f"{', '.join(has)}); name one of them, or unset it"
+        )
 
 
 def check_devices(parallel: ParallelConfig, local_size: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megalite.comm.collectives import device_of
 from megalite.comm.mesh import Axis, WaitClock
-from megalite.errors import RuntimeFailure
+from megalite.errors import PeerLost, RuntimeFailure
 
 _HEADER_LENGTH = 8
 _MOST_IN_FLIGHT = 16
@@ -108,7 +108,7 @@ class Incoming:
                 self.work.wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise RuntimeFailure(
+            raise PeerLost(
                 f"pipeline rank {self.rank}: waiting for {self.label} from pipeline rank {self.peer} failed: {reason}"
             ) from error
         return self.buffer

@@ -44,7 +44,8 @@ OVER, CAUSE = "end/over", "end/cause"
 class Watch:
     """Watches over one rank of an outer launcher, from the beginning of the process.
 
-    page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended.
+    page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended,
+    from its first phase on.
     """
 
     def __init__(self, place: Place, page: RankPage, *, hang_seconds: float, host: str) -> None:
@@ -180,10 +181,11 @@ def _guard(page: RankPage, parent: int, name: str, hang_seconds: float) -> None:
         die_with_parent(parent)
         while os.getppid() == parent:
             time.sleep(BEAT_SECONDS)
-            if page.beat_age > hang_seconds:
-                where = f" in phase '{page.phase}'" if page.phase else ""
+            # Before the first phase libraries are loaded, which runs no Python for as long as a slow disk takes.
+            if page.phase and page.beat_age > hang_seconds:
                 print(
-                    f"error: {name} stopped answering{where} ({page.phase_age:.1f} s after its last report)",
+                    f"error: {name} stopped answering in phase '{page.phase}' "
+                    f"({page.phase_age:.1f} s after its last report)",
                     file=sys.stderr,
                     flush=True,
                 )

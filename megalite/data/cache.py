@@ -30,12 +30,21 @@ KEPT_SECONDS = 86400.0
 
 
 def cache_directory(data_cache_path: str | None, save: str | None) -> Path:
-    """Where derived data go: `--data-cache-path`, else `data_cache` beside `--save`, else the user's cache folder."""
+    """Where derived data go: `--data-cache-path`, else `data_cache` beside `--save`, else the user's cache folder.
+
+    Raises:
+        DataError: there is none of them.
+    """
     if data_cache_path:
         return Path(data_cache_path)
     if save:
         return Path(save).resolve().parent / "data_cache"
-    return Path.home() / ".cache" / "megalite"
+    try:
+        return Path.home() / ".cache" / "megalite"
+    except RuntimeError:
+        raise DataError(
+            "--data-cache-path: not given, and this user has no home directory; name a folder, or set HOME"
+        ) from None
 
 
 def digest_of(*parts: object) -> str:

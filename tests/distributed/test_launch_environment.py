@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from megalite.comm.environment import Place, detect_place, expand_tasks, first_host
-from megalite.errors import ConfigError
+from megalite.comm.launch import check_interface, read_place
+from megalite.data.cache import cache_directory
+from megalite.errors import ConfigError, DataError
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",
@@ -60,6 +62,10 @@ def test_place(environment: dict[str, str], place: Place) -> None:
             {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"},
             "env: SLURM_NTASKS=16 but WORLD_SIZE=8; unset WORLD_SIZE and RANK, or make them agree",
         ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "80000"},
+            "env: MASTER_PORT=80000: ports are 1 to 65535; choose a free one above 1023",
+        ),
     ],
 )
 def test_contradictions_are_one_line_each(environment: dict[str, str], line: str) -> None:
@@ -95,3 +101,26 @@ def test_every_variable_is_documented() -> None:
     page = (root / "docs" / "launch.md").read_text()
     assert len(names) > 15
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+
+
+def test_what_a_process_is_started_in_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    with pytest.raises(
+        ConfigError, match=r"env: GLOO_SOCKET_IFNAME=eth99: \S+ has no such interface \(has: .*\); name"
+    ):
+        check_interface()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="the working directory has been deleted"):
+        read_place()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_user_without_a_home_needs_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", refuse)
+    with pytest.raises(DataError, match="--data-cache-path: not given, and this user has no home directory; name a"):
+        cache_directory(None, None)
