@@ -172,14 +172,24 @@ def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:
         raise DataError(
             f"{folder}: holds no tokenizer ({DESCRIPTION_FILE} not found); give --tokenizer-type and its files"
         )
-    try:
-        description = json.loads(file.read_bytes())
-        kind, vocab_size = str(description["tokenizer_type"]), int(description["vocab_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: not a tokenizer description ({error})") from None
+    kind, vocab_size = read_description(file.read_bytes(), str(file))
     needs_files = kind not in ("ByteTokenizer", "NullTokenizer")
     model = str(folder) if needs_files else None
     tokenizer = make_tokenizer(kind, tokenizer_model=model, vocab_size=vocab_size, flag=flag)
     if tokenizer.vocab_size != vocab_size:
         raise DataError(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, its description says {vocab_size}")
     return tokenizer
+
+
+def read_description(raw: bytes, where: str) -> tuple[str, int]:
+    """Kind and number of ids from the content of DESCRIPTION_FILE. Raises DataError."""
+    try:
+        description = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a tokenizer description ({str(error)[:80]})") from None
+    named = description if isinstance(description, dict) else {}
+    kind, vocab_size = named.get("tokenizer_type"), named.get("vocab_size")
+    if not isinstance(kind, str) or type(vocab_size) is not int or not 0 < vocab_size < 2**40:
+        found = f"tokenizer_type {str(kind)[:40]!r}, vocab_size {str(vocab_size)[:40]}"
+        raise DataError(f"{where}: not a tokenizer description ({found})")
+    return kind, vocab_size

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from megalite.config.saved import from_dict
 from megalite.convert import HuggingFaceSource
 from megalite.convert.hf_files import CONFIG
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer
-from megalite.data.tokenizer_io import DESCRIPTION_FILE
+from megalite.data.tokenizer_io import DESCRIPTION_FILE, read_description
 from megalite.errors import CheckpointError, MegaliteError
 
 logger = logging.getLogger(__name__)
@@ -81,8 +80,8 @@ def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
     manifest = read_manifest(path)
     model, tokenizer = config_of(path, manifest).model, {}
     if DESCRIPTION_FILE in manifest.extra_files:
-        description = json.loads(read_extra(path, manifest, DESCRIPTION_FILE))
-        tokenizer = _tokenizer_flags(str(description["tokenizer_type"]), path)
+        kind, _ = read_description(read_extra(path, manifest, DESCRIPTION_FILE), str(path / DESCRIPTION_FILE))
+        tokenizer = _tokenizer_flags(kind, path)
     return Offer(str(path), model, tokenizer)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.format import COMMITTED, MANIFEST, StoredTensor, commit_text, structure_hash
+from megalite.checkpoint.format import COMMITTED, MANIFEST, StoredTensor, checksum, commit_text, structure_hash
+from megalite.data.tokenizer_io import DESCRIPTION_FILE
 from megalite.errors import MegaliteError
 from megalite.nn.kv_cache import LayerCache
 from megalite.training.loading import load_for_inference
@@ -120,6 +121,22 @@ def test_padding_is_not_allocated(original: Path, tmp_path: Path) -> None:
     at: Place = ("meta", "config", "model", "make_vocab_size_divisible_by")
     loaded = load_for_inference(commit(changed(document, at, 2**40), original, tmp_path))
     assert sum(p.numel() for p in loaded.model.parameters()) < 10_000
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"\xff", b"", b"[]", b"{}", b'{"tokenizer_type": 3, "vocab_size": 257}', b"null",
+                b'{"tokenizer_type": "ByteTokenizer", "vocab_size": Infinity}'],
+)  # fmt: skip
+def test_a_tokenizer_that_is_none_is_one_line(content: bytes, original: Path, tmp_path: Path, capsys: Any) -> None:
+    document = json.loads((original / MANIFEST).read_bytes())
+    document["extra_files"][DESCRIPTION_FILE] = {"bytes": len(content), "checksum": checksum(content)}
+    victim = commit(document, original, tmp_path)
+    (victim / DESCRIPTION_FILE).write_bytes(content)
+    with pytest.raises(MegaliteError, match="not a tokenizer description"):
+        load_for_inference(victim)
+    capsys.readouterr()
+    assert main([*RUN[8:], "--load", str(victim), "--use-checkpoint-args"]) == 2
+    assert "not a tokenizer description" in capsys.readouterr().err
 
 
 def test_a_cache_grows_with_what_is_seen() -> None:
