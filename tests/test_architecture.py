@@ -78,7 +78,6 @@ PRINTERS = {
     "megalite.config.cli",
     "megalite.comm.launch",
     "megalite.comm.watch",
-    "megalite.training.tool",
     "megalite.training.console",
 }
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 import numpy as np
 from numpy.typing import NDArray
 
+from command_line import ToolParser, run_tool
 from megalite.data.corpus import stdlib_corpus
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.gpt_index import build_sample_index
@@ -31,7 +32,6 @@ from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
 from megalite.data.subword import HuggingFaceTokenizer
 from megalite.data.tokenizer_training import train_bpe
-from megalite.training.tool import ToolParser, run_tool
 
 PIECE = 20_000
 SEQ_LENGTH = 1024

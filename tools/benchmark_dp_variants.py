@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_adapter_dp import build, microbatch, model_config
 from torch import nn
 
+from bench_adapter_dp import build, microbatch, model_config
 from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_adapter_pipe import run as run_megalite
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from bench_adapter_pipe import run as run_megalite
 
 Step = Callable[[], Any]
 LR = 1e-4

@@ -29,8 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import run_tool
 from megalite.extras import optional_package
-from megalite.training.tool import run_tool
 
 PRESETS = {
     "tiny": {"L": 2, "h": 64, "heads": 2, "s": 32, "V": 256},
@@ -113,8 +113,9 @@ def timed(step: Step) -> float:
 
 def build(name: str, arguments: argparse.Namespace) -> Step:
     """The training step of a variant."""
-    import bench_adapter
     import torch
+
+    import bench_adapter
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -214,7 +215,6 @@ def transformers_gpt(cfg: dict[str, int], device: Any) -> tuple[Any, Callable[..
 
 def model_flops(cfg: dict[str, int], batch: int) -> int:
     from bench_adapter import model_config
-
     from megalite.inventory.layers import flops_per_iteration
 
     return flops_per_iteration(model_config(cfg, tied=True, activation="gelu-tanh"), batch)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import run_tool
 from megalite.config import parse
 from megalite.data import cache_directory
 from megalite.errors import ConfigError
-from megalite.training.tool import run_tool
 
 WORLD_SIZE = ("--world-size", "--world_size")
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.extras import optional_package
-from megalite.training.tool import ToolParser, run_tool
 
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from command_line import ToolParser, run_tool  # noqa: E402
 from megalite.errors import RuntimeFailure  # noqa: E402
 from megalite.extras import EXTRA_OF  # noqa: E402
-from megalite.training.tool import ToolParser, run_tool  # noqa: E402
 
 CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
 PURPOSES = {

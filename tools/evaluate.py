@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError
-from megalite.training.tool import ToolParser, run_tool
 
 if TYPE_CHECKING:
     from megalite.training.loading import LoadedModel

@@ -13,9 +13,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
-from megalite.training.tool import ToolParser, run_tool
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

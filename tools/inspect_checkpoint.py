@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import ToolParser
 from megalite.errors import CheckpointError, MegaliteError
-from megalite.training.tool import ToolParser
 
 Json = dict[str, Any]
 

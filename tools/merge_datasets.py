@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from command_line import ToolParser, run_tool
 from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.errors import DataError
-from megalite.training.tool import ToolParser, run_tool
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

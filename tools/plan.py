@@ -18,6 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import ToolParser, run_tool
 from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
 from megalite.config.parallel import StageLayout
@@ -32,7 +33,6 @@ from megalite.planner.report import as_json, summary
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import SEARCHED, layout_of, reasons_against
 from megalite.planner.what_if import QUESTIONS, sweep, table
-from megalite.training.tool import ToolParser, run_tool
 
 NOTHING_LEGAL = "no layout that keeps what the files and flags give of it is legal; --free all searches that too"
 

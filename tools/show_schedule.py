@@ -24,6 +24,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import ToolParser
 from megalite.errors import ConfigError, MegaliteError, ScheduleError
 from megalite.schedule import (
     SCHEDULES,
@@ -41,7 +42,6 @@ from megalite.schedule.render_svg import render_html, render_svg
 from megalite.schedule.render_text import render_text
 from megalite.schedule.report import comparison, figures, summary
 from megalite.schedule.trace import render_trace
-from megalite.training.tool import ToolParser
 
 ASYNCHRONOUS_BATCHES = 4
 """Batches drawn when a schedule does not drain after each: enough to see the steady state."""

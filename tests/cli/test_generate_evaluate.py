@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.training.tool import run_tool
 from tests.unit.training.tiny_checkpoint import TEXT, all_logits, write_checkpoint
+from tools.command_line import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 

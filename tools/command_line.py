@@ -12,8 +12,6 @@ from typing import NoReturn
 from megalite.comm.launch import INTERRUPTED, print_interrupted
 from megalite.errors import ConfigError, MegaliteError
 
-__all__ = ["ToolParser", "run_tool"]
-
 
 class ToolParser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors of one line, and which names the nearest flag."""
