@@ -87,9 +87,7 @@ AT_IMPORT = re.compile(
 )
 # Who may name a schedule or an optimizer: the table and the options of optimizers (default, aliases), published runs,
 # and benchmarks, which name what they measure.
-NAMES_ITS_SUBJECT = re.compile(
-    r"megalite\.config\.(update_rules|optimizer|values)|megalite\.planner\.published|tools\.bench\w+"
-)
+NAMES_ITS_SUBJECT = re.compile(r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|bench\w+)")
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(
     r"eval|exec|torch\.(load|save)|(\w+\.)*\w+_object(_list)?|yaml\.(load|unsafe_load)|os\.system"

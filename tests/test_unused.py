@@ -22,7 +22,7 @@ ALLOWED = {
     # Adapters of a benchmark that lives outside: it calls them by name (see their docstrings).
     r"tools/bench_adapter(_\w+)?\.py": r"\w+",
     # lm-evaluation-harness calls its models by these.
-    r"megalite/training/lm_harness\.py": "loglikelihood(_rolling)?|generate_until",
+    r"tools/lm_harness\.py": "loglikelihood(_rolling)?|generate_until",
     # ctypes reads it.
     r"megalite/comm/rank_page\.py": "_fields_",
 }

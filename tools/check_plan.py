@@ -30,12 +30,12 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from disturbance import BusyClock, Watch
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
 from megalite.config.saved import dump_yaml
 from megalite.config.training import TrainingLength
 from megalite.errors import MegaliteError, RuntimeFailure
-from megalite.planner.disturbance import BusyClock, Watch
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.predict import predict
 from megalite.planner.profile import Profile, load_profile, mean_profile

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     """Evaluate and print each task's measures."""
     flags = parse(argv)
     optional_package(f"--tasks={flags.tasks}", "lm_eval")  # before the model is read
-    from megalite.training.lm_harness import harness_model
+    from lm_harness import harness_model
     from megalite.training.loading import load_for_inference
 
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)

@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def inspect(arguments: argparse.Namespace) -> Json:
     """All that was asked for, as one JSON object. Raises CheckpointError."""
+    from checkpoint_contents import differences, statistics, summarize, summarize_run
     from megalite.checkpoint import CheckpointReader, verify  # torch comes with it: not before the flags are right
     from megalite.checkpoint.format import COMMITTED
-    from megalite.checkpoint.inspection import differences, statistics, summarize, summarize_run
 
     report: Json = {}
     if not (arguments.directory / COMMITTED).is_file():

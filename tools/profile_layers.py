@@ -27,6 +27,7 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 
+from disturbance import BusyClock
 from megalite.comm.collectives import all_gather_into, all_gather_json, all_reduce_, barrier, reduce_scatter_into
 from megalite.comm.launch import launch
 from megalite.comm.mesh import Axis, FamilyAxes, ParallelMesh
@@ -43,7 +44,6 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.context import LayerContext
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
-from megalite.planner.disturbance import BusyClock
 from megalite.training.build import optimizer_factory, parameter_dtype, wide_dtype, zero_options
 from megalite.training.run import open_run
 

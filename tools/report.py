@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--load", required=True, nargs="+", metavar="DIR", help="run directories (--save of training)")
     parser.add_argument("--output", default="report.html", metavar="FILE", help="page to write")
     flags = parser.parse_args(argv)
-    from megalite.training.report import render_report  # torch comes with it: not before the flags are right
+    from report_page import render_report  # torch comes with it: not before the flags are right
 
     runs = [(Path(directory).name or directory, read_run(directory)) for directory in flags.load]
     page = render_report(" and ".join(name for name, _ in runs), runs)

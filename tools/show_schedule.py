@@ -40,8 +40,8 @@ from megalite.schedule import (
 from megalite.schedule.registry import find, warnings
 from megalite.schedule.render_svg import render_html, render_svg
 from megalite.schedule.render_text import render_text
-from megalite.schedule.report import comparison, figures, summary
 from megalite.schedule.trace import render_trace
+from schedule_figures import comparison, figures, summary
 
 ASYNCHRONOUS_BATCHES = 4
 """Batches drawn when a schedule does not drain after each: enough to see the steady state."""

@@ -10,7 +10,7 @@ import pytest
 from megalite.config import ModelConfig
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.inventory.layers import count_parameters
-from megalite.planner.published import compare, configured, published_flops, published_runs, table
+from tools.compare_published import compare, configured, published_flops, published_runs, table
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> ModelConfig:

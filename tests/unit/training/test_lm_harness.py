@@ -15,9 +15,9 @@ import torch
 
 from megalite.data.tokenizer import CharTokenizer
 from megalite.errors import ConfigError
-from megalite.training.lm_harness import HarnessScorer, harness_model
 from megalite.training.loading import LoadedModel, load_for_inference
 from tests.unit.training.tiny_checkpoint import TEXT, all_logits, write_checkpoint
+from tools.lm_harness import HarnessScorer, harness_model
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.training.report import Curve, render_chart, render_report, series, ticks
+from tools.report_page import Curve, render_chart, render_report, series, ticks
 
 
 def _records(losses: list[float | None]) -> list[dict]:

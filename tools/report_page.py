@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from megalite.training.startup import in_units
 from megalite.training.stats import Record
 
-__all__ = ["Curve", "render_report"]
-
 Point = tuple[float, float]
 
 WIDTH, HEIGHT, MARGIN = 560, 240, 48

@@ -17,8 +17,6 @@ from megalite.planner.report import budget
 from megalite.planner.space import layout_of
 from megalite.planner.what_if import Row, Sweep
 
-__all__ = ["check", "draw"]
-
 BLUE, ORANGE, GREY = "#0b62a4", "#d1661b", "#8a8a8a"
 SUFFIXES = (".svg", ".png")
 

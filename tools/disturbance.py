@@ -13,8 +13,6 @@ from bisect import bisect_left
 from pathlib import Path
 from typing import Final
 
-__all__ = ["BusyClock", "Watch"]
-
 
 def _ticks() -> int:
     """Of the kernel's clock in a second."""

@@ -20,8 +20,6 @@ from megalite.training.generate import Sampling, generate
 from megalite.training.loading import LoadedModel
 from megalite.training.tasks import score_continuations
 
-__all__ = ["HarnessScorer", "harness_model"]
-
 
 class HarnessScorer:
     """Log-likelihoods and continuations in the harness's terms.
