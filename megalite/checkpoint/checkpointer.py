@@ -310,10 +310,6 @@ class Checkpointer:
             logger.info("%s: %d state tensors were not asked for and not loaded", mine.path, len(unused))
         return mine.manifest
 
-    def load_meta(self, path: Path | str) -> dict[str, Any]:
-        """Local: the JSON object that was saved with a checkpoint. Raises CheckpointError."""
-        return dict(read_manifest(Path(path)).meta)
-
     def names(self, path: Path | str) -> list[str]:
         """Local: the names of all stored tensors. Raises CheckpointError."""
         return list(read_manifest(Path(path)).tensors)

@@ -22,6 +22,7 @@ from megalite.checkpoint.format import (
     parse_manifest,
     structure_hash,
 )
+from megalite.checkpoint.storage import read_manifest
 from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
 from megalite.errors import CheckpointError
@@ -204,7 +205,7 @@ def test_two_thousand_mutated_manifests_raise_nothing_but_our_error(saved: Path)
 def test_files_that_travel_along(saved: Path) -> None:
     saver = Checkpointer(saved.parent, world=Axis.single("world"))
     assert saver.read_file(saved, "tokenizer.json") == b'{"model": "bytes"}'
-    assert saver.load_meta(saved)["consumed_samples"] == 100
+    assert read_manifest(saved).meta["consumed_samples"] == 100
     assert set(saver.names(saved)) == set(make_model(0))
     for name in ("other.json", "../iter_0000100/tokenizer.json", MANIFEST):
         with pytest.raises(CheckpointError):
