@@ -14,16 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "MegaliteError",
-    "PeerLost",
-    "RuntimeFailure",
-    "ScheduleError",
-]
-
 
 class MegaliteError(Exception):
     """Base of all errors with a message for the user.

@@ -8,8 +8,6 @@ from typing import Any
 
 from megalite.errors import ConfigError
 
-__all__ = ["EXTRA_OF", "optional_package"]
-
 #: Package, as it is imported -> extra: `pip install "megalite[EXTRA]"`.
 EXTRA_OF = {
     "transformers": "hf",

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["fault_point"]
-
 
 def fault_point(name: str, **where: object) -> None:
     """Marks an instant at which a test may inject a fault; does nothing outside tests.

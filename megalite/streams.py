@@ -12,8 +12,6 @@ import os
 import sys
 from typing import Any, TextIO
 
-__all__ = ["Stream", "keep_streams"]
-
 
 class Stream:
     """A text stream whose `write` and `flush` never raise for what lies behind it.

@@ -15,8 +15,6 @@ from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
 from megalite.inventory.layers import stage_parameters
 
-__all__ = ["check_model", "check_state", "check_tensors"]
-
 # Flags of the optimizer that decide which tensors its state has, and in which dtype they are kept.
 _STATE = ("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
 

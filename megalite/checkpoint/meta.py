@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 
 from megalite.errors import CheckpointError
 
-__all__ = ["Meta"]
-
 LARGEST = 2**62
 T = TypeVar("T")
 

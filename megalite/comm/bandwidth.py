@@ -24,8 +24,6 @@ from megalite.errors import RuntimeFailure
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measurement", "measure_collectives"]
-
 SIZES = (4 * 1024, 1024 * 1024, 32 * 1024 * 1024)
 REPEATS = 7
 

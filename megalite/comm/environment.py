@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from megalite.errors import ConfigError
 
-__all__ = ["Place", "detect_place", "expand_tasks", "first_host"]
-
 DEFAULT_PORT = 29500
 # launcher, rank, size, local rank, local size
 LAUNCHERS = (

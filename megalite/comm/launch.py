@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from megalite.comm.world import World
 
-__all__ = ["INTERRUPTED", "Main", "Place", "launch", "print_error", "print_interrupted", "read_place"]
-
 Main = Callable[[Config, "World"], int | None]
 """What every rank runs; its return value (None = 0) is the rank's exit status."""
 

@@ -17,8 +17,6 @@ from megalite.comm.collectives import agree_max, all_gather_json
 from megalite.comm.mesh import Axis
 from megalite.errors import DataError, MegaliteError
 
-__all__ = ["patiently"]
-
 VOTE_SECONDS = 0.5
 IDLE, REFUSED, WORKING = 0, 1, 2  # the largest vote counts
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from megalite.errors import MegaliteError, PeerLost
 
-__all__ = ["RankError", "RankPage"]
-
 BEAT_SECONDS = 0.25
 PAGE_BYTES = 256 * 1024  # 28,000 characters of an error, escaped; what is not written to takes no memory
 PHASE_START = 64  # after the header

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from megalite.errors import ConfigError
 
-__all__ = ["remove_forgotten", "scratch_folder"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX, ALIVE = "megalite-", "alive"

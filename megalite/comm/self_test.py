@@ -27,8 +27,6 @@ import megalite
 from megalite.comm.world import World
 from megalite.errors import ConfigError, RuntimeFailure
 
-__all__ = ["check_collective", "check_same_config", "fingerprint", "roll_call"]
-
 logger = logging.getLogger(__name__)
 
 REMIND_SECONDS = 30.0

@@ -28,8 +28,6 @@ from dataclasses import dataclass
 
 from megalite.comm.rank_page import RankError, RankPage
 
-__all__ = ["INTERRUPTED", "Outcome", "RankEnd", "die_with_parent", "find_culprit", "supervise"]
-
 STALE_SECONDS = 2.0
 POLL_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-__all__ = ["Watch"]
-
 ROLL_CALL_SECONDS = 3.0
 ANSWER_SECONDS = 8.0
 LISTEN_SECONDS = 1.0

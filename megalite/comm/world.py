@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["World"]
-
 
 def _nobody_listens(phase: str) -> None:
     """Default of `World.report_phase`."""

@@ -16,8 +16,6 @@ from megalite.config.root import Config
 from megalite.config.schema import flat
 from megalite.config.values import show
 
-__all__ = ["Offer", "ReadOffer", "contradictions", "differences", "effective", "is_left_open", "offered_values"]
-
 # These change how the model is trained or held, not which function of the weights it is.
 FREE = frozenset(
     {

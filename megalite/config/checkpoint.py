@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megalite.config.schema import OneOf, option
 
-__all__ = ["CheckpointConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WhoseSchedules(OneOf):

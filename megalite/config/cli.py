@@ -30,8 +30,6 @@ from megalite.config.values import as_typed, show
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError
 
-__all__ = ["Parsed", "parse", "parse_with_origins", "read_unjudged"]
-
 
 @dataclass(frozen=True)
 class Parsed:

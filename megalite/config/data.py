@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megalite.config.schema import option
 
-__all__ = ["TOKENIZERS", "DataConfig"]
-
 TOKENIZERS = (
     "ByteTokenizer",
     "CharTokenizer",

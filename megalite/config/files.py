@@ -13,8 +13,6 @@ from megalite.config.rules.layout import batches_in_micro_batches
 from megalite.errors import ScheduleError
 from megalite.schedule.text import load_program
 
-__all__ = ["missing_files", "schedule_file"]
-
 
 def missing_files(config: Config) -> list[str]:
     """List the files that are named but absent, one line each."""

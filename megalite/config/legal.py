@@ -16,8 +16,6 @@ from megalite.config.root import SECTIONS, Config
 from megalite.config.schema import Option, assemble, flat, options_of
 from megalite.config.values import as_typed, bounds_problem, show
 
-__all__ = ["placeholder", "problems", "warnings"]
-
 
 def problems(config: Config, world_size: int, *, broken: frozenset[str] = frozenset()) -> list[str]:
     """List what is wrong, one line each, in the form `--flag=value: what (facts); fix`.

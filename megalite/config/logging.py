@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megalite.config.schema import Spelled, option
 
-__all__ = ["LoggingConfig", "Profiling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WandB(Spelled):

@@ -8,8 +8,6 @@ from typing import Any
 
 from megalite.config.schema import Spelled, option, required
 
-__all__ = ["ACTIVATIONS", "FAMILY_DEFAULTS", "GATED_ACTIVATIONS", "ModelConfig", "RopeScaling"]
-
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 

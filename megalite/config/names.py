@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["CONSTANT_FLAGS", "EXTRA_OPTIONS", "NOT_NEEDED", "RENAMED", "SHORT_FORMS", "nearest"]
-
 #: Another name -> the field that takes its value.
 RENAMED: Mapping[str, str] = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.update_rules import UPDATE_RULES
 
-__all__ = ["Decay", "HostOffload", "OptimizerArgs", "OptimizerConfig", "Warmup"]
-
 _ADAM = ("adam", "muon")  # muon leaves what is no matrix to Adam
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from megalite import schedule as schedules
 from megalite.config.schema import OneOf, Spelled, option
 
-__all__ = ["SCHEDULES", "SCHEDULE_ALIASES", "Hardware", "ParallelConfig", "StageLayout"]
-
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
 

@@ -16,8 +16,6 @@ from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import Entry, Scalar
 
-__all__ = ["COMMAND_LINE", "Given", "Reader", "known_names"]
-
 COMMAND_LINE = "command line"
 ARGS = "optimizer_args"
 

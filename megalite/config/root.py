@@ -17,8 +17,6 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.schema import Option, options_of
 from megalite.config.training import TrainingConfig
 
-__all__ = ["SECTIONS", "Config", "all_options", "with_vocab_size"]
-
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
         "model": ModelConfig,

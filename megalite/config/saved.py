@@ -12,8 +12,6 @@ from megalite.config.schema import Option, assemble, flat, options_of
 from megalite.config.values import bounds_problem, show
 from megalite.errors import ConfigError
 
-__all__ = ["dump_yaml", "from_dict", "to_dict"]
-
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Turn a configuration into nested dictionaries of JSON values."""

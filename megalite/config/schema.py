@@ -18,8 +18,6 @@ import types
 import typing
 from typing import Any
 
-__all__ = ["OneOf", "Option", "Spelled", "assemble", "flat", "option", "options_of", "required"]
-
 
 def option(default: Any, help: str, **facts: Any) -> Any:
     """Declare a field with a default.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
 from megalite.config.schema import OneOf, Spelled, option, required
 
-__all__ = ["TrainingConfig", "TrainingLength"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp(OneOf):

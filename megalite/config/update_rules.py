@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megalite.config.optimizer import OptimizerConfig
 
-__all__ = ["UPDATE_RULES", "UpdateRule"]
-
 _WIDE = "fp32"
 """As wide as the master."""
 

@@ -9,8 +9,6 @@ from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED
 from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
 
-__all__ = ["aliases_of", "default_text", "title", "usage", "value_text"]
-
 _HEAD = """\
 usage: pretrain_gpt.py [--config FILE.yaml ...] [--flag value ...]
 

@@ -12,8 +12,6 @@ from typing import Any
 from megalite.config.parallel import SCHEDULE_ALIASES
 from megalite.config.schema import Option
 
-__all__ = ["BadValue", "as_typed", "bounds_problem", "convert", "show"]
-
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 

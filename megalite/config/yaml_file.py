@@ -14,8 +14,6 @@ import yaml
 
 from megalite.errors import ConfigError
 
-__all__ = ["MAX_BYTES", "Entry", "Scalar", "read_yaml"]
-
 MAX_BYTES = 256 * 1024
 _MAX_DEPTH = 4
 

@@ -13,8 +13,6 @@ from megalite.data.cache import cached_folder, digest_of
 from megalite.data.gpt_dataset import GPTDataset, SequentialSource
 from megalite.errors import DataError
 
-__all__ = ["BlendedDataset", "blend_order", "normalise", "parse_blend", "samples_per_part"]
-
 # Each part is asked for a little more than its share, since the greedy order may run ahead of it.
 SURPLUS = 0.005
 MAX_PARTS = 32767

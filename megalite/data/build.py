@@ -22,8 +22,6 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import TokenizerConfig, tokenizer_from_config
 from megalite.errors import DataError
 
-__all__ = ["Datasets", "UnusableSplit", "build_datasets", "build_tokenizer"]
-
 logger = logging.getLogger(__name__)
 
 Dataset = GPTDataset | BlendedDataset

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["WordTable"]
-
 # The table is dropped and begun anew at these sizes, so that memory stays bounded whatever the text.
 MAX_WORDS = 1 << 19
 MAX_CHARACTERS = 1 << 25

@@ -21,8 +21,6 @@ import xxhash
 
 from megalite.errors import DataError, MegaliteError
 
-__all__ = ["cache_directory", "cached_folder", "digest_of"]
-
 logger = logging.getLogger(__name__)
 
 COMPLETE, PARTIAL = "COMPLETE", ".partial"

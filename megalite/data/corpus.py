@@ -31,16 +31,6 @@ from megalite.data.tokenizer import Tokenizer, fingerprint
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
-__all__ = [
-    "TextCorpus",
-    "file_corpus",
-    "open_text",
-    "read_jsonl",
-    "stdlib_corpus",
-    "stdlib_files",
-    "tokenise",
-]
-
 logger = logging.getLogger(__name__)
 
 JSONL_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")

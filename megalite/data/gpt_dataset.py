@@ -17,8 +17,6 @@ from megalite.data.indexed import IndexedDataset, TokenStore
 from megalite.data.splits import without
 from megalite.errors import DataError
 
-__all__ = ["GPTDataset", "SampleSource", "SequentialSource"]
-
 logger = logging.getLogger(__name__)
 
 # Changes when the meaning of the cached arrays does.

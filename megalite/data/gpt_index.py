@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 
 from megalite.errors import DataError
 
-__all__ = ["SampleOrder", "build_order", "build_sample_index", "num_epochs_for", "separate_final_epoch"]
-
 # The last epoch is shuffled apart from the others where less than this part of it is used.
 FINAL_EPOCH_SHARE = 0.80
 INT32_MAX = 2**31 - 1

@@ -34,8 +34,6 @@ from megalite.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IndexedDataset", "IndexedWriter", "TokenStore", "is_indexed", "strip_suffix"]
-
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")

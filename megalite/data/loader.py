@@ -20,8 +20,6 @@ from megalite.data.sampler import num_micro_batches
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 
-__all__ = ["Loader", "full_pass", "make_microbatch"]
-
 # Micro-batches that each thread keeps ready.
 DEPTH = 2
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MockStore"]
-
 NUM_DOCUMENTS = 10_000
 MAX_LENGTH = 4096
 

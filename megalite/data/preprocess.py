@@ -22,8 +22,6 @@ from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.data.units import Unit, input_size, read_unit, units_of
 from megalite.errors import DataError, RuntimeFailure
 
-__all__ = ["Progress", "Summary", "preprocess"]
-
 # Units that may wait for their turn to be written, for each worker.
 BACKLOG = 4
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from megalite.errors import DataError
 
-__all__ = ["num_micro_batches"]
-
 
 def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
     """Micro-batches of one rank in a global batch.

@@ -7,8 +7,6 @@ import re
 
 from megalite.errors import DataError
 
-__all__ = ["SPLIT_NAMES", "bounds_of", "parse_split", "without"]
-
 SPLIT_NAMES = ("train", "valid", "test")
 
 

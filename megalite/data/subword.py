@@ -19,14 +19,6 @@ from megalite.data.byte_level import WordTable
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
-__all__ = [
-    "GPT2BPETokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "byte_level_alphabet",
-    "read_file",
-]
-
 # What ends a document in the public families, in the order in which they are looked for when a tokenizer.json comes
 # alone.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eos|>")

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from megalite.data.indexed import IndexedDataset, TokenStore
 from megalite.errors import DataError
 
-__all__ = ["Survey", "check_vocabulary", "differences", "survey"]
-
 # Up to WHOLE tokens all are read, beyond that PIECES pieces of PIECE tokens from the first to the last.
 WHOLE = 1 << 25
 PIECE, PIECES = 1 << 15, 256

@@ -24,8 +24,6 @@ from megalite.data.indexed import IndexedWriter, token_dtype
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 
-__all__ = ["text_pieces", "write_documents"]
-
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 20

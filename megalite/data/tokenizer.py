@@ -17,15 +17,6 @@ from numpy.typing import NDArray
 
 from megalite.errors import DataError
 
-__all__ = [
-    "ByteTokenizer",
-    "CharTokenizer",
-    "NullTokenizer",
-    "Tokenizer",
-    "fingerprint",
-    "token_dtype",
-]
-
 CHARS_FILE = "chars.json"
 
 # Megatron's bound: the smallest type below it is what its own writer and reader pick.

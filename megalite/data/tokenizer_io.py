@@ -11,8 +11,6 @@ from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, Senten
 from megalite.data.tokenizer import CHARS_FILE, ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer
 from megalite.errors import DataError
 
-__all__ = ["load_tokenizer", "make_tokenizer", "resolve_vocab_size", "tokenizer_files", "tokenizer_from_config"]
-
 DESCRIPTION_FILE = "megalite_tokenizer.json"
 
 

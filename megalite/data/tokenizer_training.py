@@ -14,8 +14,6 @@ from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
-__all__ = ["MODEL_TYPES", "train_bpe", "train_sentencepiece"]
-
 MODEL_TYPES = ("bpe", "sentencepiece")
 EOD = "<|endoftext|>"
 # sentencepiece takes sentences, and passes over those that are longer than this many bytes.

@@ -19,8 +19,6 @@ from megalite.data.tokenise import text_pieces
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
-__all__ = ["Unit", "input_size", "read_unit", "units_of"]
-
 UNIT_BYTES = 1 << 21
 
 

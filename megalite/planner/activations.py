@@ -13,8 +13,6 @@ from megalite.inventory.layers import add_up, blocks_of, layers
 from megalite.inventory.pieces import chunk_length, recompute_segments
 from megalite.schedule import find
 
-__all__ = ["Kept", "recomputed", "stage_activations", "workspace_bytes"]
-
 
 @dataclass(frozen=True)
 class Kept:

@@ -14,8 +14,6 @@ from functools import cached_property
 
 from megalite.planner.hardware import Hardware
 
-__all__ = ["Group"]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -20,8 +20,6 @@ from megalite.inventory.layers import Layer, layers
 from megalite.planner.communication import Group
 from megalite.planner.hardware import Hardware
 
-__all__ = ["Roofline", "TimeSource", "Times", "add_times", "mean_times", "precision_name"]
-
 
 class Times(NamedTuple):
     """Seconds of F, I and W of one micro-batch; hidden: what a whole backward saves by overlapping messages with W."""

@@ -15,8 +15,6 @@ from megalite.planner.search import Misfit, Quick, search
 from megalite.planner.space import SEARCHED, Layout, apply, layout_of, layouts, reasons_against
 from megalite.schedule import default_schedule, find
 
-__all__ = ["Remedy", "explain", "remedy", "shortage"]
-
 GIB = 2**30
 
 #: From the least intrusive change to the most.

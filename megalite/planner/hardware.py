@@ -16,8 +16,6 @@ import yaml
 
 from megalite.errors import ConfigError
 
-__all__ = ["Hardware", "Link", "available", "load_hardware", "parse_hardware", "peak_flops"]
-
 
 @dataclass(frozen=True)
 class Link:

@@ -24,8 +24,6 @@ from megalite.planner.states import StateBytes, state_bytes
 from megalite.schedule import SCHEDULES, Program, Shape
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
-__all__ = ["TERMS", "RankMemory", "rank_memory"]
-
 #: Above so many actions a batch is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000
 

@@ -26,8 +26,6 @@ from megalite.planner.states import stage_elements
 from megalite.schedule import Costs, Program, find, simulate
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
-__all__ = ["Prediction", "Steady", "memory_of", "predict", "program_of", "steady_state"]
-
 #: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
 SIMULATED_ACTIONS = 6_000
 

@@ -21,8 +21,6 @@ from megalite.inventory.layers import layers
 from megalite.planner.cost import Roofline, Times
 from megalite.planner.hardware import Hardware, Link
 
-__all__ = ["Profile", "load_profile", "mean_profile"]
-
 KINDS = ("embedding", "block", "head")
 
 

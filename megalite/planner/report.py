@@ -14,8 +14,6 @@ from megalite.planner.predict import Prediction
 from megalite.planner.search import Found, pareto
 from megalite.planner.space import layout_of
 
-__all__ = ["as_json", "budget", "cost_of_training", "layout_text", "limit_of", "stages_text", "summary", "table"]
-
 GIB = 2**30
 
 

@@ -28,8 +28,6 @@ from megalite.planner.states import stage_elements
 from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
 from megalite.schedule import Shape, default_schedule, find
 
-__all__ = ["Found", "Misfit", "Quick", "pareto", "search"]
-
 #: Simulated layouts: at least so many, whatever `top` is.
 LEAST_SIMULATED = 16
 

@@ -19,19 +19,6 @@ from megalite.config.legal import problems
 from megalite.config.root import all_options
 from megalite.schedule import SCHEDULES, default_schedule, legal, resolve_chunks
 
-__all__ = [
-    "SEARCHED",
-    "Layout",
-    "Sizes",
-    "apply",
-    "layout_of",
-    "layouts",
-    "legal_layouts",
-    "of_shape",
-    "reasons_against",
-    "shapes",
-]
-
 #: Fields of the configuration that are searched where the user did not give them.
 SEARCHED = (
     "tensor_model_parallel_size",

@@ -18,8 +18,6 @@ from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
 from megalite.inventory.kept import ElementBytes
 from megalite.inventory.layers import WORD_EMBEDDINGS, first_alike, stage_parameters
 
-__all__ = ["StateBytes", "stage_elements", "state_bytes"]
-
 
 @dataclass(frozen=True)
 class StateBytes:

@@ -30,8 +30,6 @@ from megalite.planner.hardware import Hardware
 from megalite.planner.memory import rank_memory
 from megalite.schedule import Program, compact_layout, partition_of
 
-__all__ = ["Room", "recomputing", "recut", "smallest_numbers"]
-
 #: A stage between the ends may have so many layers more or less than the mean, or a third of the mean.
 SPREAD = 2
 

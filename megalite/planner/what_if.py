@@ -25,8 +25,6 @@ from megalite.planner.predict import Prediction
 from megalite.planner.report import budget, energy_text, gib, layout_text, time_text, tokens_text
 from megalite.planner.search import search
 
-__all__ = ["QUESTIONS", "Row", "Sweep", "sweep", "table"]
-
 BAR = 24
 
 #: Searches between the last cluster on which a model fits and the first on which it does not.

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Case", "rank_body"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ACTIONS", "Fault"]
-
 
 def _hold_interpreter() -> None:
     """Waits in C without giving up the interpreter lock: no Python thread of this process runs any more.

@@ -20,8 +20,6 @@ from megalite.testing.case import Case
 from megalite.testing.fault import Fault
 from megalite.testing.zygote import zygote_environment
 
-__all__ = ["CaseResult", "RanksFailed", "run_ranks", "run_single", "try_ranks"]
-
 Faults = Sequence[Fault | str]
 
 # A case takes a tenth of a second to two seconds; a busy shared machine has been seen to take twenty times as long.

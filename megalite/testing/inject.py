@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from megalite.testing.fault import Fault
 
-__all__ = ["install", "reach"]
-
 FAULTS: list[Fault] = []
 
 

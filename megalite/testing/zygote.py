@@ -19,8 +19,6 @@ from multiprocessing.connection import Connection
 from megalite.comm.supervisor import Outcome, die_with_parent, supervise
 from megalite.testing.case import Case, rank_body
 
-__all__ = ["main", "zygote_environment"]
-
 SHARED_PACKAGES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megalite.testing.wire")
 
 

@@ -10,8 +10,6 @@ from typing import TextIO
 from megalite.training.hooks import Hook, TrainerView
 from megalite.training.stats import Record
 
-__all__ = ["ConsoleHook", "evaluation_line", "train_line"]
-
 #: Field names as Megatron-LM prints them, the record's key and the format; a key that is absent leaves the field out.
 _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("consumed samples", "consumed_samples", "12d"),

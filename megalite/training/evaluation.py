@@ -29,8 +29,6 @@ from megalite.nn.head import Head
 from megalite.training.loading import LoadedModel
 from megalite.training.stats import Record, perplexity
 
-__all__ = ["Score", "TextWindows", "open_data_path", "score_source", "score_text"]
-
 
 @dataclass(frozen=True)
 class Score:

@@ -27,8 +27,6 @@ from megalite.comm import collectives
 from megalite.comm.mesh import Axis
 from megalite.config import TrainingConfig
 
-__all__ = ["COMPLETED", "FAILED", "ExitPolicy", "ExitReason"]
-
 logger = logging.getLogger(__name__)
 
 #: The other two values of `"status"` in the summary line of metrics.jsonl.

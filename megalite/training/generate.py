@@ -22,8 +22,6 @@ from megalite.nn.head import Head
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.stack import LayerStack
 
-__all__ = ["Sampling", "generate", "pick_token"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:

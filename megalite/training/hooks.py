@@ -24,8 +24,6 @@ from megalite.config import Config
 from megalite.errors import MegaliteError
 from megalite.training.stats import IntervalStats, Record, StepStats
 
-__all__ = ["Hook", "Hooks", "TrainerView", "guarded"]
-
 logger = logging.getLogger(__name__)
 
 

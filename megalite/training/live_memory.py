@@ -27,8 +27,6 @@ from megalite.training.hooks import Hook, TrainerView
 from megalite.training.startup import in_units
 from megalite.training.stats import Record, StepStats
 
-__all__ = ["LiveBytes", "MemoryCheckHook"]
-
 logger = logging.getLogger(__name__)
 
 #: Iterations that are watched: an asynchronous pipeline is full in the third.

@@ -30,8 +30,6 @@ from megalite.nn.stack import LayerStack
 from megalite.training.build import parameter_dtype
 from megalite.training.starting_point import config_of
 
-__all__ = ["LoadedModel", "load_for_inference", "pick_device", "pick_dtype"]
-
 
 @dataclass(frozen=True)
 class LoadedModel:

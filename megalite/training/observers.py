@@ -29,8 +29,6 @@ from megalite.training.live_memory import MemoryCheckHook
 from megalite.training.stats import Record, StepStats
 from megalite.training.tracking import TensorBoardHook, WandbHook
 
-__all__ = ["METRICS_FILE", "JsonlHook", "ProfileHook", "StragglerHook", "make_hooks", "read_metrics"]
-
 METRICS_FILE = "metrics.jsonl"
 
 

@@ -20,8 +20,6 @@ from megalite.errors import ConfigError
 from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 from megalite.training.starting_point import StartingPoint
 
-__all__ = ["Settled", "ParamSchedules", "settle"]
-
 META = "opt_param_scheduler"
 OVERRIDE, ADOPT = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
 # What is compared -> the flags that set it, the first that is given counts.

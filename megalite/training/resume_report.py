@@ -22,8 +22,6 @@ from megalite.training.starting_point import StartingPoint
 from megalite.training.startup import describe_layout
 from megalite.training.stats import Record
 
-__all__ = ["Report", "changes", "resume_report"]
-
 # Where a run reads and writes, what it tells on the way and when it pauses is no change of the run.
 SILENT_SECTIONS = ("checkpoint", "logging")
 SILENT = frozenset(

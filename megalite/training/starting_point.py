@@ -34,8 +34,6 @@ from megalite.errors import CheckpointError, MegaliteError
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["StartingPoint", "config_of", "load_weights", "offer_of", "open_start"]
-
 
 @dataclass(frozen=True)
 class StartingPoint:

@@ -13,8 +13,6 @@ from megalite.inventory.layers import FLOPS_CONVENTION, count_parameters, flops_
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 
-__all__ = ["describe_layout", "format_table", "in_units", "start_up_table"]
-
 
 def start_up_table(
     config: Config, world_size: int, *, program: Program, cuts: Sequence[range], device: str = "cpu"

@@ -23,8 +23,6 @@ from megalite.config import Config
 from megalite.inventory.layers import flops_per_iteration
 from megalite.planner.hardware import peak_flops
 
-__all__ = ["IntervalStats", "Record", "StepStats", "evaluation_record", "peak_memory_bytes", "perplexity"]
-
 #: One line of metrics.jsonl: plain numbers, texts, and None where a number does not exist.
 Record = dict[str, Any]
 

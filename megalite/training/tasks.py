@@ -23,15 +23,6 @@ from megalite.nn.head import Head
 from megalite.training.loading import LoadedModel
 from megalite.training.stats import Record
 
-__all__ = [
-    "Continuation",
-    "detokenize_wikitext",
-    "last_word_accuracy",
-    "read_passages",
-    "read_text",
-    "score_continuations",
-]
-
 
 @dataclass(frozen=True)
 class Continuation:

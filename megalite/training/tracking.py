@@ -16,8 +16,6 @@ from megalite.extras import optional_package
 from megalite.training.hooks import Hook, TrainerView
 from megalite.training.stats import Record
 
-__all__ = ["TensorBoardHook", "WandbHook", "tags"]
-
 logger = logging.getLogger(__name__)
 
 #: Record key -> tag, as Megatron-LM names it where it has one.

@@ -8,8 +8,6 @@ from megalite.config.data import TOKENIZERS
 from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
 
-__all__ = ["checkpoint", "data", "from_checkpoint", "tracking"]
-
 
 def data(config: Config, world_size: int) -> Iterator[str]:
     """Where data come from, and by which tokenizer."""

@@ -13,17 +13,6 @@ from megalite.config.update_rules import UPDATE_RULES
 from megalite.config.values import show
 from megalite.errors import ScheduleError
 
-__all__ = [
-    "batch",
-    "batches_in_micro_batches",
-    "pipeline_schedule",
-    "pipeline_stages",
-    "stage_layers",
-    "tensor_parallel",
-    "warnings",
-    "world",
-]
-
 
 def world(config: Config, world_size: int) -> Iterator[str]:
     """Does the layout fit the number of ranks?"""

@@ -10,8 +10,6 @@ from megalite.config.update_rules import UPDATE_RULES
 from megalite.config.values import show
 from megalite.schedule import find
 
-__all__ = ["learning_rate", "length", "precision", "update_rule", "weight_decay"]
-
 
 def length(config: Config, world_size: int) -> Iterator[str]:
     """How long the training is, and what must fit into it."""

@@ -8,8 +8,6 @@ from megalite.config.root import Config
 from megalite.config.rules.text import PP, divisors, listed, multiples_around
 from megalite.config.values import show
 
-__all__ = ["model_shape", "recompute"]
-
 
 def model_shape(config: Config, world_size: int) -> Iterator[str]:
     """Heads, groups, positions."""

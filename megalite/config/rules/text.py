@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["PP", "TP", "VPP", "divisors", "listed", "multiples_around"]
-
 TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
 VPP = "--virtual-pipeline-model-parallel-size"
