@@ -31,8 +31,8 @@ from megalite.planner.profile import load_profile
 from megalite.planner.report import as_json, summary
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import SEARCHED, layout_of, reasons_against
-from megalite.planner.what_if import QUESTIONS, sweep, table
 from plan_plot import check, draw
+from what_if import QUESTIONS, sweep, table
 
 NOTHING_LEGAL = "no layout that keeps what the files and flags give of it is legal; --free all searches that too"
 

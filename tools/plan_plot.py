@@ -15,7 +15,7 @@ from megalite.extras import optional_package
 from megalite.planner.predict import Prediction
 from megalite.planner.report import budget
 from megalite.planner.space import layout_of
-from megalite.planner.what_if import Row, Sweep
+from what_if import Row, Sweep
 
 BLUE, ORANGE, GREY = "#0b62a4", "#d1661b", "#8a8a8a"
 SUFFIXES = (".svg", ".png")

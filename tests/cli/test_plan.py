@@ -15,8 +15,8 @@ from megalite.config.cli import read_unjudged
 from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
-from megalite.planner.what_if import sweep, table
 from tools.plan_plot import check, draw
+from tools.what_if import sweep, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

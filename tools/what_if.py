@@ -6,7 +6,7 @@ and which upgrade pays.
     token-budget        the training's tokens on N/4 to 4N devices
     upgrades            memory, links, rates of the device, one at a time
 
-Each answer is a sweep of whole searches: a table, and a picture of it (`plot.py`).
+Each answer is a sweep of whole searches: a table, and a picture of it (`plan_plot.py`).
 """
 
 from __future__ import annotations
