@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from megalite.comm.p2p import Channel
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config import Config
-from megalite.data.survey import differences
+from megalite.data.survey import Survey, differences
 from megalite.errors import DataError
 from megalite.inventory.pipeline import stage_cuts
 from megalite.optim import LossScaler
@@ -98,7 +98,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         began_with = Meta(goes_on, str(start.path) if start is not None else "").integers("train_requests")
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
         data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
-        changed = changed_data(goes_on.get("data", {}), data, config)
+        changed = changed_data(goes_on.get("data", {}), data.datasets.surveys, config)
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device)
         scaler = build_scaler(config)
@@ -126,11 +126,11 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         yield OpenRun(trainer, state, directory)
 
 
-def changed_data(then: object, data: DataFlow, config: Config) -> list[str]:
+def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
     """How the data differ from those of the checkpoint that the run goes on from. Raises DataError, unless it may."""
     if config.training.skip_train:
         return []
-    found = differences(then, data.datasets.surveys)
+    found = differences(then, surveys)
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
             f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose order it would go on in; "

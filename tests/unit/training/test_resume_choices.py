@@ -116,7 +116,7 @@ def test_older_checkpoints_tell_their_schedules_by_their_flags(stopped: Path, mo
 def test_architecture_comes_from_the_checkpoint(stopped: Path, tmp_path: Path, capsys: Any) -> None:
     other = [*without(*SHAPE), "--load", str(stopped), "--save", str(tmp_path / "next"), "--use-checkpoint-args"]
     assert main([*other, "--exit-interval", "3"]) == 0
-    assert main([*other, "--dry-run"]) == 0
+    assert main([*other, "--save", str(tmp_path / "new"), "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "hidden_size: 16" in printed and f"# {stopped}/iter_0000002" in printed
     assert main([*other, "--hidden-size", "32", "--swiglu"]) == 2
@@ -220,3 +220,24 @@ def test_products_stay_as_they_were_measured(tmp_path: Path, monkeypatch: Any, c
     assert used[-1] == "highest", "a flag that names a mode has the last word"
     assert main([*BASE, *auto, "--load", str(run), "--finetune", "--train-iters", "1"]) == 0
     assert used[-1] == "highest" and next(measured) == "high", "another run measures anew"
+
+
+def test_a_dry_run_refuses_what_the_start_refuses(stopped: Path, tmp_path: Path, capsys: Any) -> None:
+    """A used --save, a checkpoint of another width, data without a split, a device that is not there."""
+    files = sorted(tmp_path.rglob("*"))
+    wide = ["--hidden-size", "32", "--load", str(stopped), "--save", str(stopped)]
+    for more, line in (
+        (["--save", str(stopped)], "holds checkpoints already"),
+        (wide, "--hidden-size=32 (checkpoint 16)"),
+        (["--split", "0,1,0"], "the train split is empty"),
+    ):
+        capsys.readouterr()
+        assert main([*BASE, *more, "--dry-run"]) == 2
+        assert line in capsys.readouterr().err
+    assert main(go_on(stopped, "--dry-run")) == 0
+    if not torch.cuda.is_available():
+        assert main([*BASE, "--device", "cuda", "--dry-run"]) == 2
+        assert "torch sees no GPU" in capsys.readouterr().err
+        assert main([*BASE, "--device", "cuda", "--dry-run", "--nprocs", "1024", "--global-batch-size", "2048"]) == 0
+        assert "not checked: devices" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == files
