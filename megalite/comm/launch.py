@@ -42,6 +42,7 @@ Main = Callable[[Config, "World"], int | None]
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 HANG_GRACE_SECONDS = 10.0
+RANKS_PER_CORE = 64
 SOLO = Place()
 
 
@@ -124,8 +125,13 @@ def print_interrupted(phase: str = "") -> None:
 
 
 def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
-    """Forks and supervises `nprocs` ranks on this host."""
+    """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where it can not mean so many."""
     import torch
+
+    cores = os.cpu_count() or 1
+    if nprocs > RANKS_PER_CORE * cores:
+        most = RANKS_PER_CORE * cores
+        raise ConfigError(f"--nprocs={nprocs}: this host has {cores} cores, at most {most} ranks start; use more hosts")
 
     # The ranks share what is imported before the fork; torch._dynamo is what the first optimizer would import in each.
     # Not with GPUs: a library that asks the CUDA driver for devices while it is imported would spoil the fork.

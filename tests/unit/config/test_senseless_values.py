@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from config_arguments import argv
 
+from megalite.comm.launch import launch
 from megalite.config import parse
 from megalite.errors import ConfigError
 
@@ -44,3 +45,9 @@ def test_one_key_flat_and_in_its_section_is_a_duplicate(tmp_path: Path) -> None:
     file.write_text("seed: 1\ntraining:\n  seed: 2\n")
     line = f"{file}:3: duplicate key 'seed' (first at {file}:1)"
     assert problems_of([*argv(), "--config", str(file)]) == [line]
+
+
+def test_ranks_that_no_host_holds_are_not_started(capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse([*argv(), "--nprocs", "10000000", "--global-batch-size", "10000000"])
+    assert launch(config, lambda config, world: 0) == 2
+    assert "--nprocs=10000000: this host has" in capsys.readouterr().err
