@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from megalite.config.data import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
 from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_corpus, tokenise
 from megalite.data.gpt_dataset import GPTDataset
@@ -19,32 +19,13 @@ from megalite.data.mock import MockStore
 from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
 from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_io import TokenizerConfig, tokenizer_from_config
+from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 Dataset = GPTDataset | BlendedDataset
 Part = tuple[float, float]
-
-
-class DataSection(TokenizerConfig, Protocol):
-    """The fields of the data section that this room reads."""
-
-    @property
-    def data_path(self) -> Sequence[str]: ...
-    @property
-    def train_data_path(self) -> Sequence[str] | None: ...
-    @property
-    def valid_data_path(self) -> Sequence[str] | None: ...
-    @property
-    def test_data_path(self) -> Sequence[str] | None: ...
-    @property
-    def data_args_path(self) -> str | None: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def mock_data(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,7 @@ class _Source:
     whole: bool
 
 
-def build_tokenizer(cfg: DataSection, *, vocab_size: int | None = None) -> Tokenizer:
+def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a run. Unset, it is bytes for raw text, numbers for `--mock-data`; token files need it named.
 
     Raises:
@@ -101,7 +82,7 @@ def build_tokenizer(cfg: DataSection, *, vocab_size: int | None = None) -> Token
     return tokenizer_from_config(cfg, vocab_size=vocab_size, texts=texts if has_text else None, default=default)
 
 
-def _sources(cfg: DataSection) -> dict[str, _Source]:
+def _sources(cfg: DataConfig) -> dict[str, _Source]:
     """What each split is made of; empty for the default corpus and for mock data."""
     own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
     given = [f"--{split}-data-path" for split, words in own.items() if words]
@@ -139,7 +120,7 @@ def _read_words(path: str) -> tuple[str, ...]:
 
 
 def build_datasets(
-    cfg: DataSection,
+    cfg: DataConfig,
     *,
     seq_length: int,
     train_samples: int | None,
@@ -166,7 +147,7 @@ def build_datasets(
     requests = tuple(began_with)
     if train_samples is not None and (not requests or train_samples > max(requests)):
         requests += (train_samples,)
-    opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, vocab_size)
+    opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, max(vocab_size or 0, tokenizer.vocab_size))
     train = opener.split("train", requests or (None,)) if train_samples != 0 else None
     valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 else None
     test = None
@@ -183,27 +164,19 @@ class UnusableSplit(DataError):
     """A split that is empty or too small."""
 
 
+@dataclass
 class _Opener:
-    """Opens each corpus once for all splits."""
+    """Opens each corpus once for all splits. vocab_size: ids that the model knows."""
 
-    def __init__(
-        self,
-        cfg: DataSection,
-        seq_length: int,
-        seed: int,
-        tokenizer: Tokenizer,
-        cache_dir: Path | None,
-        vocab_size: int | None,
-    ) -> None:
-        self.cfg, self.seq_length, self.seed, self.tokenizer, self.cache_dir = (
-            cfg,
-            seq_length,
-            seed,
-            tokenizer,
-            cache_dir,
-        )
-        self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
-        self.sources = _sources(cfg)
+    cfg: DataConfig
+    seq_length: int
+    seed: int
+    tokenizer: Tokenizer
+    cache_dir: Path | None
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        self.sources = _sources(self.cfg)
         self._stores: dict[str, IndexedDataset] = {}
         self._corpora: dict[str, TextCorpus] = {}
         self._used: dict[str, dict[str, TokenStore]] = {}

@@ -82,6 +82,9 @@ def is_indexed(prefix: str) -> bool:
 class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped: opening it reads the index only.
 
+    lengths: tokens of every sequence, int32 `[N]`. document_indices: sequence at which every document begins,
+    `[documents + 1]`, the last entry N. dtype: of the stored ids.
+
     Args:
         prefix: path without `.bin` / `.idx`. flag: the flag that named it, for errors.
 
@@ -102,7 +105,7 @@ class IndexedDataset:
             )
             self._parse(raw, index_path, os.path.getsize(bin_path))
             # A plain array over the map: slices of the memmap class itself cost several times as much.
-            self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self._dtype))
+            self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self.dtype))
         except OSError as error:
             raise DataError(f"{flag}={self.prefix}: can not be read ({error.strerror})") from None
 
@@ -132,7 +135,7 @@ class IndexedDataset:
         if code not in DTYPES:
             what = "floating point numbers, not tokens" if code in FLOAT_CODES else "unknown"
             raise DataError(f"{path}: dtype code {code} is {what}; run tools/preprocess_data.py again")
-        self._dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         expected = HEADER.size + 12 * n + 8 * d
         if raw.size not in (expected, expected + n):
             raise DataError(
@@ -140,22 +143,22 @@ class IndexedDataset:
                 f"{raw.size}; write it again"
             )
         at = HEADER.size
-        self._lengths = np.frombuffer(raw, "<i4", n, at)
+        self.lengths = np.frombuffer(raw, "<i4", n, at)
         self._pointers = np.frombuffer(raw, "<i8", n, at + 4 * n)
-        self._documents = np.frombuffer(raw, "<i8", d, at + 12 * n)
+        self.document_indices = np.frombuffer(raw, "<i8", d, at + 12 * n)
         self._check_arrays(path, bin_bytes)
 
     def _check_arrays(self, path: str, bin_bytes: int) -> None:
-        lengths, pointers, documents, n = self._lengths, self._pointers, self._documents, len(self._lengths)
+        lengths, pointers, documents, n = self.lengths, self._pointers, self.document_indices, len(self.lengths)
         bin_path = self.prefix + ".bin"
         if n == 0 or bin_bytes == 0 or not lengths.any():
             raise DataError(f"{bin_path}: 0 tokens; write it again from a text that is not empty")
         if int(lengths.min()) < 0:
             raise DataError(f"{path}: damaged (sequence {int(lengths.argmin())} has a negative length)")
-        itemsize = self._dtype.itemsize
+        itemsize = self.dtype.itemsize
         if bin_bytes % itemsize:
             raise DataError(
-                f"{bin_path}: {bin_bytes} bytes are no whole number of {self._dtype.name} tokens; write both "
+                f"{bin_path}: {bin_bytes} bytes are no whole number of {self.dtype.name} tokens; write both "
                 "files again"
             )
         if int(pointers.min()) < 0 or int(pointers.max()) > bin_bytes or (pointers % itemsize).any():
@@ -176,7 +179,7 @@ class IndexedDataset:
         """Sequences back to back, as every writer leaves them, must fill the file; others may leave out parts of it,
         but share none.
         """
-        pointers, used = self._pointers, int(self._lengths.sum(dtype=np.int64)) * self._dtype.itemsize
+        pointers, used = self._pointers, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         self._back_to_back = bool(pointers[0] == 0 and (pointers[1:] == ends[:-1]).all())
         if self._back_to_back:
             if used != bin_bytes:
@@ -185,7 +188,7 @@ class IndexedDataset:
                     "corpus, or was its writer stopped? write both files again"
                 )
             return
-        filled = np.flatnonzero(self._lengths)
+        filled = np.flatnonzero(self.lengths)
         order = filled[np.argsort(pointers[filled], kind="stable")]
         shared = np.flatnonzero(pointers[order][1:] < ends[order][:-1])
         if len(shared):
@@ -198,29 +201,15 @@ class IndexedDataset:
             logger.warning("%s leaves out %d of the %d bytes of %s.bin", path, bin_bytes - used, bin_bytes, self.prefix)
 
     def __len__(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of every sequence, int32 `[N]`."""
-        return self._lengths
-
-    @property
-    def document_indices(self) -> NDArray[np.int64]:
-        """Sequence at which every document begins, `[documents + 1]`, the last entry N."""
-        return self._documents
-
-    @property
-    def dtype(self) -> np.dtype[np.integer]:
-        return self._dtype
+        return len(self.lengths)
 
     def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         """Tokens `start:stop` of a sequence as a view of the file (read-only)."""
-        length = int(self._lengths[sequence])
+        length = int(self.lengths[sequence])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"tokens {start}:{stop} of sequence {sequence}, which has {length}")
-        at = int(self._pointers[sequence]) // self._dtype.itemsize
+        at = int(self._pointers[sequence]) // self.dtype.itemsize
         return self._tokens[at + start : at + stop]
 
     def chunks(self, tokens: int = 1 << 23) -> Iterator[NDArray[np.integer]]:
@@ -235,7 +224,7 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return int(self._lengths.sum(dtype=np.int64))
+        return int(self.lengths.sum(dtype=np.int64))
 
     def stream(self, start: int, stop: int) -> NDArray[np.integer]:
         """Tokens `start:stop` of all sequences back to back."""
@@ -243,7 +232,7 @@ class IndexedDataset:
             return self._tokens[start:stop]
         ends, parts = self._ends, []
         for sequence in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, stop)) + 1):
-            begin = int(ends[sequence]) - int(self._lengths[sequence])
+            begin = int(ends[sequence]) - int(self.lengths[sequence])
             parts.append(self.get(sequence)[max(0, start - begin) : stop - begin])
         return np.concatenate(parts)
 
@@ -254,11 +243,11 @@ class IndexedDataset:
     @cached_property
     def _ends(self) -> NDArray[np.int64]:
         """Tokens up to the end of every sequence, `[N]`."""
-        return np.cumsum(self._lengths, dtype=np.int64)
+        return np.cumsum(self.lengths, dtype=np.int64)
 
     def document_of(self, sequence: int) -> int:
         """Number of the document that a sequence belongs to."""
-        return int(np.searchsorted(self._documents, sequence, "right")) - 1
+        return int(np.searchsorted(self.document_indices, sequence, "right")) - 1
 
 
 class IndexedWriter:

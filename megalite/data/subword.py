@@ -52,39 +52,29 @@ class _FastTokenizer:
     kind = ""
 
     def __init__(self, backend: Any, eod_id: int | None) -> None:
-        self._backend = backend
+        self.backend = backend
         self.eod_id = eod_id
         # Ids may have holes (added tokens far above the model's): the vocabulary ends after the largest.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size == 0:
             raise DataError(f"--tokenizer-type={self.kind}: the vocabulary is empty (0 tokens)")
-        self._definition = json.loads(backend.to_str())
+        self.definition = json.loads(backend.to_str())
         self.splits_at_newline = self._is_byte_level()
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         self._table = WordTable(self.encode, added) if self.splits_at_newline else None
 
-    @property
-    def backend(self) -> Any:
-        """The underlying `tokenizers.Tokenizer`."""
-        return self._backend
-
-    @property
-    def definition(self) -> dict[str, Any]:
-        """The tokenizer as its JSON says it."""
-        return self._definition
-
     def _is_byte_level(self) -> bool:
         """GPT-2's pre-tokenizer alone: words never reach over a newline that stands between two non-space
         characters."""
-        pre = self._definition.get("pre_tokenizer") or {}
+        pre = self.definition.get("pre_tokenizer") or {}
         plain = pre.get("type") == "ByteLevel" and not pre.get("add_prefix_space") and pre.get("use_regex", True)
-        model = self._definition.get("model") or {}
+        model = self.definition.get("model") or {}
         return bool(
-            plain and not self._definition.get("normalizer") and model.get("type") == "BPE" and not model.get("dropout")
+            plain and not self.definition.get("normalizer") and model.get("type") == "BPE" and not model.get("dropout")
         )
 
     def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         if self._table is not None:
@@ -92,19 +82,19 @@ class _FastTokenizer:
         return self._library_batch(texts)
 
     def _library_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._backend.decode([i for i in ids if i != self.eod_id], skip_special_tokens=False))
+        return str(self.backend.decode([i for i in ids if i != self.eod_id], skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int32] | None:
         if not _keeps_text(self):
             return None
         counts = np.zeros(self.vocab_size, np.int32)
-        added = self._backend.get_added_tokens_decoder()
-        alphabet = byte_level_alphabet() if _decodes_bytes(self._definition.get("decoder")) else None
-        for token, index in self._backend.get_vocab(with_added_tokens=True).items():
+        added = self.backend.get_added_tokens_decoder()
+        alphabet = byte_level_alphabet() if _decodes_bytes(self.definition.get("decoder")) else None
+        for token, index in self.backend.get_vocab(with_added_tokens=True).items():
             if index in added:
                 counts[index] = 0 if added[index].special else len(token.encode())
             elif alphabet is not None and all(c in alphabet for c in token):

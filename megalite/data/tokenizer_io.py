@@ -5,26 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from megalite.config.data import DataConfig
 from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, read_file
 from megalite.data.tokenizer import CHARS_FILE, ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer
 from megalite.errors import DataError
 
 DESCRIPTION_FILE = "megalite_tokenizer.json"
-
-
-class TokenizerConfig(Protocol):
-    """The fields of the data section that name a tokenizer."""
-
-    @property
-    def tokenizer_type(self) -> str | None: ...
-    @property
-    def tokenizer_model(self) -> str | None: ...
-    @property
-    def vocab_file(self) -> str | None: ...
-    @property
-    def merge_file(self) -> str | None: ...
 
 
 def make_tokenizer(
@@ -106,7 +94,7 @@ def _gpt2_tokenizer(tokenizer_model: str | None, vocab_file: str | None, merge_f
 
 
 def tokenizer_from_config(
-    cfg: TokenizerConfig,
+    cfg: DataConfig,
     *,
     vocab_size: int | None = None,
     texts: Callable[[], Iterable[str]] | None = None,

@@ -82,7 +82,6 @@ def _range_units(path: str) -> Iterator[Unit]:
 
 
 def _packed_units(path: str) -> Iterator[Unit]:
-    size, share = os.path.getsize(path), 0
     try:
         with open_text(path, "--input") as file:
             lines: list[str] = []
@@ -93,12 +92,10 @@ def _packed_units(path: str) -> Iterator[Unit]:
                 if held >= UNIT_BYTES:
                     yield Unit(path, 0, lines=lines, first_line=first)
                     lines, held, first = [], 0, number + 1
-            yield Unit(path, size - share, lines=lines, first_line=first)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"--input={path}: can not be unpacked ({error})") from None
+            yield Unit(path, os.path.getsize(path), lines=lines, first_line=first)
     except Exception as error:
         # zstandard has its own error type, which can not be named without the package.
-        if type(error).__name__ != "ZstdError":
+        if not isinstance(error, OSError | EOFError | UnicodeDecodeError) and type(error).__name__ != "ZstdError":
             raise
         raise DataError(f"--input={path}: can not be unpacked ({error})") from None
 
