@@ -31,7 +31,7 @@ from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
 from megalite.data.subword import HuggingFaceTokenizer
-from megalite.data.tokenizer_training import train_bpe
+from tokenizer_training import train_bpe
 
 PIECE = 20_000
 SEQ_LENGTH = 1024

@@ -25,12 +25,12 @@ from megalite.config.parallel import StageLayout
 from megalite.config.saved import dump_yaml
 from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline, TimeSource
-from megalite.planner.fit import explain, remedy
 from megalite.planner.hardware import Hardware, available, load_hardware
 from megalite.planner.profile import load_profile
 from megalite.planner.report import as_json, summary
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import SEARCHED, layout_of, reasons_against
+from plan_fit import explain, remedy
 from plan_plot import check, draw
 from what_if import QUESTIONS, sweep, table
 

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from megalite.data.corpus import stdlib_corpus
-from megalite.data.tokenizer_training import MODEL_TYPES, train_bpe, train_sentencepiece
 from megalite.data.units import read_unit, units_of
 from megalite.errors import ConfigError
+from tokenizer_training import MODEL_TYPES, train_bpe, train_sentencepiece
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

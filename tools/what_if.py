@@ -19,11 +19,11 @@ from megalite.config import Config
 from megalite.errors import ConfigError
 from megalite.inventory.layers import count_parameters
 from megalite.planner.cost import Roofline, TimeSource
-from megalite.planner.fit import shortage
 from megalite.planner.hardware import Hardware, Link
 from megalite.planner.predict import Prediction
 from megalite.planner.report import budget, energy_text, gib, layout_text, time_text, tokens_text
 from megalite.planner.search import search
+from plan_fit import shortage
 
 BAR = 24
 

@@ -158,8 +158,7 @@ class IndexedDataset:
         itemsize = self.dtype.itemsize
         if bin_bytes % itemsize:
             raise DataError(
-                f"{bin_path}: {bin_bytes} bytes are no whole number of {self.dtype.name} tokens; write both "
-                "files again"
+                f"{bin_path}: {bin_bytes} bytes are no whole number of {self.dtype.name} tokens; write both files again"
             )
         if int(pointers.min()) < 0 or int(pointers.max()) > bin_bytes or (pointers % itemsize).any():
             raise DataError(f"{path}: damaged (a sequence begins outside of {bin_path}, {bin_bytes} bytes)")

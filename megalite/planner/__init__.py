@@ -5,10 +5,10 @@
     hardware/*.yaml, a measured profile ──┘
            ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> report.py
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
-           ──> fit.py     why nothing fits, and the smallest change that would
 
-Studies made of it stand in tools/: what_if.py and plan_plot.py (sweeps of searches, as a table and as a picture),
-compare_published.py (runs that others measured, beside what is predicted of them).
+Studies made of it stand in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
+plan_plot.py (sweeps of searches, as a table and as a picture), compare_published.py (runs that others measured, beside
+what is predicted of them).
 
 The rules are the product's own: a layout is legal if `config.legal.problems` finds nothing, a stage holds what
 `schedule.partition` gives it, the pipeline takes the time that the simulator finds for the program that will run.

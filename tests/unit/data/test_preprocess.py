@@ -16,8 +16,8 @@ from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
 from megalite.data.tokenise import text_pieces
 from megalite.data.tokenizer import ByteTokenizer, CharTokenizer
-from megalite.data.tokenizer_training import train_bpe
 from megalite.errors import DataError
+from tokenizer_training import train_bpe
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 TEXTS = [f"Document {n}: naïve\n  lines and 'quotes'.\n\nMore {n * n}.\n" * (n % 7 + 1) for n in range(60)]

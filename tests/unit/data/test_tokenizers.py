@@ -14,8 +14,8 @@ from data_inputs import config, shared_file
 from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from megalite.data.tokenizer import ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer, fingerprint, token_dtype
 from megalite.data.tokenizer_io import load_tokenizer, resolve_vocab_size, tokenizer_files, tokenizer_from_config
-from megalite.data.tokenizer_training import train_bpe, train_sentencepiece
 from megalite.errors import DataError
+from tokenizer_training import train_bpe, train_sentencepiece
 
 TEXTS = [
     "Hello, world!\n\nIt's 2 o'clock; we'll see.",

@@ -11,12 +11,12 @@ from megalite.config import Config
 from megalite.config.cli import read_unjudged
 from megalite.config.legal import problems
 from megalite.planner.cost import Roofline
-from megalite.planner.fit import explain, remedy
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.predict import predict
 from megalite.planner.search import Found, pareto, search
 from megalite.planner.space import Layout, apply, layout_of, legal_layouts
 from megalite.schedule import SCHEDULES
+from plan_fit import explain, remedy
 
 BASE = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --global-batch-size 8 --train-iters 2 "
