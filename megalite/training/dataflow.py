@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -140,11 +139,8 @@ def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
         )
 
 
-def open_datasets(
-    config: Config, world: int, tokenizer: Tokenizer, *, began_with: Sequence[int] = (), cache: Path | None = None
-) -> Datasets:
-    """The splits of a run of `world` ranks, each with the samples that it needs. cache: instead of the run's. Raises
-    DataError."""
+def open_datasets(config: Config, world: int, tokenizer: Tokenizer, *, began_with: Sequence[int] = ()) -> Datasets:
+    """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
     training = config.training
     sizes = config.batch_size_schedule(world)
     evaluates = training.eval_iters > 0
@@ -157,7 +153,7 @@ def open_datasets(
         test_samples=per_evaluation if evaluates else 0,
         seed=training.seed,
         tokenizer=tokenizer,
-        cache_dir=cache or cache_directory(config.data.data_cache_path, config.checkpoint.save),
+        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.save),
         began_with=began_with,
         vocab_size=config.model.vocab_size,
     )
