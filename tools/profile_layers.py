@@ -233,7 +233,7 @@ def step_seconds(bench: Bench, world: World) -> list[float]:
     checkpoint = replace(bench.config.checkpoint, save=None, load=None)
     config = replace(bench.config, model=model, training=training, checkpoint=checkpoint)
     with open_run(config, world) as run:
-        executor = run.trainer.parts.executor
+        executor = run.trainer.executor
 
         def step() -> dict[str, float]:
             executor.trace = []

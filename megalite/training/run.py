@@ -34,7 +34,7 @@ from megalite.training.resume_report import resume_report
 from megalite.training.startup import format_table, start_up_table
 from megalite.training.state import RunState
 from megalite.training.stats import Record
-from megalite.training.trainer import Parts, Progress, Trainer
+from megalite.training.trainer import Progress, Trainer
 from megalite.training.update import Hyperparameters, Updater
 from megalite.training.validation import Validator
 
@@ -188,7 +188,8 @@ def assemble(
     executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
     traced = config.logging.trace_pipeline
-    parts = Parts(
+    return Trainer(
+        progress=progress,
         config=config,
         mesh=mesh,
         device=world.device,
@@ -206,7 +207,6 @@ def assemble(
         save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )
-    return Trainer(parts, progress)
 
 
 def make_updater(

@@ -6,7 +6,7 @@
         step    the executor runs this rank's actions; REDUCE and STEP happen inside
         tell    hooks see the step; evaluation; checkpoint
 
-The trainer knows neither schedules nor ZeRO stages nor hooks by name: `build.py` has put them together.
+The trainer knows neither schedules nor ZeRO stages nor hooks by name: `run.py` has put them together.
 """
 
 from __future__ import annotations
@@ -59,15 +59,16 @@ class Progress:
     schedule_samples: int = 0
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What `build.py` puts together for the trainer.
+@dataclass(eq=False)
+class Trainer:
+    """Runs a training from `progress` to its end; `run.py` puts it together.
 
-    program: micro-batches per replica, iteration number -> the schedule of that iteration. evaluate: split name ->
-    records.
-    save: writes a checkpoint of the present state and returns its path. finish_save: waits for one in the background.
+    program: micro-batches per replica, iteration number -> the schedule of that iteration. evaluate: iteration, whether
+    it is the last -> records. save: writes a checkpoint of the present state and returns its path. finish_save: waits
+    for one in the background.
     """
 
+    progress: Progress
     config: Config
     mesh: ParallelMesh
     device: torch.device
@@ -85,39 +86,17 @@ class Parts:
     finish_save: Callable[[], None] | None = None
     tracer: PipelineTracer | None = None
 
-
-class Trainer:
-    """Runs a training from `progress` to its end."""
-
-    def __init__(self, parts: Parts, progress: Progress) -> None:
-        self.parts = parts
-        self.progress = progress
+    def __post_init__(self) -> None:
         self._drained = True
         self._losses: dict[int, Tensor] = {}
         self._loss_handle: Handle = Done()
-        self._last_saved = self._began_after = progress.iteration
+        self._last_saved = self._began_after = self.progress.iteration
 
     # what hooks see
 
     @property
-    def config(self) -> Config:
-        return self.parts.config
-
-    @property
-    def mesh(self) -> ParallelMesh:
-        return self.parts.mesh
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts.device
-
-    @property
     def iteration(self) -> int:
         return self.progress.iteration
-
-    @property
-    def train_iters(self) -> int:
-        return self.parts.train_iters
 
     @property
     def consumed_samples(self) -> int:
@@ -131,10 +110,10 @@ class Trainer:
 
     def train(self) -> str:
         """Trains to the end or to an agreed exit; returns the status that the summary line carries."""
-        hooks, status = self.parts.hooks, FAILED
+        hooks, status = self.hooks, FAILED
         hooks.on_start(self)
         try:
-            with self.parts.exits as exits:
+            with self.exits as exits:
                 status = self._loop(exits)
             if status == COMPLETED:
                 self._evaluate(final=True)
@@ -144,22 +123,22 @@ class Trainer:
 
     def only_evaluate(self) -> int:
         """`--skip-train`: evaluates the loaded weights; returns the exit status."""
-        self.parts.hooks.on_start(self)
+        self.hooks.on_start(self)
         self._evaluate(final=True)
-        self.parts.hooks.on_end(self, COMPLETED)
+        self.hooks.on_end(self, COMPLETED)
         return 0
 
     def _loop(self, exits: ExitPolicy) -> str:
         while self.iteration < self.train_iters:
             number = self.iteration + 1
-            self.parts.report_phase(f"iteration {number}")
+            self.report_phase(f"iteration {number}")
             reason = exits.decide(number)
-            if reason is ExitReason.SAVE_FAILED and self.parts.finish_save is not None:
-                self.parts.finish_save()  # raises on all ranks, with the reason
+            if reason is ExitReason.SAVE_FAILED and self.finish_save is not None:
+                self.finish_save()  # raises on all ranks, with the reason
             stops = reason is not None or number == self.train_iters
             evaluates, saves = self._evaluates_after(number), stops or self._saves_after(number)
             stats = self.train_step(drain=stops or evaluates or saves)
-            self.parts.hooks.after_step(self, stats)
+            self.hooks.after_step(self, stats)
             if evaluates and number < self.train_iters:
                 self._evaluate(final=False)
             self._check_skips(number)
@@ -175,27 +154,27 @@ class Trainer:
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
         fault_point("iteration", rank=self.mesh.rank, step=number)
-        samples = self.parts.batch_sizes.at(progress.consumed_samples)
+        samples = self.batch_sizes.at(progress.consumed_samples)
         if number in self.config.training.iterations_to_skip:
             return self._pass_over(samples, began)
         batch = self._plan(samples, drain=drain)
-        program = self.parts.program(batch.size, number)
+        program = self.program(batch.size, number)
         actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
-        if self.parts.tracer is not None:
-            self.parts.tracer.before(number, program, batch)
-        losses = self.parts.executor.run(actions, self.parts.feed)
-        if self.parts.tracer is not None:
-            self.parts.tracer.after(number, program)
+        if self.tracer is not None:
+            self.tracer.before(number, program, batch)
+        losses = self.executor.run(actions, self.feed)
+        if self.tracer is not None:
+            self.tracer.after(number, program)
         self._add_losses(losses)
         self._drained = batch.next_size == 0 or not program.asynchronous
         if self._drained:
-            self.parts.executor.finish()
+            self.executor.finish()
         loss = self._batch_loss(batch.iteration)
-        self.parts.feed.forget(batch.iteration)
+        self.feed.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1
         progress.consumed_samples += samples
         progress.microbatches += batch.size
-        results = self.parts.updater.take_results()
+        results = self.updater.take_results()
         skipped = any(result.skipped for result in results)
         progress.skipped_iterations += skipped
         progress.schedule_samples += 0 if skipped else samples
@@ -212,19 +191,19 @@ class Trainer:
             skipped=skipped,
             iteration_time_s=time.perf_counter() - began,
             wait_time_s=self.mesh.waits.take(),
-            data_time_s=self.parts.feed.take_seconds(),
+            data_time_s=self.feed.take_seconds(),
         )
 
     def _plan(self, samples: int, *, drain: bool) -> ScheduleBatch:
         """Announces this batch and, where the pipeline goes on, the next one."""
-        progress, parts = self.progress, self.parts
+        progress = self.progress
         size = self._microbatches(samples)
-        following = parts.batch_sizes.at(progress.consumed_samples + samples)
+        following = self.batch_sizes.at(progress.consumed_samples + samples)
         # A batch of another size has another program: the pipeline runs empty between the two.
         skips = self.iteration + 2 in self.config.training.iterations_to_skip
         next_size = 0 if drain or skips or following != samples else size
-        parts.feed.plan(progress.updates, first=progress.microbatches, samples=samples)
-        parts.feed.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
+        self.feed.plan(progress.updates, first=progress.microbatches, samples=samples)
+        self.feed.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
         return ScheduleBatch(progress.updates, progress.microbatches, size, next_size, first=self._drained)
 
     def _microbatches(self, samples: int) -> int:
@@ -236,7 +215,7 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.skipped_iterations += 1
-        self.parts.feed.pass_over(samples)
+        self.feed.pass_over(samples)
         return StepStats(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -253,14 +232,14 @@ class Trainer:
 
     def _add_losses(self, losses: dict[int, Tensor]) -> None:
         for microbatch, loss in losses.items():
-            batch, share = self.parts.feed.share_of_loss(microbatch)
+            batch, share = self.feed.share_of_loss(microbatch)
             self._losses[batch] = self._losses.get(batch, torch.zeros_like(share)) + loss * share
 
     def _batch_loss(self, number: int) -> Tensor:
         """The batch's loss, the same on all ranks. The sum over ranks is on its way until the next step or log line."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
-        total = torch.zeros((), dtype=self.parts.feed.loss_dtype, device=self.device) if mine is None else mine
+        total = torch.zeros((), dtype=self.feed.loss_dtype, device=self.device) if mine is None else mine
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
@@ -276,34 +255,34 @@ class Trainer:
 
     def _saves_after(self, number: int) -> bool:
         interval = self.config.checkpoint.save_interval
-        return interval is not None and number % interval == 0 and self.parts.save is not None
+        return interval is not None and number % interval == 0 and self.save is not None
 
     def _is_stuck(self) -> bool:
         """Whether a save can wait: the weights have not moved since the one before, and may be beyond help."""
-        stuck = self.parts.updater.stuck
-        if stuck == 2 and self.parts.save is not None and self.mesh.world.is_first:
+        stuck = self.updater.stuck
+        if stuck == 2 and self.save is not None and self.mesh.world.is_first:
             logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")
         return stuck >= 2
 
     def _check_skips(self, number: int) -> None:
         """A training whose every update was skipped has not been completed. Raises RuntimeFailure."""
-        stuck = self.parts.updater.stuck
+        stuck = self.updater.stuck
         if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
-            raise RuntimeFailure(f"iteration {number}: {self.parts.updater.account_of_skips()}")
+            raise RuntimeFailure(f"iteration {number}: {self.updater.account_of_skips()}")
 
     def _evaluate(self, *, final: bool) -> None:
-        self.parts.report_phase(f"evaluation after iteration {self.iteration}")
-        for record in self.parts.evaluate(self.iteration, final):
-            self.parts.hooks.on_evaluation(self, record)
+        self.report_phase(f"evaluation after iteration {self.iteration}")
+        for record in self.evaluate(self.iteration, final):
+            self.hooks.on_evaluation(self, record)
 
     def _save(self) -> None:
-        if self.parts.save is None or self._last_saved == self.iteration:
+        if self.save is None or self._last_saved == self.iteration:
             return
-        self.parts.report_phase(f"checkpoint of iteration {self.iteration}")
+        self.report_phase(f"checkpoint of iteration {self.iteration}")
         began = time.perf_counter()
-        path = self.parts.save(self.progress)
+        path = self.save(self.progress)
         self._last_saved = self.iteration
-        self.parts.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
+        self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
 
 
 def progress_to_meta(progress: Progress) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Slow:
 
 def body_traced(world: World, argv: list[str], iterations: int) -> None:
     with open_run(parse(argv, world_size=world.size), world) as run:
-        for (number, _), stage in run.trainer.parts.executor.stages.items():
+        for (number, _), stage in run.trainer.executor.stages.items():
             Slow(stage, uneven(number))
         for iteration in range(iterations):
             run.trainer.train_step(drain=iteration == iterations - 1)
