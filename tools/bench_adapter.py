@@ -19,8 +19,8 @@ from megalite.comm.shared_memory import share_axis
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 
 Step = Callable[[], torch.Tensor]

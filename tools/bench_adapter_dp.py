@@ -19,9 +19,9 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.init import fill
 from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 
 Step = Callable[[], torch.Tensor]

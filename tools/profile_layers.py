@@ -41,8 +41,8 @@ from megalite.errors import ConfigError, MegaliteError
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
 from megalite.training.build import optimizer_factory, parameter_dtype, wide_dtype, zero_options
 from megalite.training.run import open_run

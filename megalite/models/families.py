@@ -13,12 +13,12 @@ from torch import nn
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigError
 from megalite.nn.block import Block
-from megalite.nn.context import LayerContext
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
 from megalite.nn.init import initialize
 from megalite.nn.rope import Rotary
 from megalite.nn.stack import LayerStack
+from megalite.parallel.tensor.context import LayerContext
 
 
 @dataclass(frozen=True)

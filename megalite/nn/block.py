@@ -21,12 +21,12 @@ from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention import Attention
 from megalite.nn.attention_blocked import register_operator
-from megalite.nn.context import LayerContext
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
+from megalite.parallel.tensor.context import LayerContext
 
 Segment = Callable[..., tuple[Tensor, ...]]
 """Takes what the segment before it returned."""

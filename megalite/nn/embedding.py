@@ -8,9 +8,9 @@ from megalite.comm.autograd import own_slice
 from megalite.config.model import ModelConfig
 from megalite.inventory.placement import NO_AXES, Placement
 from megalite.microbatch import Microbatch
-from megalite.nn.context import LayerContext
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.parallel.tensor import VocabParallelEmbedding, lookup, new_parameter
+from megalite.parallel.tensor.context import LayerContext
 
 
 class PositionEmbedding(nn.Module):

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from megalite.comm.collectives import all_gather
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
-from megalite.nn.context import LayerContext
 from megalite.nn.norm import Norm
 from megalite.parallel.tensor import (
     WORD_EMBEDDINGS,
@@ -18,6 +17,7 @@ from megalite.parallel.tensor import (
     token_losses,
     vocab_parameter,
 )
+from megalite.parallel.tensor.context import LayerContext
 
 
 class OutputLayer(nn.Module):

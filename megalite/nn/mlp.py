@@ -8,8 +8,8 @@ from torch import nn
 
 from megalite.config.model import ModelConfig
 from megalite.nn.activation import ACTIVATIONS
-from megalite.nn.context import LayerContext
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor.context import LayerContext
 
 
 def output_std(config: ModelConfig) -> float:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.inventory.placement import NO_AXES, Placement
-from megalite.nn.context import LayerContext
 from megalite.parallel.tensor import new_parameter
+from megalite.parallel.tensor.context import LayerContext
 
 
 class Norm(nn.Module):

@@ -23,7 +23,6 @@ from megalite.inventory.families import FAMILIES
 from megalite.inventory.kept import boundary_shape
 from megalite.inventory.pipeline import lowered
 from megalite.models import LayerSpec, build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.init import fill
 from megalite.nn.stack import LayerStack
 from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
@@ -32,6 +31,7 @@ from megalite.parallel.pipeline.executor import StageKey
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.tensor import WORD_EMBEDDINGS
+from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
     MakeOptimizer,

@@ -24,9 +24,9 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import load_tokenizer
 from megalite.errors import ConfigError
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
+from megalite.parallel.tensor.context import LayerContext
 from megalite.training.build import parameter_dtype
 from megalite.training.starting_point import config_of
 

@@ -15,8 +15,8 @@ from megalite.config.model import ModelConfig
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.naming import named_logical_parameters, placement_of
+from megalite.parallel.tensor.context import LayerContext
 from megalite.testing import run_ranks, run_single
 
 GPT: dict[str, Any] = dict(model_type="gpt", hidden_dropout=0.2, activation="gelu-tanh")

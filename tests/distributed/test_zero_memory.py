@@ -18,8 +18,8 @@ from megalite.config.model import ModelConfig
 from megalite.gradient import WeightGradQueue, sink_of
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.stack import LayerStack
+from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.gradient_sync import ScratchPool
 from megalite.parallel.zero.unshard import BucketWeights

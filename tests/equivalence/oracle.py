@@ -22,7 +22,7 @@ from megalite.config.cli import parse
 from megalite.gradient import GradSink, attach_sink
 from megalite.inventory.pipeline import stage_cuts
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
+from megalite.parallel.tensor.context import LayerContext
 from megalite.schedule import build
 from megalite.training.build import parameter_dtype
 from megalite.training.dataflow import open_data, resolve_tokenizer

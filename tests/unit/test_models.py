@@ -14,9 +14,9 @@ from megalite.errors import ConfigError
 from megalite.inventory.layers import count_parameters
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.init import logical_normal
 from megalite.nn.naming import named_logical_parameters, placement_of
+from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=8, vocab_size=50)
 VARIANTS: dict[str, dict[str, Any]] = {

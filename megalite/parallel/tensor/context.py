@@ -1,8 +1,8 @@
-"""What a tensor-parallel layer must be told; `megalite.nn.context.LayerContext` is one such context."""
+"""What every layer is told when it is built. Nothing about the run reaches a layer by another way."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,29 +12,37 @@ from megalite.gradient import WeightGradQueue
 from megalite.inventory.placement import Placement
 
 
-class TensorContext(Protocol):
-    """Read-only facts, the same for all layers of a stage.
+@dataclass(frozen=True)
+class LayerContext:
+    """Shared by all layers of one stage.
 
-    tp: the tensor-parallel axis. sequence_parallel: activations between the parallel regions are `[s/t, b, h]`
-    instead of `[s, b, h]`. dtype, device: of the parameters. weight_grads: where weight gradients are computed, now
-    or later. deferred: parameters get their memory and values later, from whoever owns the memory (`ParameterBuffers`).
+    tp: the tensor-parallel axis. sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b,
+    h]`. dtype, device: of the parameters ('meta' builds shapes only).
+    seed: keys dropout. weight_grads: where weight gradients are computed, now or (zero-bubble schedules) later.
+    deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
+    model that is sharded is never whole on any rank.
     """
 
+    tp: Axis = field(default_factory=lambda: Axis.single("tp"))
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    seed: int = 1234
+    weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
+    deferred: bool = False
+
     @property
-    def tp(self) -> Axis: ...
+    def sequence_split(self) -> bool:
+        """Whether this rank's activations between blocks are really a part of the sequence."""
+        return self.sequence_parallel and self.tp.size > 1
+
     @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device | str: ...
-    @property
-    def weight_grads(self) -> WeightGradQueue: ...
-    @property
-    def deferred(self) -> bool: ...
+    def wide_dtype(self) -> torch.dtype:
+        """The wider of fp32 and the parameter dtype: main gradients, logits, an fp32 residual stream."""
+        return torch.promote_types(self.dtype, torch.float32)
 
 
-def new_parameter(local_shape: tuple[int, ...], placement: Placement, ctx: TensorContext) -> nn.Parameter:
+def new_parameter(local_shape: tuple[int, ...], placement: Placement, ctx: LayerContext) -> nn.Parameter:
     """An uninitialised parameter of `local_shape` that knows its place (`param.placement`); deferred: no memory."""
     parameter = nn.Parameter(torch.empty(local_shape, dtype=ctx.dtype, device="meta" if ctx.deferred else ctx.device))
     parameter.placement = placement  # type: ignore[attr-defined]

@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 from megalite.comm.autograd import reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import WeightGradQueue, sink_of
 from megalite.inventory.placement import Placement
-from megalite.parallel.tensor.context import TensorContext, new_parameter
+from megalite.parallel.tensor.context import LayerContext, new_parameter
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 def vocab_parameter(
-    vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: TensorContext
+    vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: LayerContext
 ) -> nn.Parameter:
     """`[padded/t, h]`: this rank's rows of a `[V, h]` matrix. Rows from V on are padding: zero, never stored, never
     trained.
@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
     """Token ids -> vectors. Each rank looks up the ids it owns; the sum over the axis completes the rest."""
 
     def __init__(
-        self, vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: TensorContext
+        self, vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: LayerContext
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel

@@ -29,7 +29,7 @@ from megalite.comm import collectives
 from megalite.comm.mesh import Axis
 from megalite.gradient import GradSink, sink_of, sum_widened
 from megalite.inventory.placement import NO_AXES, Placement
-from megalite.parallel.tensor.context import TensorContext, new_parameter
+from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 
 Activation = Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, parts: int = 1, bias: bool, init_std: float, ctx: TensorContext
+        self, in_features: int, out_features: int, *, parts: int = 1, bias: bool, init_std: float, ctx: LayerContext
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
@@ -83,7 +83,7 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool,
         init_std: float,
-        ctx: TensorContext,
+        ctx: LayerContext,
         activation: Activation | None = None,
     ) -> None:
         super().__init__()

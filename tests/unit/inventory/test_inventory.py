@@ -14,9 +14,9 @@ from megalite.comm.mesh import Axis
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
 from megalite.inventory.layers import count_parameters, layer_name, layers, parameter_shapes, stage_parameters
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.naming import placement_of
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(
     num_layers=2, hidden_size=24, num_attention_heads=4, seq_length=8, vocab_size=50, make_vocab_size_divisible_by=8

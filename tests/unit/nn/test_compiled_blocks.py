@@ -13,7 +13,7 @@ from megalite.config.model import ModelConfig
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
+from megalite.parallel.tensor.context import LayerContext
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt": dict(hidden_dropout=0.1),

@@ -9,9 +9,9 @@ import torch
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.dropout import HiddenDropout, keyed_dropout, mix, site_key, token_keys
 from megalite.nn.stack import LayerStack
+from megalite.parallel.tensor.context import LayerContext
 
 
 def batch(b: int = 4, s: int = 8) -> Microbatch:

@@ -19,11 +19,11 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS
 from megalite.nn.attention_blocked import blocked_attention, register_operator
 from megalite.nn.attention_core import AttentionCore, fused_attention
-from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor import VocabShard, fused_cross_entropy, token_losses
+from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=12, vocab_size=50)
 ROPE: dict[str, Any] = dict(position_embedding_type="rope", normalization="RMSNorm", num_query_groups=2)

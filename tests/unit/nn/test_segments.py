@@ -13,7 +13,7 @@ from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.block import Block
-from megalite.nn.context import LayerContext
+from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(
     num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=8, vocab_size=50, hidden_dropout=0.2

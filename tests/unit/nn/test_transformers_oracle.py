@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
+from megalite.parallel.tensor.context import LayerContext
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

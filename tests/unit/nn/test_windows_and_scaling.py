@@ -14,9 +14,9 @@ from megalite.inventory.pieces import BLOCKED_FROM
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.attention_core import AttentionCore
-from megalite.nn.context import LayerContext
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.rope import slow_down
+from megalite.parallel.tensor.context import LayerContext
 
 
 def heads(s: int) -> tuple[Tensor, Tensor, Tensor]:

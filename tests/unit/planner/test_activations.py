@@ -12,7 +12,7 @@ from megalite.config.cli import parse
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
+from megalite.parallel.tensor.context import LayerContext
 from megalite.planner.activations import stage_activations
 from megalite.planner.memory import rank_memory
 from megalite.schedule import build, lower

@@ -17,7 +17,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import Entry, plan_buckets
 from megalite.inventory.layers import stage_parameters
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
+from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.states import stage_elements, state_bytes

@@ -17,9 +17,9 @@ from megalite.config.training import Precision, TrainingLength
 from megalite.data.tokenizer import ByteTokenizer, Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
 from megalite.models import build_stack, layer_specs
-from megalite.nn.context import LayerContext
 from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
+from megalite.parallel.tensor.context import LayerContext
 
 TEXT = "The quick brown fox jumps over the lazy dog; the dog sleeps on. \u00e4\u00f6\u00fc \u2014 and so it goes.\n" * 3
 
