@@ -97,35 +97,29 @@ def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOp = "sum") -> Tensor:
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
     """out = the ranks' x one after the other along dim 0. `out` may contain x at its own place."""
-    if axis.size == 1:
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return Done()
-    if _through_memory(x, axis):
-        return _shared(axis.shared.all_gather_into(out, x), axis, async_op)
-    work: Handle
-    if _by_messages(out, axis):
-        work = _Timed(exchange.all_gather(out, x, axis), axis)
-        return work if async_op else _wait(work)
-    with axis.waits:
-        work = _all_gather_single(out, x.contiguous(), group=axis.group, async_op=async_op)
-    return _Timed(work, axis) if async_op else Done()
+    return _move_into(out, x, axis, gathers=True, async_op=async_op)
 
 
 def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
     """out = this rank's part along dim 0 of the sum over the axis of x."""
+    return _move_into(out, x, axis, gathers=False, async_op=async_op)
+
+
+def _move_into(out: Tensor, x: Tensor, axis: Axis, *, gathers: bool, async_op: bool) -> Handle:
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
     if _through_memory(x, axis):
-        return _shared(axis.shared.reduce_scatter_into(out, x), axis, async_op)
+        shared = axis.shared
+        return _shared((shared.all_gather_into if gathers else shared.reduce_scatter_into)(out, x), axis, async_op)
     work: Handle
-    if _by_messages(x, axis):
-        work = _Timed(exchange.reduce_scatter(out, x, axis), axis)
+    if _by_messages(out if gathers else x, axis):
+        work = _Timed((exchange.all_gather if gathers else exchange.reduce_scatter)(out, x, axis), axis)
         return work if async_op else _wait(work)
+    source, how = x.contiguous(), {"group": axis.group, "async_op": async_op}
     with axis.waits:
-        work = _reduce_scatter_single(out, x.contiguous(), op=dist.ReduceOp.SUM, group=axis.group, async_op=async_op)
+        work = _all_gather_single(out, source, **how) if gathers else _reduce_scatter_single(out, source, **how)
     return _Timed(work, axis) if async_op else Done()
 
 
