@@ -12,7 +12,6 @@
     saving.py       one save seen from one rank
     loading.py      cutting what is wanted out of what is stored
     background.py   asynchronous saving
-    inspection.py   what a checkpoint holds, statistics, differences
     verify.py       every byte against its checksum
     run_dir.py      from where a run starts, what is refused, when it is complete
     compatibility.py  is it a checkpoint of this model

@@ -2,6 +2,8 @@
 
     launch.py       environment -> World, process group, local ranks (environment.py, world.py)
     supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
+    watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
+    patience.py     work of one rank that may take longer than a collective waits
     self_test.py    at start: who is missing, whose configuration differs, is a sum right
     mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere; products of axes
     layout.py       TensorShard: every tensor knows its place

@@ -7,13 +7,12 @@ heads (groups), r = a/g, d channels of a head, f MLP width, V vocabulary, P posi
 layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); tokens, labels and masks are `[b, s]`,
 turned round in the embedding and the head only.
 
-    context.py             what every layer is told
     naming.py, init.py     logical names; initial values from (seed, name)
     embedding.py, block.py (attention.py, mlp.py, norm.py), head.py       the layers
     rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what is inside of them
     stack.py               a stage's layers and recomputation
     kv_cache.py            keys and values of generation
 
-No collective is called here but through `parallel.tensor`; a layer computes the same at every layout. Proof:
-`tests/unit/nn`, `tests/distributed/test_tensor_parallel.py`.
+What every layer is told is a `LayerContext` of `parallel.tensor`, and no collective is called here but through it; a
+layer computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/test_tensor_parallel.py`.
 """

@@ -1,5 +1,5 @@
 """Training: the composition root, the loop, everything that watches them, and what a finished model is used for
-(floor 7).
+(floor 8).
 
 ::
 
@@ -17,8 +17,7 @@
     observers, console, tracking            who watches; which rank writes what
     startup, dry_run, matmul, pipeline_trace    the start-up table, `--dry-run`, product precision, measured timelines
     exits           when to stop: interval, duration, signal, agreed by all ranks
-    loading, generate, evaluation, tasks, lm_harness, report, tool      a checkpoint or a run directory, and what the
-                    tools make of it
+    loading, generate, evaluation, tasks    a checkpoint, and what the tools make of it
 
 Invariants: hooks never change a run (`tests/unit/training/test_observed_run.py`); no layout changes what is computed
 (`tests/equivalence`); a run that is stopped anywhere goes on with the same bits (`tests/faults`).
