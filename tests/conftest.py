@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,14 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the large matrices too (scripts/test.sh --full)")
+
+
+def pytest_configure() -> None:
+    """Under nohup a hang-up is ignored, and every process would inherit that: tests that send one wait in vain. A
+    handler keeps these tests running as nohup asks, and what they start hears the signal.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
