@@ -10,15 +10,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.comm.launch import INTERRUPTED, Place, launch, print_error, print_interrupted, read_place
-from megalite.config import Config
-from megalite.config.cli import Parsed, parse_with_origins
+from megalite.config import Config, Parsed, parse_with_origins
 from megalite.errors import MegaliteError
+from megalite.launch import INTERRUPTED, Place, launch, print_error, print_interrupted, read_place
 from megalite.streams import keep_streams
 
 if TYPE_CHECKING:
-    from megalite.comm.world import World
-    from megalite.config.architecture import Offer
+    from megalite.comm import World
+    from megalite.config import Offer
 
 
 def main(argv: list[str]) -> int:
@@ -41,14 +40,14 @@ def main(argv: list[str]) -> int:
 
 def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
     """What the checkpoint at `--load` says of the model; asked only where flags or the directory call for it."""
-    from megalite.training.starting_point import offer_of  # torch comes with it
+    from megalite.train import offer_of  # torch comes with it
 
     return offer_of(load, ckpt_step)
 
 
 def tell(parsed: Parsed, place: Place) -> int:
     """`--dry-run`: prints what would be run."""
-    from megalite.training.dry_run import dry_run
+    from megalite.train import dry_run
 
     try:
         text = dry_run(
@@ -64,10 +63,10 @@ def tell(parsed: Parsed, place: Place) -> int:
 
 def train(config: Config, world: World) -> int:
     """One rank's whole run."""
-    from megalite.training.run import run  # torch comes with it: not before the configuration is known to be right
+    from megalite.train import run_training  # torch comes with it: not before the configuration is known to be right
 
     configure_logging(world.rank)
-    return run(config, world)
+    return run_training(config, world)
 
 
 def configure_logging(rank: int) -> None:

@@ -22,6 +22,7 @@ FLOORS = {
     "megalite": 0,
     "megalite.errors": 0,
     "megalite.extras": 1,
+    "megalite.scratch": 1,
     "megalite.faults": 0,
     "megalite.streams": 0,
     "megalite.schedule": 1,
@@ -31,8 +32,7 @@ FLOORS = {
     "megalite.gradient": 4,
     "megalite.microbatch": 4,
     "megalite.planner": 4,
-    "megalite.parallel.context": 5,
-    "megalite.parallel.expert": 5,
+    "megalite.launch": 5,
     "megalite.parallel.pipeline": 5,
     "megalite.parallel.tensor": 5,
     "megalite.parallel.zero": 5,
@@ -43,9 +43,11 @@ FLOORS = {
     "megalite.checkpoint": 6,
     "megalite.models": 7,
     "megalite.convert": 7,
-    "megalite.training": 8,
-    "pretrain_gpt": 9,
-    "tools": 9,
+    "megalite.observe": 8,
+    "megalite.train": 9,
+    "megalite.inference": 10,
+    "pretrain_gpt": 11,
+    "tools": 11,
 }
 TESTING = "megalite.testing"
 MAX_FILE_LINES = 500
@@ -71,14 +73,14 @@ NO_TORCH = (
     "megalite.inventory",
     "megalite.planner",
 )
-MAY_ASK = ("megalite.training.build", "megalite.training.startup")
-LAUNCH = "megalite.comm.launch"
+MAY_ASK = ("megalite.train.build", "megalite.observe.startup_table")
+LAUNCH = "megalite.launch.launcher"
 # Library modules log; these print, because that is what they are for.
 PRINTERS = {
     "megalite.config.cli",
-    "megalite.comm.launch",
-    "megalite.comm.watch",
-    "megalite.training.console",
+    "megalite.launch.launcher",
+    "megalite.launch.watch",
+    "megalite.observe.console",
 }
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.
 AT_IMPORT = re.compile(
@@ -177,6 +179,31 @@ def test_modules_import_lower_floors_and_their_own_room() -> None:
     _check(problems)
 
 
+def test_rooms_are_entered_by_their_doors() -> None:
+    """Across rooms, names come from the room's `__init__`, which imports what others may use and nothing else."""
+    doors = {room: SOURCES[room] for room in FLOORS if room in SOURCES and (ROOT / room.replace(".", "/")).is_dir()}
+    offered = {room: {name.rpartition(".")[2] for _, name in _imports(room, tree)} for room, tree in doors.items()}
+    asked: dict[str, set[str]] = {room: set() for room in doors}
+    problems = []
+    for module, tree in PRODUCT.items():
+        for node in ast.walk(tree):
+            if (
+                not isinstance(node, ast.ImportFrom)
+                or not node.module
+                or _room(node.module) in (_room(module), "megalite")
+            ):
+                continue
+            room = _room(node.module)
+            if room not in doors:
+                continue
+            names = {alias.name for alias in node.names}
+            asked[room] |= names
+            if node.module != room:
+                problems.append(f"{module}:{node.lineno}: {node.module} lies behind the door of {room}")
+            problems += [f"{module}:{node.lineno}: {room} does not offer {name}" for name in names - offered[room]]
+    _check(problems)
+
+
 def test_pipeline_and_zero_never_see_layers_by_name() -> None:
     """They handle nn.Modules: no name of a layer of the transformer appears in their code."""
     layers = {"Attention", "MLP", "Block", "Embedding", "Head"}
@@ -260,19 +287,19 @@ def _finds_own_package(module: str, call: ast.Call) -> bool:
     )
 
 
-def test_torch_distributed_is_used_in_comm_only() -> None:
+def test_torch_distributed_is_used_in_comm_and_launch_only() -> None:
     problems = []
     for module, tree in PRODUCT.items():
         # Benchmarks run torch's own parallelism beside ours: it is what they measure.
-        if module.startswith(("megalite.comm", "tools.bench")):
+        if module.startswith(("megalite.comm", "megalite.launch", "tools.bench")):
             continue
         problems += [
-            f"{module}:{line}: imports {name}; only megalite.comm may"
+            f"{module}:{line}: imports {name}; only megalite.comm and megalite.launch may"
             for line, name in _imports(module, tree)
             if name.startswith("torch.distributed")
         ]
         problems += [
-            f"{module}:{node.lineno}: torch.distributed; only megalite.comm may"
+            f"{module}:{node.lineno}: torch.distributed; only megalite.comm and megalite.launch may"
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
         ]
@@ -338,7 +365,7 @@ def test_training_does_not_branch_on_schedule_or_zero_stage() -> None:
     """The executor interprets a program and the buckets know their stage; who composes or describes may ask."""
     problems = []
     for module, tree in PRODUCT.items():
-        if not module.startswith("megalite.training") or module in MAY_ASK:
+        if not module.startswith("megalite.train") or module in MAY_ASK:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):

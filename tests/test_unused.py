@@ -24,7 +24,7 @@ ALLOWED = {
     # lm-evaluation-harness calls its models by these.
     r"tools/lm_harness\.py": "loglikelihood(_rolling)?|generate_until",
     # ctypes reads it.
-    r"megalite/comm/rank_page\.py": "_fields_",
+    r"megalite/launch/rank_page\.py": "_fields_",
 }
 
 Definition = tuple[int, str, ast.stmt]

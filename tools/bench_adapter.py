@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from megalite.comm.mesh import ParallelMesh
-from megalite.comm.shared_memory import share_axis
-from megalite.config.model import ModelConfig
+from megalite.comm import ParallelMesh, share_axis
+from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.optim import OPTIMIZERS, Hyperparameters
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 
 Step = Callable[[], torch.Tensor]

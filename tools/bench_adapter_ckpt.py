@@ -30,9 +30,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Checkpointer
-from megalite.comm.collectives import agree_max, barrier
-from megalite.comm.layout import TensorShard
-from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm import Axis, ParallelMesh, TensorShard, agree_max, barrier
 
 NUM_TENSORS, COLUMNS = 40, 1024
 PAIRS = {"save": "dcp-save", "load": "dcp-load", "async-blocked": "dcp-async-blocked"}

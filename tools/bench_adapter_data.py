@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.gpt_index import build_sample_index
-from megalite.data.preprocess import preprocess
-from megalite.data.subword import HuggingFaceTokenizer
+from megalite.data import HuggingFaceTokenizer, build_sample_index, preprocess
 
 
 def index(ctx: dict[str, Any]) -> NDArray[np.integer]:

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm.mesh import ParallelMesh
-from megalite.comm.p2p import Channel
-from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
-from megalite.config.training import Precision
-from megalite.inventory.pipeline import stage_cuts
+from megalite.comm import Channel, ParallelMesh
+from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
+from megalite.inventory import stage_cuts
 from megalite.microbatch import Microbatch
 from megalite.optim import ConstantLossScaler
-from megalite.parallel.pipeline.executor import Executor
+from megalite.parallel.pipeline import Executor
 from megalite.schedule import Batch, resolve_chunks
-from megalite.training.build import Schedules, build_model
-from megalite.training.update import Hyperparameters, Updater
+from megalite.train import Hyperparameters, Schedules, Updater, build_model
 
 
 class PipelineBench:

@@ -24,13 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from command_line import ToolParser, run_tool
-from megalite.data.corpus import stdlib_corpus
-from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.gpt_index import build_sample_index
-from megalite.data.indexed import IndexedDataset, IndexedWriter
-from megalite.data.mock import MockStore
-from megalite.data.preprocess import preprocess
-from megalite.data.subword import HuggingFaceTokenizer
+from megalite.data import (
+    GPTDataset,
+    HuggingFaceTokenizer,
+    IndexedDataset,
+    IndexedWriter,
+    MockStore,
+    build_sample_index,
+    preprocess,
+    stdlib_corpus,
+)
 from tokenizer_training import train_bpe
 
 PIECE = 20_000
@@ -135,7 +138,7 @@ def reading(workers: list[int], rounds: int) -> None:
 
 def read_batches(dataset: GPTDataset, workers: list[int], rounds: int) -> None:
     """Prints tokens/s of each number of threads."""
-    from megalite.data.loader import Loader  # torch comes with it
+    from megalite.data import Loader  # torch comes with it
 
     for count in [0, *workers]:
         with Loader(dataset, consumed_samples=0, micro_batch_size=8, dp_rank=0, dp_size=1, num_workers=count) as loader:

@@ -12,7 +12,7 @@ from torch import nn
 
 from bench_adapter_dp import build, microbatch, model_config
 from megalite.models import build_stack, layer_specs
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import LayerContext
 
 Step = Callable[[], Any]
 LR = 1e-4

@@ -215,7 +215,7 @@ def transformers_gpt(cfg: dict[str, int], device: Any) -> tuple[Any, Callable[..
 
 def model_flops(cfg: dict[str, int], batch: int) -> int:
     from bench_adapter import model_config
-    from megalite.inventory.layers import flops_per_iteration
+    from megalite.inventory import flops_per_iteration
 
     return flops_per_iteration(model_config(cfg, tied=True, activation="gelu-tanh"), batch)
 
@@ -224,7 +224,7 @@ def device_peak(precision: str) -> float | None:
     """Data-sheet FLOP/s; None where it is not known (CPUs, fp32)."""
     import torch
 
-    from megalite.planner.hardware import peak_flops
+    from megalite.planner import peak_flops
 
     return peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
 

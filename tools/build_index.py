@@ -44,8 +44,7 @@ def main(argv: list[str]) -> None:
         print(__doc__)
         return
     world, flags = world_size_of(argv)
-    from megalite.training.dataflow import open_datasets, resolve_tokenizer  # torch comes with it
-    from megalite.training.starting_point import offer_of
+    from megalite.train import offer_of, open_datasets, resolve_tokenizer  # torch comes with it
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     config = parse(flags, world_size=world, read_offer=offer_of)

@@ -31,16 +31,20 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from disturbance import BusyClock, Watch
-from megalite.config import Config
-from megalite.config.cli import read_unjudged
-from megalite.config.saved import dump_yaml
-from megalite.config.training import TrainingLength
+from megalite.config import Config, TrainingLength, dump_yaml, read_unjudged
 from megalite.errors import MegaliteError, RuntimeFailure
-from megalite.planner.hardware import Hardware, load_hardware
-from megalite.planner.predict import predict
-from megalite.planner.profile import Profile, load_profile, mean_profile
-from megalite.planner.report import layout_text
-from megalite.planner.space import Layout, apply, legal_layouts
+from megalite.planner import (
+    Hardware,
+    Layout,
+    Profile,
+    apply,
+    layout_text,
+    legal_layouts,
+    load_hardware,
+    load_profile,
+    mean_profile,
+    predict,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = (

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.discovery import committed, interrupted
-from megalite.checkpoint.format import Manifest, StoredTensor
-from megalite.checkpoint.loading import CheckpointReader
-from megalite.checkpoint.storage import read_manifest
+from megalite.checkpoint import CheckpointReader, Manifest, StoredTensor, committed, interrupted, read_manifest
 from megalite.errors import CheckpointError
 
 Json = dict[str, Any]

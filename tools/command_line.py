@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from megalite.comm.launch import INTERRUPTED, print_interrupted
 from megalite.errors import ConfigError, MegaliteError
+from megalite.launch import INTERRUPTED, print_interrupted
 
 
 class ToolParser(argparse.ArgumentParser):

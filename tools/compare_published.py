@@ -26,16 +26,9 @@ from statistics import median
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config import Config
-from megalite.config.cli import read_unjudged
-from megalite.inventory import layers as inventory
-from megalite.inventory.layers import count_parameters, flops_per_iteration
-from megalite.planner.cost import Roofline
-from megalite.planner.hardware import load_hardware
-from megalite.planner.predict import Prediction, predict
-from megalite.planner.report import layout_text
-from megalite.planner.search import search
-from megalite.planner.space import SEARCHED
+from megalite.config import Config, read_unjudged
+from megalite.inventory import count_parameters, flops_per_iteration, model_layers
+from megalite.planner import SEARCHED, Prediction, Roofline, layout_text, load_hardware, predict, search
 from megalite.schedule import default_schedule
 
 SOURCES = {
@@ -206,9 +199,9 @@ def published_flops(config: Config, counts: str) -> float:
     assert batch is not None
     tp = config.parallel.tensor_model_parallel_size
     tokens = 3.0 * batch * model.seq_length  # forward and backward
-    half = tokens * sum(layer.flops(core=True) for layer in inventory.layers(model))
+    half = tokens * sum(layer.flops(core=True) for layer in model_layers(model))
     whole = flops_per_iteration(model, batch, tp) + half
-    logits = tokens * inventory.layers(model)[-1].flops(tp)
+    logits = tokens * model_layers(model)[-1].flops(tp)
     return {
         "model": whole - half,
         "attention": whole,

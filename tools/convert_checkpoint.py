@@ -29,7 +29,7 @@ from megalite.extras import optional_package
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
 
-    from megalite.convert.source import Source
+    from megalite.convert import Source
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
@@ -149,8 +149,8 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
     """
     import torch
 
+    from megalite.inference import load_for_inference
     from megalite.microbatch import Microbatch
-    from megalite.training.loading import load_for_inference
 
     transformers = optional_package("--verify", "transformers")
     loaded = load_for_inference(ours, ckpt_step=ckpt_step, device="cpu")

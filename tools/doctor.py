@@ -103,7 +103,7 @@ def _version(name: str) -> str | None:
 
 def print_launcher() -> None:
     """What the environment says about who starts the ranks."""
-    from megalite.comm.launch import read_place
+    from megalite.launch import read_place
 
     place = read_place()
     print("\nlauncher")
@@ -118,7 +118,7 @@ def print_collectives() -> None:
     """Two local ranks, their sum and their speed; on GPUs too where there are two."""
     import torch
 
-    from megalite.comm.bandwidth import measure_collectives
+    from megalite.launch import measure_collectives
 
     devices = ["cpu"] + (["cuda"] if torch.cuda.device_count() >= 2 else [])
     for device in devices:

@@ -20,8 +20,8 @@ from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megalite.training.loading import LoadedModel
-    from megalite.training.stats import Record
+    from megalite.inference import LoadedModel
+    from megalite.observe import Record
 
 #: Names and formats of what is printed, in this order.
 SHOWN = (
@@ -88,7 +88,7 @@ def problems_of(flags: argparse.Namespace) -> list[str]:
 def main(argv: list[str]) -> None:
     """Evaluate and print."""
     flags = parse(argv)
-    from megalite.training.loading import load_for_inference  # torch comes with it: not before the flags are right
+    from megalite.inference import load_for_inference
 
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     record = evaluate(loaded, flags) | {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
@@ -103,8 +103,15 @@ def main(argv: list[str]) -> None:
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace) -> Record:
     """Do what the flags ask for. Raises MegaliteError."""
-    from megalite.training.evaluation import open_data_path, score_source, score_text
-    from megalite.training.tasks import detokenize_wikitext, last_word_accuracy, read_passages, read_text
+    from megalite.inference import (
+        detokenize_wikitext,
+        last_word_accuracy,
+        open_data_path,
+        read_passages,
+        read_text,
+        score_source,
+        score_text,
+    )
 
     if flags.data_path is not None:
         source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)

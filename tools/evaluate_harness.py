@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     flags = parse(argv)
     optional_package(f"--tasks={flags.tasks}", "lm_eval")  # before the model is read
     from lm_harness import harness_model
-    from megalite.training.loading import load_for_inference
+    from megalite.inference import load_for_inference
 
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)

@@ -20,7 +20,7 @@ from megalite.errors import ConfigError
 
 if TYPE_CHECKING:
     from megalite.data import Tokenizer
-    from megalite.training.generate import Sampling
+    from megalite.inference import Sampling
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -49,8 +49,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     """Print the prompt and its continuations as they are generated."""
     flags = parse(argv)
-    from megalite.training.generate import generate  # torch comes with it: not before the flags are known to be right
-    from megalite.training.loading import load_for_inference
+    from megalite.inference import (
+        generate,  # torch comes with it: not before the flags are known to be right
+        load_for_inference,
+    )
 
     sampling_of(flags, flags.num_samples - 1)  # a seed that is too large is no news for the last sample
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
@@ -80,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 def sampling_of(flags: argparse.Namespace, number: int) -> Sampling:
     """How sample `number` is drawn. Raises ConfigError."""
-    from megalite.training.generate import Sampling
+    from megalite.inference import Sampling
 
     return Sampling(
         greedy=flags.greedy,

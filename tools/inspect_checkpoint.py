@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def inspect(arguments: argparse.Namespace) -> Json:
     """All that was asked for, as one JSON object. Raises CheckpointError."""
     from checkpoint_contents import differences, statistics, summarize, summarize_run
-    from megalite.checkpoint import CheckpointReader, verify  # torch comes with it: not before the flags are right
-    from megalite.checkpoint.format import COMMITTED
+    from megalite.checkpoint import COMMITTED, CheckpointReader, verify
 
     report: Json = {}
     if not (arguments.directory / COMMITTED).is_file():
@@ -102,7 +101,7 @@ def as_text(report: Json) -> str:
 
 
 def run_lines(run: Json) -> list[str]:
-    from megalite.checkpoint.saving import in_words
+    from megalite.checkpoint import in_words
 
     lines = [f"run {run['path']}"]
     for row in run["checkpoints"]:
@@ -111,7 +110,7 @@ def run_lines(run: Json) -> list[str]:
 
 
 def checkpoint_lines(checkpoint: Json) -> list[str]:
-    from megalite.checkpoint.saving import in_words
+    from megalite.checkpoint import in_words
 
     lines = [
         f"checkpoint {checkpoint['path']}",

@@ -15,10 +15,7 @@ import numpy as np
 
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
-from megalite.training.evaluation import TextWindows, score_source
-from megalite.training.generate import Sampling, generate
-from megalite.training.loading import LoadedModel
-from megalite.training.tasks import score_continuations
+from megalite.inference import LoadedModel, Sampling, TextWindows, generate, score_continuations, score_source
 
 
 class HarnessScorer:

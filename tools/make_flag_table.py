@@ -7,11 +7,7 @@ import sys
 from pathlib import Path
 
 from megalite import schedule as schedules
-from megalite.config.names import NOT_NEEDED
-from megalite.config.root import SECTIONS, all_options
-from megalite.config.schema import Option, options_of
-from megalite.config.usage import aliases_of, title, value_text
-from megalite.config.values import show
+from megalite.config import NOT_NEEDED, SECTIONS, Option, aliases_of, all_options, options_of, show, title, value_text
 from megalite.schedule import SCHEDULES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"

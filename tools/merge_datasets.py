@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
+from megalite.data import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.errors import DataError
 
 

@@ -19,17 +19,24 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, run_tool
-from megalite.config import Config
-from megalite.config.cli import parse, read_unjudged
-from megalite.config.parallel import StageLayout
-from megalite.config.saved import dump_yaml
+from megalite.config import Config, StageLayout, dump_yaml, parse, read_unjudged
 from megalite.errors import ConfigError
-from megalite.planner.cost import Roofline, TimeSource
-from megalite.planner.hardware import Hardware, available, load_hardware
-from megalite.planner.profile import load_profile
-from megalite.planner.report import as_json, summary
-from megalite.planner.search import Found, pareto, search
-from megalite.planner.space import SEARCHED, layout_of, reasons_against
+from megalite.planner import (
+    SEARCHED,
+    Found,
+    Hardware,
+    Roofline,
+    TimeSource,
+    as_json,
+    available,
+    layout_of,
+    load_hardware,
+    load_profile,
+    pareto,
+    reasons_against,
+    search,
+    summary,
+)
 from plan_fit import explain, remedy
 from plan_plot import check, draw
 from what_if import QUESTIONS, sweep, table

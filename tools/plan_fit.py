@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megalite.config import Config
-from megalite.config.optimizer import HostOffload
-from megalite.planner.cost import TimeSource
-from megalite.planner.hardware import Hardware
-from megalite.planner.memory import TERMS
-from megalite.planner.report import layout_text
-from megalite.planner.search import Misfit, Quick, search
-from megalite.planner.space import SEARCHED, Layout, apply, layout_of, layouts, reasons_against
+from megalite.config import Config, HostOffload
+from megalite.planner import (
+    SEARCHED,
+    TERMS,
+    Hardware,
+    Layout,
+    Misfit,
+    Quick,
+    TimeSource,
+    apply,
+    layout_of,
+    layout_text,
+    layouts,
+    reasons_against,
+    search,
+)
 from megalite.schedule import default_schedule, find
 
 GIB = 2**30

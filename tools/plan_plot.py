@@ -12,9 +12,7 @@ from typing import Any
 
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
-from megalite.planner.predict import Prediction
-from megalite.planner.report import budget
-from megalite.planner.space import layout_of
+from megalite.planner import Prediction, budget, layout_of
 from what_if import Row, Sweep
 
 BLUE, ORANGE, GREY = "#0b62a4", "#d1661b", "#8a8a8a"

@@ -19,11 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.config.data import TOKENIZERS
-from megalite.data.preprocess import Progress, preprocess
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_io import make_tokenizer
-from megalite.data.units import read_unit, units_of
+from megalite.config import TOKENIZERS
+from megalite.data import Progress, Tokenizer, make_tokenizer, preprocess, read_unit, units_of
 from megalite.errors import ConfigError
 
 

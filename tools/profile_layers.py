@@ -28,24 +28,31 @@ import torch
 from torch import Tensor
 
 from disturbance import BusyClock
-from megalite.comm.collectives import all_gather_into, all_gather_json, all_reduce_, barrier, reduce_scatter_into
-from megalite.comm.launch import launch
-from megalite.comm.mesh import Axis, FamilyAxes, ParallelMesh
-from megalite.comm.p2p import Channel, Label, TensorSpec
-from megalite.comm.shared_memory import share_axis
-from megalite.comm.world import World
-from megalite.config import Config
-from megalite.config.cli import read_unjudged
-from megalite.config.training import BatchRamp, TrainingLength
+from megalite.comm import (
+    Axis,
+    Channel,
+    FamilyAxes,
+    Label,
+    ParallelMesh,
+    TensorSpec,
+    World,
+    all_gather_into,
+    all_gather_json,
+    all_reduce_,
+    barrier,
+    reduce_scatter_into,
+    share_axis,
+)
+from megalite.config import BatchRamp, Config, TrainingLength, read_unjudged
 from megalite.errors import ConfigError, MegaliteError
 from megalite.gradient import WeightGradQueue
+from megalite.launch import launch
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.parallel.pipeline.stage import Stage
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.pipeline import Stage
+from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
-from megalite.training.build import optimizer_factory, parameter_dtype, wide_dtype, zero_options
-from megalite.training.run import open_run
+from megalite.train import open_run, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 
 #: Blocks of the stage that is timed: with one alone a CPU would have its weights in the cache.
 BLOCKS_CPU, BLOCKS_CUDA = 4, 1

@@ -15,7 +15,7 @@ from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megalite.training.stats import Record
+    from megalite.observe import Record
 
 
 def main(argv: list[str]) -> None:
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 def read_run(directory: str) -> list[Record]:
     """The records of a run directory. Raises DataError."""
-    from megalite.training.observers import METRICS_FILE, read_metrics
+    from megalite.observe import METRICS_FILE, read_metrics
 
     path = Path(directory) / METRICS_FILE
     try:

@@ -10,8 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.training.startup import in_units
-from megalite.training.stats import Record
+from megalite.observe import Record, in_units
 
 Point = tuple[float, float]
 

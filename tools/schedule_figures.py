@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from megalite.schedule.program import Program
-from megalite.schedule.simulate import Time, Timeline
+from megalite.schedule import Program, Time, Timeline
 
 
 def number(value: Time) -> int | float:

@@ -33,14 +33,16 @@ from megalite.schedule import (
     Timeline,
     build,
     dump_program,
+    find,
     load_program,
+    render_html,
+    render_svg,
+    render_text,
+    render_trace,
     simulate,
     validate,
+    warnings,
 )
-from megalite.schedule.registry import find, warnings
-from megalite.schedule.render_svg import render_html, render_svg
-from megalite.schedule.render_text import render_text
-from megalite.schedule.trace import render_trace
 from schedule_figures import comparison, figures, summary
 
 ASYNCHRONOUS_BATCHES = 4

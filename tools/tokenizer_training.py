@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 
-from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer
+from megalite.data import HuggingFaceTokenizer, SentencePieceTokenizer
 from megalite.errors import DataError
 from megalite.extras import optional_package
 

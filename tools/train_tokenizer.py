@@ -18,8 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.data.corpus import stdlib_corpus
-from megalite.data.units import read_unit, units_of
+from megalite.data import read_unit, stdlib_corpus, units_of
 from megalite.errors import ConfigError
 from tokenizer_training import MODEL_TYPES, train_bpe, train_sentencepiece
 

@@ -17,12 +17,21 @@ from types import MappingProxyType
 
 from megalite.config import Config
 from megalite.errors import ConfigError
-from megalite.inventory.layers import count_parameters
-from megalite.planner.cost import Roofline, TimeSource
-from megalite.planner.hardware import Hardware, Link
-from megalite.planner.predict import Prediction
-from megalite.planner.report import budget, energy_text, gib, layout_text, time_text, tokens_text
-from megalite.planner.search import search
+from megalite.inventory import count_parameters
+from megalite.planner import (
+    Hardware,
+    Link,
+    Prediction,
+    Roofline,
+    TimeSource,
+    budget,
+    energy_text,
+    gib,
+    layout_text,
+    search,
+    time_text,
+    tokens_text,
+)
 from plan_fit import shortage
 
 BAR = 24

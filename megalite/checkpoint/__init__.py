@@ -29,9 +29,44 @@ and tests/faults/test_checkpoint_faults.py.
 """
 
 from megalite.checkpoint.checkpointer import Checkpointer
-from megalite.checkpoint.discovery import committed, latest, resolve
+from megalite.checkpoint.compatibility import check_model, check_state, check_tensors
+from megalite.checkpoint.discovery import (
+    TRACKER,
+    committed,
+    directory_name,
+    interrupted,
+    is_huggingface,
+    latest,
+    resolve,
+    write_tracker,
+)
+from megalite.checkpoint.format import (
+    BLOCK_BYTES,
+    COMMITTED,
+    DTYPE_NAMES,
+    ExtraFile,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    check_file_name,
+    parse_json,
+)
 from megalite.checkpoint.loading import CheckpointReader
 from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.meta import Meta
+from megalite.checkpoint.reshard import Box
+from megalite.checkpoint.run_dir import clear_completed, in_the_way, mark_completed, set_aside_newer
+from megalite.checkpoint.saving import check_space, first_problem, in_words
+from megalite.checkpoint.storage import (
+    Part,
+    flat_bytes,
+    fsync_directory,
+    publish,
+    read_extra,
+    read_manifest,
+    read_small,
+    write_file,
+    write_proof,
+    write_shard_file,
+)
 from megalite.checkpoint.verify import verify
-
-__all__ = ["CheckpointReader", "Checkpointer", "RunLock", "committed", "latest", "resolve", "verify"]

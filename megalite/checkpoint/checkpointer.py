@@ -19,10 +19,7 @@ from megalite.checkpoint.run_dir import decide_start
 from megalite.checkpoint.saving import SaveJob, SavePlan, check_space, describe, first_problem, in_words, make_plan
 from megalite.checkpoint.storage import read_extra, read_manifest
 from megalite.checkpoint.verify import verify
-from megalite.comm.collectives import GatheredJson, all_gather_json
-from megalite.comm.layout import TensorShard
-from megalite.comm.mesh import Axis
-from megalite.comm.patience import patiently
+from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.checkpoint.format import StoredTensor
-from megalite.config import Config
-from megalite.config.architecture import differences
-from megalite.config.model import ModelConfig
+from megalite.config import Config, ModelConfig, differences
 from megalite.errors import CheckpointError
-from megalite.inventory.layers import stage_parameters
+from megalite.inventory import stage_parameters
 
 # Flags of the optimizer that decide which tensors its state has, and in which dtype they are kept.
 _STATE = ("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")

@@ -16,7 +16,7 @@ import torch
 from megalite.checkpoint.format import Manifest, StoredShard
 from megalite.checkpoint.reshard import Box, cover
 from megalite.checkpoint.storage import ShardReader, flat_bytes, open_plain, read_extra, read_manifest
-from megalite.comm.layout import TensorShard, range_to_rectangles
+from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 

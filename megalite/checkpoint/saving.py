@@ -27,7 +27,7 @@ from megalite.checkpoint.format import (
 )
 from megalite.checkpoint.reshard import Box, Duty, Holding, share_out
 from megalite.checkpoint.storage import Part, publish, write_file, write_proof, write_shard_file
-from megalite.comm.layout import TensorShard
+from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 

@@ -46,7 +46,7 @@ from megalite.checkpoint.format import (
     to_json,
 )
 from megalite.checkpoint.reshard import Box
-from megalite.comm.layout import range_to_rectangles
+from megalite.comm import range_to_rectangles
 from megalite.errors import CheckpointError
 
 # Hashing and copying alternate in pieces that stay in the processor's cache: memory is touched once, not twice. Long

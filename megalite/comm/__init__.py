@@ -1,20 +1,46 @@
-"""Communication: the only folder that imports torch.distributed.
+"""Communication: parallel axes as values, collectives over them, channels between pipeline stages.
 
-    launch.py       environment -> World, process group, local ranks (environment.py, world.py)
-    supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
-    watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
-    patience.py     work of one rank that may take longer than a collective waits
-    self_test.py    at start: who is missing, whose configuration differs, is a sum right
     mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere; products of axes
-    layout.py       TensorShard: every tensor knows its place
+    world.py        what a process knows about the run that it belongs to
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
-    autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence
-                    parallelism (arXiv 2205.05198)
-    shared_memory.py  the same collectives between CPU ranks of one host,
-                    without sockets
+    autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence parallelism
+                    (arXiv 2205.05198)
+    exchange.py     reduce-scatter and all-gather by direct messages, for gloo
+    shared_memory.py    the same collectives between CPU ranks of one host, without sockets
     p2p.py          channels between pipeline stages
-    bandwidth.py    the local collective test of tools/doctor.py
+    rectangles.py   TensorShard: every tensor knows its place in its logical tensor
+    patience.py     work of one rank that may take longer than a collective waits
 
-Invariant: with every axis of size 1 nothing here touches a process group, so the single-process run is the reference
-of every test.
+Invariant: with every axis of size 1 nothing here touches a process group, so the single-process run is the reference of
+every test. Only this room and `launch` import torch.distributed.
 """
+
+from megalite.comm.autograd import own_slice, reduce_from_axis, scatter_sum_sequence
+from megalite.comm.collectives import (
+    Done,
+    GatheredJson,
+    Handle,
+    agree_max,
+    all_gather,
+    all_gather_into,
+    all_gather_json,
+    all_reduce_,
+    barrier,
+    device_of,
+    reduce_scatter,
+    reduce_scatter_into,
+)
+from megalite.comm.mesh import Axis, FamilyAxes, ParallelMesh
+from megalite.comm.p2p import Channel, Incoming, Label, TensorSpec
+from megalite.comm.patience import patiently
+from megalite.comm.rectangles import (
+    LocalParameter,
+    Piece,
+    Rectangle,
+    Statistic,
+    TensorShard,
+    range_to_rectangles,
+    shards_of_range,
+)
+from megalite.comm.shared_memory import share_axis
+from megalite.comm.world import World

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.errors import ConfigError
-from megalite.inventory.families import FAMILIES
+from megalite.inventory import FAMILIES
 
 DENSE = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")

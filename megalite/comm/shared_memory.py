@@ -34,8 +34,8 @@ from torch import Tensor
 
 from megalite.comm.collectives import all_gather_json
 from megalite.comm.mesh import Axis
-from megalite.comm.scratch import remove_forgotten
 from megalite.errors import PeerLost
+from megalite.scratch import remove_forgotten
 
 DEPTH = 8
 SLOT_BYTES = 1 << 20

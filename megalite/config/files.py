@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches
 from megalite.errors import ScheduleError
-from megalite.schedule.text import load_program
+from megalite.schedule import load_program
 
 
 def missing_files(config: Config) -> list[str]:

@@ -26,19 +26,8 @@ one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/
 """
 
 from megalite.convert.family import Family
-from megalite.convert.hf_files import HuggingFaceSource, write_huggingface
+from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_files import MegatronSource, write_megatron
 from megalite.convert.registry import FAMILIES, family_of
-
-__all__ = [
-    "FAMILIES",
-    "CheckpointSource",
-    "Family",
-    "HuggingFaceSource",
-    "MegatronSource",
-    "family_of",
-    "write_checkpoint",
-    "write_huggingface",
-    "write_megatron",
-]
+from megalite.convert.source import Source

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.convert.fields import Fields
-from megalite.inventory.layers import parameter_shapes
+from megalite.inventory import parameter_shapes
 
 
 @dataclass(frozen=True)

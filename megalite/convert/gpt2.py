@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, Family, Rule
 from megalite.convert.fields import Fields
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.convert.family import Family, Rule
 from megalite.convert.fields import Fields
 from megalite.convert.rotary import read_rotary, write_rotary

@@ -18,16 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.checkpoint.format import check_file_name, parse_json
-from megalite.checkpoint.saving import check_space
-from megalite.checkpoint.storage import fsync_directory
+from megalite.checkpoint import check_file_name, check_space, fsync_directory, parse_json
 from megalite.convert.family import Family, Pair
 from megalite.convert.registry import family_of, read_model
 from megalite.convert.source import Origin, Source, staged
 from megalite.convert.tokenizer_files import huggingface_files, read_tokenizer
-from megalite.data.tokenizer import Tokenizer
+from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
-from megalite.inventory.layers import parameter_shapes
+from megalite.inventory import parameter_shapes
 
 CONFIG, GENERATION, INDEX, SINGLE = (
     "config.json",

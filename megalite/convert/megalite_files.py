@@ -12,22 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import CheckpointReader, resolve
-from megalite.checkpoint.compatibility import check_tensors
-from megalite.checkpoint.discovery import directory_name, write_tracker
-from megalite.checkpoint.format import BLOCK_BYTES, DTYPE_NAMES, ExtraFile, Manifest, StoredFile, StoredTensor
-from megalite.checkpoint.reshard import Box
-from megalite.checkpoint.saving import check_space
-from megalite.checkpoint.storage import Part, publish, read_extra, write_file, write_proof, write_shard_file
-from megalite.config.model import ModelConfig
-from megalite.config.saved import from_dict, to_dict
+from megalite.checkpoint import (
+    BLOCK_BYTES,
+    DTYPE_NAMES,
+    Box,
+    CheckpointReader,
+    ExtraFile,
+    Manifest,
+    Part,
+    StoredFile,
+    StoredTensor,
+    check_space,
+    check_tensors,
+    directory_name,
+    publish,
+    read_extra,
+    resolve,
+    write_file,
+    write_proof,
+    write_shard_file,
+    write_tracker,
+)
+from megalite.config import ModelConfig, from_dict, to_dict
 from megalite.convert.registry import config_around
 from megalite.convert.source import Origin, Source, staged
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_io import load_tokenizer, tokenizer_files
+from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
-from megalite.inventory.buckets import layer_of
-from megalite.inventory.layers import parameter_shapes
+from megalite.inventory import layer_of, parameter_shapes
 
 
 class CheckpointSource:

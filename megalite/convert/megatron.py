@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config import ModelConfig, RopeScaling
 from megalite.convert.fields import Fields
 from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError

@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.discovery import TRACKER, directory_name
-from megalite.checkpoint.saving import check_space
-from megalite.checkpoint.storage import fsync_directory, read_small
-from megalite.config.model import ModelConfig
+from megalite.checkpoint import TRACKER, check_space, directory_name, fsync_directory, read_small
+from megalite.config import ModelConfig
 from megalite.convert.megatron import (
     COPY,
     CORE,
@@ -40,9 +38,9 @@ from megalite.convert.megatron import (
 from megalite.convert.megatron_process import Listing, Unpickler
 from megalite.convert.source import Origin, Source, staged
 from megalite.convert.tokenizer_files import read_tokenizer
-from megalite.data.tokenizer import Tokenizer
+from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
-from megalite.inventory.layers import parameter_shapes
+from megalite.inventory import parameter_shapes
 
 RELEASE, VERSION = "release", 3.0
 FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.format import parse_json
-from megalite.checkpoint.storage import flat_bytes
+from megalite.checkpoint import flat_bytes, parse_json
 from megalite.errors import CheckpointError
 
 PROGRAM = "megatron_unpickle.py"

@@ -6,11 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megalite.config import Config, DataConfig, OptimizerConfig, TrainingConfig
-from megalite.config.architecture import effective
-from megalite.config.model import ModelConfig
-from megalite.config.rules.shape import model_shape
-from megalite.config.schema import assemble
+from megalite.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    assemble,
+    effective,
+    model_shape,
+)
 from megalite.convert.family import Family
 from megalite.convert.fields import Fields
 from megalite.convert.gpt2 import GPT2

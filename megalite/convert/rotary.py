@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config import ModelConfig, RopeScaling
 from megalite.convert.fields import Fields
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

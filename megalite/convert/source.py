@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
-from megalite.data.tokenizer import Tokenizer
+from megalite.config import ModelConfig
+from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -9,9 +9,7 @@ import json
 import logging
 from pathlib import Path
 
-from megalite.data.subword import byte_level_alphabet
-from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
-from megalite.data.tokenizer_io import make_tokenizer
+from megalite.data import ByteTokenizer, NullTokenizer, Tokenizer, byte_level_alphabet, make_tokenizer
 from megalite.errors import DataError
 
 logger = logging.getLogger(__name__)

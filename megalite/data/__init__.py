@@ -18,26 +18,29 @@ once. Proved by: `tests/unit/data/test_gpt_index.py` (order against a token-by-t
 
 from typing import TYPE_CHECKING, Any
 
-from megalite.data.build import Datasets, build_datasets, build_tokenizer
+from megalite.data.build import Dataset, Datasets, UnusableSplit, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_io import load_tokenizer, resolve_vocab_size, tokenizer_files
+from megalite.data.corpus import JSONL_SUFFIXES, read_jsonl, stdlib_corpus
+from megalite.data.file_chunks import read_unit, units_of
+from megalite.data.gpt_dataset import GPTDataset, SampleSource
+from megalite.data.gpt_index import build_sample_index
+from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
+from megalite.data.mock import MockStore
+from megalite.data.preprocess import Progress, preprocess
+from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
+from megalite.data.survey import Survey, differences, to_meta
+from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
+from megalite.data.tokenizer_io import (
+    DESCRIPTION_FILE,
+    load_tokenizer,
+    make_tokenizer,
+    read_description,
+    resolve_vocab_size,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     from megalite.data.loader import Loader, full_pass
-
-__all__ = [
-    "Datasets",
-    "Loader",
-    "Tokenizer",
-    "build_datasets",
-    "build_tokenizer",
-    "cache_directory",
-    "full_pass",
-    "load_tokenizer",
-    "resolve_vocab_size",
-    "tokenizer_files",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.config.data import DataConfig
+from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
 from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_corpus, tokenise
 from megalite.data.gpt_dataset import GPTDataset

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.file_chunks import Unit, input_size, read_unit, units_of
 from megalite.data.indexed import IndexedWriter
 from megalite.data.tokenizer import Tokenizer, token_dtype
-from megalite.data.units import Unit, input_size, read_unit, units_of
 from megalite.errors import DataError, RuntimeFailure
 
 # Units that may wait for their turn to be written, for each worker.

@@ -9,3 +9,37 @@
 
 Proof: tests/unit/inventory compares `nn` with it over every family and flag, and makes blocks differ.
 """
+
+from megalite.inventory.activation_bytes import (
+    ElementBytes,
+    boundary_bytes,
+    boundary_shape,
+    kept_bytes,
+    micro_tokens,
+    weight_only_bytes,
+)
+from megalite.inventory.buckets import BucketPlan, Entry, Run, Slot, bucket_limit, layer_of, plan_buckets
+from megalite.inventory.families import FAMILIES
+from megalite.inventory.layers import (
+    FLOPS_CONVENTION,
+    WORD_EMBEDDINGS,
+    Layer,
+    add_up,
+    blocks_of,
+    count_parameters,
+    first_alike,
+    flops_per_iteration,
+    model_layers,
+    parameter_shapes,
+    stage_parameters,
+)
+from megalite.inventory.pipeline import computations, lowered, stage_cuts
+from megalite.inventory.placement import NO_AXES, Placement, Shape
+from megalite.inventory.tiling import (
+    BLOCKED_FROM,
+    BLOCKED_UP_TO,
+    block_area,
+    chunk_length,
+    query_blocks,
+    recompute_segments,
+)

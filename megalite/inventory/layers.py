@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.inventory.families import FAMILIES
 from megalite.inventory.placement import NO_AXES, Placement, Shape
 
@@ -211,7 +211,7 @@ def block_models(model: ModelConfig) -> Sequence[ModelConfig]:
 
 
 @lru_cache(maxsize=256)
-def layers(model: ModelConfig) -> tuple[Layer, ...]:
+def model_layers(model: ModelConfig) -> tuple[Layer, ...]:
     """[embedding, block 0, ..., head]. The vocabulary must be known (it comes from the tokenizer)."""
     assert model.vocab_size > 0, "the vocabulary size comes from the tokenizer: resolve it first"
     return (_embedding(model), *map(_block, block_models(model)), _head(model))
@@ -225,7 +225,7 @@ def blocks_of(model: ModelConfig, items: range) -> range:
 @lru_cache(maxsize=4096)
 def first_alike(model: ModelConfig, items: range) -> range:
     """The first stretch of the list with the same layers as `items`: what is counted of one holds for the other."""
-    all_layers = layers(model)
+    all_layers = model_layers(model)
     wanted, length = all_layers[items.start : items.stop], len(items)
     return next(range(i, i + length) for i in range(items.stop) if all_layers[i : i + length] == wanted)
 
@@ -240,7 +240,7 @@ def stage_parameters(model: ModelConfig, items: range) -> Iterator[tuple[str, Pa
     seen: set[str] = set()
     for index in items:
         prefix = layer_name(index, model.num_layers)
-        for parameter in layers(model)[index].parameters:
+        for parameter in model_layers(model)[index].parameters:
             name = parameter.copy_of or f"{prefix}.{parameter.name}"
             if name not in seen:
                 seen.add(name)
@@ -259,7 +259,7 @@ def add_up(chosen: Iterable[Layer], value: Callable[[Layer], float]) -> float:
 
 def count_parameters(model: ModelConfig) -> int:
     """Elements of all logical parameters, vocabulary unpadded; tied weights count once."""
-    return sum(p.numel for layer in layers(model) for p in layer.parameters if p.copy_of is None)
+    return sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is None)
 
 
 def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model_parallel_size: int = 1) -> int:
@@ -272,5 +272,5 @@ def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model
 
         6*B*s * (L*h*f*c + L*h*(2q + 2k) + h*V) + 6*B*s*s*q*L
     """
-    per_token = sum(layer.flops(tensor_model_parallel_size) for layer in layers(model))
+    per_token = sum(layer.flops(tensor_model_parallel_size) for layer in model_layers(model))
     return 3 * global_batch_size * model.seq_length * per_token

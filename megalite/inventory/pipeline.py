@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 
-from megalite.config import Config
-from megalite.config.model import ModelConfig
-from megalite.inventory.layers import layers
+from megalite.config import Config, ModelConfig
+from megalite.inventory.layers import model_layers
 from megalite.schedule import Program, build, find, insert_unshard, load_program, lower, merge_backward, partition
 
 
@@ -46,7 +45,7 @@ def lowered(config: Config, num_microbatches: int, schedule: str | None = None) 
 
 @lru_cache(maxsize=256)
 def _forward_flops(model: ModelConfig) -> tuple[float, ...]:
-    return tuple(float(layer.flops()) for layer in layers(model))
+    return tuple(float(layer.flops()) for layer in model_layers(model))
 
 
 def stage_cuts(config: Config, program: Program) -> list[range]:

@@ -7,5 +7,3 @@
 """
 
 from megalite.models.families import MODELS, LayerSpec, build_stack, layer_specs
-
-__all__ = ["MODELS", "LayerSpec", "build_stack", "layer_specs"]

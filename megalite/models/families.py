@@ -10,15 +10,10 @@ from functools import partial
 
 from torch import nn
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.errors import ConfigError
-from megalite.nn.block import Block
-from megalite.nn.embedding import Embedding
-from megalite.nn.head import Head
-from megalite.nn.init import initialize
-from megalite.nn.rope import Rotary
-from megalite.nn.stack import LayerStack
-from megalite.parallel.tensor.context import LayerContext
+from megalite.nn import Block, Embedding, Head, LayerStack, Rotary, initialize
+from megalite.parallel.tensor import LayerContext
 
 
 @dataclass(frozen=True)

@@ -16,3 +16,12 @@ turned round in the embedding and the head only.
 What every layer is told is a `LayerContext` of `parallel.tensor`, and no collective is called here but through it; a
 layer computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/test_tensor_parallel.py`.
 """
+
+from megalite.nn.block import Block
+from megalite.nn.embedding import Embedding
+from megalite.nn.head import Head
+from megalite.nn.init import fill, initialize
+from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.naming import placement_of
+from megalite.nn.rope import Rotary
+from megalite.nn.stack import LayerStack

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.dropout import site_key
@@ -17,8 +17,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary, rotate
-from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, product_dtype
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, product_dtype
 
 
 class Attention(nn.Module):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.inventory.pieces import block_area, query_blocks
+from megalite.inventory import block_area, query_blocks
 
 OPERATOR = "megalite::blocked_attention"
 

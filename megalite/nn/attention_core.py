@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megalite.inventory.pieces import BLOCKED_FROM, BLOCKED_UP_TO
+from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
 from megalite.nn.attention_blocked import blocked_attention
 from megalite.nn.dropout import combine, keyed_dropout
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention import Attention
 from megalite.nn.attention_blocked import register_operator
@@ -26,7 +26,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import LayerContext
 
 Segment = Callable[..., tuple[Tensor, ...]]
 """Takes what the segment before it returned."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megalite.comm.autograd import own_slice
-from megalite.config.model import ModelConfig
-from megalite.inventory.placement import NO_AXES, Placement
+from megalite.comm import own_slice
+from megalite.config import ModelConfig
+from megalite.inventory import NO_AXES, Placement
 from megalite.microbatch import Microbatch
 from megalite.nn.dropout import HiddenDropout, site_key
-from megalite.parallel.tensor import VocabParallelEmbedding, lookup, new_parameter
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, new_parameter
 
 
 class PositionEmbedding(nn.Module):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import all_gather
-from megalite.config.model import ModelConfig
+from megalite.comm import all_gather
+from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.norm import Norm
 from megalite.parallel.tensor import (
     WORD_EMBEDDINGS,
+    LayerContext,
     VocabShard,
     fused_cross_entropy,
     product_dtype,
     token_losses,
     vocab_parameter,
 )
-from megalite.parallel.tensor.context import LayerContext
 
 
 class OutputLayer(nn.Module):

@@ -6,10 +6,9 @@ import math
 
 from torch import nn
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 from megalite.nn.activation import ACTIVATIONS
-from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
 def output_std(config: ModelConfig) -> float:

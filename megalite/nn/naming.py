@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megalite.inventory.placement import Placement
+from megalite.inventory import Placement
 
 
 def named_logical_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
-from megalite.inventory.placement import NO_AXES, Placement
-from megalite.parallel.tensor import new_parameter
-from megalite.parallel.tensor.context import LayerContext
+from megalite.config import ModelConfig
+from megalite.inventory import NO_AXES, Placement
+from megalite.parallel.tensor import LayerContext, new_parameter
 
 
 class Norm(nn.Module):

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from megalite.config.model import ModelConfig
+from megalite.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.config.model import ModelConfig
-from megalite.inventory.pieces import recompute_segments
+from megalite.config import ModelConfig
+from megalite.inventory import recompute_segments
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding

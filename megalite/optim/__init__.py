@@ -10,13 +10,3 @@ Proof: `tests/unit/optim/`.
 from megalite.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
 from megalite.optim.optimizers import OPTIMIZERS, Hyperparameters
 from megalite.optim.precision import ConstantLossScaler, DynamicLossScaler, LossScaler
-
-__all__ = [
-    "OPTIMIZERS",
-    "ConstantLossScaler",
-    "DynamicLossScaler",
-    "Hyperparameters",
-    "LearningRateSchedule",
-    "LossScaler",
-    "WeightDecaySchedule",
-]

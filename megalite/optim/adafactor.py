@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import all_reduce_, device_of
-from megalite.comm.layout import LocalParameter, Piece, Rectangle, Statistic, range_to_rectangles
-from megalite.comm.mesh import Axis
-from megalite.inventory.placement import NO_AXES
+from megalite.comm import Axis, LocalParameter, Piece, Rectangle, Statistic, all_reduce_, device_of, range_to_rectangles
+from megalite.inventory import NO_AXES
 from megalite.optim.rule import UpdateRule
 
 DECAY_EXPONENT = 0.8

@@ -18,9 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import all_gather
-from megalite.comm.mesh import Axis
-from megalite.inventory.placement import Placement
+from megalite.comm import Axis, all_gather
+from megalite.inventory import Placement
 from megalite.optim.adamw import adamw_update
 from megalite.optim.rule import UpdateRule
 

@@ -17,3 +17,21 @@ Invariant: one truth. The start-up table of a run, `--dry-run` and `tools/plan.p
 tests/unit/planner (states against real buffers, activations against autograd, the search against brute force), and
 `tools/check_plan.py`, which measures what was predicted.
 """
+
+from megalite.planner.cost import Roofline, TimeSource
+from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
+from megalite.planner.memory import TERMS, RankMemory, rank_memory
+from megalite.planner.predict import Prediction, predict, program_of
+from megalite.planner.profile import Profile, load_profile, mean_profile
+from megalite.planner.result_table import (
+    as_json,
+    budget,
+    energy_text,
+    gib,
+    layout_text,
+    summary,
+    time_text,
+    tokens_text,
+)
+from megalite.planner.search import Found, Misfit, Quick, pareto, search
+from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts, reasons_against

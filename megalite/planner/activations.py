@@ -1,6 +1,7 @@
 """Bytes that one micro-batch leaves behind in a stage between its forward and its backward.
 
-Layer by layer as `megalite.inventory.kept` lists them; with full recomputation a segment keeps its input only.
+Layer by layer as `megalite.inventory.activation_bytes` lists them; with full recomputation a segment keeps its input
+only.
 """
 
 from __future__ import annotations
@@ -8,9 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config import Config
-from megalite.inventory.kept import ElementBytes, boundary_bytes, kept_bytes, micro_tokens, weight_only_bytes
-from megalite.inventory.layers import add_up, blocks_of, layers
-from megalite.inventory.pieces import chunk_length, recompute_segments
+from megalite.inventory import (
+    ElementBytes,
+    add_up,
+    blocks_of,
+    boundary_bytes,
+    chunk_length,
+    kept_bytes,
+    micro_tokens,
+    model_layers,
+    recompute_segments,
+    weight_only_bytes,
+)
 from megalite.schedule import find
 
 
@@ -55,7 +65,7 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
     """What one micro-batch keeps in a stage. config: as the stage has it (`for_stage`). items: indices into [embedding,
     block 0, ..., head]."""
     size, tokens, entrance = ElementBytes.of(config), micro_tokens(config), boundary_bytes(config)
-    here = layers(config.model)[items.start : items.stop]
+    here = model_layers(config.model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
     kept, segments, _ = _segments(config, len(blocks))
     full = (
@@ -79,7 +89,7 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
 def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tuple[float, float]:
     """(Logits of one chunk and their gradient, tensors that come and go in a block's backward) in bytes."""
     model, tp, size = config.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
-    tokens, here = micro_tokens(config), layers(model)[items.start : items.stop]
+    tokens, here = micro_tokens(config), model_layers(model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
     logits = 0.0
     if model.num_layers + 1 in items:

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megalite.config import Config
-from megalite.config.update_rules import UPDATE_RULES
-from megalite.inventory.kept import ElementBytes, micro_tokens
-from megalite.inventory.layers import Layer, layers
+from megalite.config import UPDATE_RULES, Config
+from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
 from megalite.planner.communication import Group
 from megalite.planner.hardware import Hardware
 
@@ -95,7 +93,7 @@ class Roofline:
 
     def layers(self, config: Config) -> Sequence[Times]:
         of_kind = {"embedding": self._embedding, "block": self._block, "head": self._head}
-        whole = layers(config.model)
+        whole = model_layers(config.model)
         times = {layer: of_kind[layer.kind](config, layer) for layer in dict.fromkeys(whole)}
         return [times[layer] for layer in whole]
 

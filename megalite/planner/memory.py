@@ -18,11 +18,10 @@ from functools import cache
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory.kept import ElementBytes, boundary_bytes, micro_tokens
+from megalite.inventory import ElementBytes, boundary_bytes, micro_tokens
 from megalite.planner.activations import Kept, stage_activations, workspace_bytes
-from megalite.planner.states import StateBytes, state_bytes
-from megalite.schedule import SCHEDULES, Program, Shape
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from megalite.planner.model_states import StateBytes, state_bytes
+from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Program, Shape
 
 #: Above so many actions a batch is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000

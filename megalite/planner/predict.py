@@ -13,18 +13,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config import Config
-from megalite.inventory.buckets import bucket_limit
-from megalite.inventory.kept import ElementBytes, boundary_bytes
-from megalite.inventory.layers import flops_per_iteration, layers
-from megalite.inventory.pipeline import computations, stage_cuts
+from megalite.inventory import (
+    ElementBytes,
+    boundary_bytes,
+    bucket_limit,
+    computations,
+    flops_per_iteration,
+    model_layers,
+    stage_cuts,
+)
 from megalite.planner.activations import recomputed
 from megalite.planner.communication import Group
 from megalite.planner.cost import Times, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
-from megalite.planner.states import stage_elements
-from megalite.schedule import Costs, Program, find, simulate
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from megalite.planner.model_states import stage_elements
+from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Costs, Program, find, simulate
 
 #: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
 SIMULATED_ACTIONS = 6_000
@@ -117,7 +121,7 @@ def predict(
     tp = config.parallel.tensor_model_parallel_size
     flops = float(flops_per_iteration(config.model, batch, tp))
     again = [item for stage in range(len(cuts)) for item in costs.recomputed(stage)]
-    twice = float(batch * config.model.seq_length * sum(layers(config.model)[item].flops() for item in again))
+    twice = float(batch * config.model.seq_length * sum(model_layers(config.model)[item].flops() for item in again))
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(parts.values())
     return Prediction(config, world_size, total, steady.bubble_over_ideal, memory, parts, flops, flops + twice, peak)

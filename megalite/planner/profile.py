@@ -17,7 +17,7 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.errors import ConfigError
-from megalite.inventory.layers import layers
+from megalite.inventory import model_layers
 from megalite.planner.cost import Roofline, Times
 from megalite.planner.hardware import Hardware, Link
 
@@ -42,7 +42,7 @@ class Profile:
     def layers(self, config: Config) -> Sequence[Times]:
         tp, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
         split = tp > 1 and config.parallel.sequence_parallel
-        kinds = [layer.kind for layer in layers(config.model)]
+        kinds = [layer.kind for layer in model_layers(config.model)]
         if (tp, split, micro) in self.points:
             return [self.points[tp, split, micro][kind] for kind in kinds]
         nearest = min(self.points, key=lambda key: (abs(key[0] - tp), key[1] != split, abs(key[2] - micro)))

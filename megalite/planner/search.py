@@ -12,19 +12,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megalite.config import Config
-from megalite.config.parallel import StageLayout
-from megalite.config.update_rules import UPDATE_RULES
-from megalite.inventory.kept import ElementBytes, boundary_bytes
-from megalite.inventory.pipeline import stage_cuts
+from megalite.config import UPDATE_RULES, Config, StageLayout
+from megalite.inventory import ElementBytes, boundary_bytes, stage_cuts
 from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import Group
 from megalite.planner.cost import Times, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
+from megalite.planner.model_states import stage_elements
 from megalite.planner.predict import Prediction, memory_of, predict, program_of
-from megalite.planner.space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
-from megalite.planner.states import stage_elements
+from megalite.planner.search_space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
 from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
 from megalite.schedule import Shape, default_schedule, find
 

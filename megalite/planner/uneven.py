@@ -21,9 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from megalite.config import Config
-from megalite.config.parallel import StageLayout
-from megalite.inventory.layers import Layer, blocks_of, layers
+from megalite.config import Config, StageLayout
+from megalite.inventory import Layer, blocks_of, model_layers
 from megalite.planner.activations import recomputed
 from megalite.planner.cost import Times, add_times
 from megalite.planner.hardware import Hardware
@@ -130,7 +129,7 @@ def recut(room: Room, times: Sequence[Times], *, flexible: bool) -> tuple[Config
     number, stages = room.config.model.num_layers, room.program.num_stages
     mean = number / stages
     spread = max(SPREAD, round(mean / 3))
-    whole = layers(room.config.model)
+    whole = model_layers(room.config.model)
     between = range(max(1, int(mean) - spread), min(number, int(mean) + 1 + spread) + 1)
     ends = range(between.stop)
     known: dict[tuple[int, int, tuple[Layer, ...]], float | None] = {}  # the same layers inside of one rank's stages

@@ -1,7 +1,7 @@
 """Pipeline schedules as data (pure Python, no torch).
 
     generator -> Program -> passes -> Program -> validate, simulate, render, execute
-    (one_f_one_b.py ...)    (SEND, RECV, REDUCE)
+    (schedules/)            (SEND, RECV, REDUCE)                      drawing/
 
     p=2, m=3     rank 0  F0 F1 .. B0-B0 F2 B1-B1 .. B2-B2
     1f1b         rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 ..
@@ -18,19 +18,40 @@ Use::
             ...
 
 Public names: Action and its constructors (`action.py`), Placement, Program and Batch, SCHEDULES, build, legal, warnings
-(`registry.py`), lower and the passes, validate, simulate, the renderers, load_program (text files), partition (layers
-to stages).
+(`schedules/registry.py`), lower and the passes, validate, simulate, the renderers, load_program (text files), partition
+(layers to stages).
 
 Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule. Proof:
 tests/unit/schedule (closed forms of the papers, random shapes, mutations).
 """
 
-from megalite.schedule.action import Action, parse_action
+from megalite.schedule.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    NONE,
+    NORM,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    STEP,
+    UNSHARD,
+    Action,
+    forward,
+    parse_action,
+)
+from megalite.schedule.drawing.chrome_trace import render_trace
+from megalite.schedule.drawing.svg import render_html, render_svg
+from megalite.schedule.drawing.text import render_text
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.placement import Placement
 from megalite.schedule.program import Batch, Peak, Program
-from megalite.schedule.registry import (
+from megalite.schedule.schedules.registry import (
     ALIASES,
     SCHEDULES,
     build,
@@ -41,43 +62,6 @@ from megalite.schedule.registry import (
     warnings,
 )
 from megalite.schedule.shape import Schedule, Shape
-from megalite.schedule.simulate import Costs, Span, Timeline, simulate
-from megalite.schedule.text import dump_program, load_program, parse_program
+from megalite.schedule.simulate import Costs, Span, Time, Timeline, simulate
+from megalite.schedule.text_format import dump_program, load_program, parse_program
 from megalite.schedule.validate import Report, validate
-
-__all__ = [
-    "ALIASES",
-    "SCHEDULES",
-    "Action",
-    "Batch",
-    "Costs",
-    "Partition",
-    "Peak",
-    "Placement",
-    "Program",
-    "Report",
-    "Schedule",
-    "Shape",
-    "Span",
-    "Timeline",
-    "build",
-    "compact_layout",
-    "default_schedule",
-    "dump_program",
-    "find",
-    "insert_communication",
-    "insert_reduce",
-    "insert_unshard",
-    "legal",
-    "load_program",
-    "lower",
-    "merge_backward",
-    "parse_action",
-    "parse_program",
-    "partition",
-    "partition_of",
-    "resolve_chunks",
-    "simulate",
-    "validate",
-    "warnings",
-]

@@ -32,10 +32,10 @@ from megalite.schedule.action import (
     Action,
 )
 from megalite.schedule.memory import activation_counts, gradient_buffers, live_versions
+from megalite.schedule.message_order import Fault, fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import Batch, Program, Run
 from megalite.schedule.simulate import dependencies, produced
-from megalite.schedule.wires import Fault, fifo_faults, rendezvous_faults
 
 Key = tuple[int, int]
 """(stage, replica)"""

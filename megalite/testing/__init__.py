@@ -19,5 +19,3 @@ ended at the time-out. The proof is `tests/unit/testing/test_rank_harness.py`.
 
 from megalite.testing.fault import Fault
 from megalite.testing.harness import CaseResult, RanksFailed, run_ranks, run_single, try_ranks
-
-__all__ = ["CaseResult", "Fault", "RanksFailed", "run_ranks", "run_single", "try_ranks"]

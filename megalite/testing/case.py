@@ -47,7 +47,7 @@ def rank_body(case: Case, rank: int, set_phase: Callable[[str], None]) -> int:
         os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
     sys.path[:] = case.path
 
-    from megalite.comm.world import World
+    from megalite.comm import World
     from megalite.testing import inject, wire
     from megalite.testing.fault import Fault
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from megalite.comm.supervisor import Outcome
+from megalite.launch import Outcome
 from megalite.testing import wire
 from megalite.testing.case import Case
 from megalite.testing.fault import Fault

@@ -16,7 +16,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from megalite.comm.supervisor import Outcome, die_with_parent, supervise
+from megalite.launch import Outcome, die_with_parent, supervise
 from megalite.testing.case import Case, rank_body
 
 SHARED_PACKAGES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megalite.testing.wire")

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 from megalite.checkpoint import CheckpointReader, resolve
 from megalite.convert import hf_files, megatron_process
+from megalite.inference.loaded_model import load_for_inference
 from megalite.inventory.layers import parameter_shapes
-from megalite.training.loading import load_for_inference
 from pretrain_gpt import main as pretrain
 from tests.unit.convert.megatron_layout import HereInstead
-from tests.unit.training.tiny_checkpoint import tiny_model_config, write_checkpoint
+from tests.unit.inference.tiny_checkpoint import tiny_model_config, write_checkpoint
 from tools.command_line import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from megalite.convert.megatron import IMPLEMENTATIONS
 from megalite.extras import EXTRA_OF
 from megalite.testing import run_single
 from tests.cli.core_only import hide_optional_packages
-from tests.unit.training.tiny_checkpoint import write_checkpoint
+from tests.unit.inference.tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 # The adapters and the variants are modules: of the shared bench, and of the tool beside them.

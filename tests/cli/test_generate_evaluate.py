@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.training.tiny_checkpoint import TEXT, all_logits, write_checkpoint
+from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, write_checkpoint
 from tools.command_line import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import inspect_checkpoint  # noqa: E402

@@ -21,7 +21,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 BEFORE, AFTER = 2, 5
 OPTIMIZERS = [[], []] + [["--optimizer", name] for name in ("sgd", "lion", "muon", "adafactor", "adafactor")]

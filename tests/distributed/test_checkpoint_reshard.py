@@ -13,8 +13,8 @@ import torch
 
 from megalite.checkpoint import Checkpointer, background, latest, loading
 from megalite.comm.collectives import barrier
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import ParallelMesh
+from megalite.comm.rectangles import TensorShard
 from megalite.comm.world import World
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks, run_single

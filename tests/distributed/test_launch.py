@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.comm.environment import Place
-from megalite.comm.launch import check_devices, choose_backend, launch
 from megalite.comm.world import World
 from megalite.config import Config, ParallelConfig, parse
 from megalite.config.parallel import Hardware
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
+from megalite.launch.environment import Place
+from megalite.launch.launcher import check_devices, choose_backend, launch
 from megalite.testing import run_single
 
 MODEL = (

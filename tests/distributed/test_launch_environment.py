@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.comm.environment import Place, detect_place, expand_tasks, first_host
-from megalite.comm.launch import check_interface, read_place
 from megalite.data.cache import cache_directory
 from megalite.errors import ConfigError, DataError
+from megalite.launch.environment import Place, detect_place, expand_tasks, first_host
+from megalite.launch.launcher import check_interface, read_place
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",

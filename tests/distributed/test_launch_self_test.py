@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megalite.comm.self_test import check_collective, check_same_config, fingerprint
 from megalite.comm.world import World
 from megalite.errors import ConfigError, RuntimeFailure
+from megalite.launch.self_test import check_collective, check_same_config, fingerprint
 from megalite.testing import run_ranks
 
 

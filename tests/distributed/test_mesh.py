@@ -20,7 +20,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 NAMES = ["tp", "cp", "dp", "dp_shard", "dp_replicate", "pp", "etp", "ep", "edp", "world"]
 

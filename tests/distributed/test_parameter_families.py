@@ -30,7 +30,7 @@ from megalite.inventory.placement import Placement
 from megalite.nn.norm import Norm
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
 from megalite.testing import run_ranks, run_single
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 STEPS, LR, DECAY = 3, 1e-2, 0.1
 

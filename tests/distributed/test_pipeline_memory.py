@@ -11,7 +11,7 @@ from equivalence.layouts import TINY
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 PHASES = (12, 12, 30)
 

@@ -18,9 +18,9 @@ from megalite.config import parse
 from megalite.convert import HuggingFaceSource
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
-from megalite.training.dataflow import open_data, resolve_tokenizer
-from megalite.training.run import open_run
-from megalite.training.starting_point import offer_of
+from megalite.train.run import open_run
+from megalite.train.run_data import open_data, resolve_tokenizer
+from megalite.train.starting_point import offer_of
 from pretrain_gpt import main as pretrain
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -13,9 +13,9 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.nn.block import Block
+from megalite.observe.observers import read_metrics
 from megalite.testing import run_ranks
-from megalite.training.observers import read_metrics
-from megalite.training.run import run
+from megalite.train.run import run_training
 
 LAYOUTS = {
     "dp": ["--global-batch-size", "4"],
@@ -41,7 +41,7 @@ def body_train(world: World, save: str, layout: str, slow: int | None) -> None:
 
     if world.rank == slow:
         Block.forward = sleepy  # type: ignore[method-assign,assignment]
-    assert run(config, world) == 0
+    assert run_training(config, world) == 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megalite.config.cli import parse
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import Costs, build, simulate
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 P, M, ATTEMPTS = 2, 4, 3
 SECONDS = {

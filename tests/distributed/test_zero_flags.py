@@ -13,7 +13,7 @@ from megalite.comm.world import World
 from megalite.config import parse
 from megalite.parallel.zero import ShardedOptimizer
 from megalite.parallel.zero.activation_offload import ActivationOffload
-from megalite.training.run import run
+from megalite.train.run import run_training
 
 BASE = (
     "--num-layers 3 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
@@ -41,7 +41,7 @@ def losses(folder: Path, flags: str) -> tuple[list[float], dict[str, int], int]:
         mock.patch.object(ShardedOptimizer, "__init__", remember),
         mock.patch.object(ActivationOffload, "enter", count),
     ):
-        run(config, World())
+        run_training(config, World())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["lm_loss"] for line in lines if line["kind"] == "train"], optimizers[0].memory(), len(entered)
 

@@ -24,7 +24,7 @@ from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptio
 from megalite.parallel.zero.gradient_sync import ScratchPool
 from megalite.parallel.zero.unshard import BucketWeights
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 LAYERS = 6
 

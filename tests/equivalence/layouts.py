@@ -13,14 +13,14 @@ from torch import Tensor
 from equivalence.oracle import Trajectory, reference
 from megalite.checkpoint import Checkpointer, resolve
 from megalite.checkpoint.storage import read_manifest
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.testing import run_ranks
 from megalite.testing.harness import PATIENCE_SECONDS
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 VOCABULARY = 61
 TINY = (

@@ -24,8 +24,8 @@ from megalite.inventory.pipeline import stage_cuts
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor.context import LayerContext
 from megalite.schedule import build
-from megalite.training.build import parameter_dtype
-from megalite.training.dataflow import open_data, resolve_tokenizer
+from megalite.train.build import parameter_dtype
+from megalite.train.run_data import open_data, resolve_tokenizer
 
 
 @dataclass(frozen=True)

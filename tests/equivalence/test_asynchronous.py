@@ -12,7 +12,7 @@ from equivalence.oracle import pipedream_reference, reference
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 UNTIED = ("--num-layers", "4", "--untie-embeddings-and-output-weights", "--clip-grad", "0")
 

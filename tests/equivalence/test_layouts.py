@@ -12,7 +12,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.nn.block import Block
 from megalite.testing import run_ranks
-from megalite.training.run import open_run
+from megalite.train.run import open_run
 
 CORNERS = {
     "one process": ((), 1),

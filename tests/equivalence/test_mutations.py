@@ -17,7 +17,7 @@ from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
 from megalite.testing import run_ranks
-from megalite.training.feed import Feed
+from megalite.train.batch_reader import Feed
 
 MODEL = ("--num-layers", "4", "--clip-grad", "0.5")
 PP2 = ("--pipeline-model-parallel-size", "2")

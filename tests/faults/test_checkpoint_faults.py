@@ -22,8 +22,8 @@ from megalite.checkpoint import Checkpointer, RunLock, committed, latest
 from megalite.checkpoint.discovery import interrupted
 from megalite.checkpoint.lock import Holder
 from megalite.comm.collectives import barrier
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.rectangles import TensorShard
 from megalite.comm.world import World
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks, run_single, try_ranks

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.comm.launch import Place, launch
 from megalite.comm.world import World
 from megalite.config import Config, parse
 from megalite.faults import fault_point
+from megalite.launch.launcher import Place, launch
 from megalite.testing import RanksFailed, run_single
 
 TIMEOUT_SECONDS = 2.0

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.comm import watch
-from megalite.comm.launch import Place, launch
 from megalite.comm.world import World
 from megalite.config import Config, parse
 from megalite.faults import fault_point
+from megalite.launch import watch
+from megalite.launch.launcher import Place, launch
 from megalite.testing import run_single
 
 TIMEOUT_SECONDS = 2.0

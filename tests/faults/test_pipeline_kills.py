@@ -13,11 +13,11 @@ import torch
 from equivalence.layouts import FLUSH, saved_tensors
 from faults.test_training_kills import STEPS, command, whole_run
 
-from megalite.comm.launch import Place, launch
 from megalite.comm.world import World
 from megalite.config.cli import parse
+from megalite.launch.launcher import Place, launch
 from megalite.testing import run_ranks, run_single
-from megalite.training.run import run
+from megalite.train.run import run_training
 
 TIMEOUT_SECONDS = 12.0
 """--distributed-timeout-minutes of the runs here, in seconds."""
@@ -27,7 +27,7 @@ CHUNKS = {"interleaved": "2", "breadth-first": "2"}
 
 def body_launch(world: World, argv: list[str]) -> tuple[int, float]:
     began = time.monotonic()
-    status = launch(parse(argv), run, Place())
+    status = launch(parse(argv), run_training, Place())
     return status, time.monotonic() - began
 
 

@@ -19,10 +19,10 @@ from megalite.checkpoint import committed
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.nn.block import Block
+from megalite.observe.observers import read_metrics
 from megalite.streams import Stream
 from megalite.testing import RanksFailed, run_ranks, run_single
-from megalite.training.observers import read_metrics
-from megalite.training.run import open_run, run
+from megalite.train.run import open_run, run_training
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = {
@@ -45,7 +45,7 @@ def command(folder: Path, *more: str, steps: int = 6) -> list[str]:
 
 
 def whole_run(world: World, argv: list[str]) -> int:
-    return run(parse(argv, world_size=world.size), world)
+    return run_training(parse(argv, world_size=world.size), world)
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.comm import scratch
-from megalite.comm.scratch import remove_forgotten, scratch_folder
+from megalite import scratch
 from megalite.errors import ConfigError
+from megalite.scratch import remove_forgotten, scratch_folder
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from equivalence.layouts import TINY, saved_tensors
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.testing import run_ranks, try_ranks
-from megalite.training.run import run
+from megalite.train.run import run_training
 
 STEPS = 6
 ROOT = Path(__file__).parents[2]
 
 
 def whole_run(world: World, argv: list[str]) -> int:
-    return run(parse(argv, world_size=world.size), world)
+    return run_training(parse(argv, world_size=world.size), world)
 
 
 def command(folder: Path, *more: str) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from equivalence.layouts import TINY, assert_close, saved_tensors
 from equivalence.oracle import reference
 
-from megalite.training.observers import read_metrics
+from megalite.observe.observers import read_metrics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROOT = Path(__file__).parents[2]

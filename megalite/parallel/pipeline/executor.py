@@ -22,16 +22,31 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megalite.comm.p2p import Channel, Incoming, Label
+from megalite.comm import Channel, Incoming, Label
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline.stage import Stage
-from megalite.schedule import action as kinds
-from megalite.schedule.action import Action
-from megalite.schedule.placement import Placement
+from megalite.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    NONE,
+    NORM,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    STEP,
+    UNSHARD,
+    Action,
+    Placement,
+)
 
-_BACKWARD_KINDS = frozenset({kinds.BACKWARD, kinds.BACKWARD_INPUT, kinds.BACKWARD_WEIGHT})
+_BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 
 StageKey = tuple[int, int]
 """(stage, replica)"""
@@ -121,19 +136,19 @@ class Executor:
         self._state = _State()
         self._losses: dict[int, Tensor] = {}
         self._handlers: dict[str, Callable[[Action, Source], None]] = {
-            kinds.FORWARD: self._forward,
-            kinds.BACKWARD: self._backward,
-            kinds.BACKWARD_INPUT: self._backward,
-            kinds.BACKWARD_WEIGHT: self._backward_weight,
-            kinds.SEND_F: self._send,
-            kinds.SEND_B: self._send,
-            kinds.RECV_F: self._post,
-            kinds.RECV_B: self._post,
-            kinds.REDUCE: lambda action, source: events.reduce(_key(action), action.microbatch),
-            kinds.NORM: lambda action, source: events.norm(_key(action), action.microbatch),
-            kinds.STEP: lambda action, source: events.step(_key(action), action.microbatch),
-            kinds.UNSHARD: lambda action, source: events.unshard(_key(action)),
-            kinds.RESHARD: lambda action, source: events.reshard(_key(action)),
+            FORWARD: self._forward,
+            BACKWARD: self._backward,
+            BACKWARD_INPUT: self._backward,
+            BACKWARD_WEIGHT: self._backward_weight,
+            SEND_F: self._send,
+            SEND_B: self._send,
+            RECV_F: self._post,
+            RECV_B: self._post,
+            REDUCE: lambda action, source: events.reduce(_key(action), action.microbatch),
+            NORM: lambda action, source: events.norm(_key(action), action.microbatch),
+            STEP: lambda action, source: events.step(_key(action), action.microbatch),
+            UNSHARD: lambda action, source: events.unshard(_key(action)),
+            RESHARD: lambda action, source: events.reshard(_key(action)),
         }
 
     def run(self, actions: Sequence[Action], source: Source) -> dict[int, Tensor]:
@@ -141,7 +156,7 @@ class Executor:
         for index, action in enumerate(actions):
             for part in action.parts or (action,):
                 if part.kind in _BACKWARD_KINDS:
-                    last = part is action and part.kind == kinds.BACKWARD and _reduces_next(actions, index)
+                    last = part is action and part.kind == BACKWARD and _reduces_next(actions, index)
                     self._events.before_backward(_key(part), part.microbatch, last=last)
                 self._execute(part, source)
         losses, self._losses = self._losses, {}
@@ -184,7 +199,7 @@ class Executor:
     def _forward(self, action: Action, source: Source) -> None:
         stage = self.stages[_key(action)]
         batch, factor = self._batch(action, source)
-        version = action.version if action.version != kinds.NONE else self._events.newest_version()
+        version = action.version if action.version != NONE else self._events.newest_version()
         x = None if stage.is_first else self._take("F", action)
         out = stage.forward(action.microbatch, x, batch, factor, version=version)
         if stage.is_last:
@@ -195,7 +210,7 @@ class Executor:
     def _backward(self, action: Action, source: Source) -> None:
         stage = self.stages[_key(action)]
         dy = None if stage.is_last else self._take("B", action)
-        whole = action.kind == kinds.BACKWARD
+        whole = action.kind == BACKWARD
         dx = (stage.backward if whole else stage.backward_input)(action.microbatch, dy)
         if dx is not None:
             self._pass_on("B", dx, action, to=action.stage - 1)
@@ -204,13 +219,13 @@ class Executor:
         self.stages[_key(action)].backward_weight(action.microbatch)
 
     def _send(self, action: Action, source: Source) -> None:
-        kind, step = ("F", 1) if action.kind == kinds.SEND_F else ("B", -1)
+        kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)
         target = action.stage + step
         x = self._state.outgoing.pop((kind, target, action.replica, action.microbatch))
         self._channel.send(x, peer=action.peer, label=Label(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: Source) -> None:
-        kind = "F" if action.kind == kinds.RECV_F else "B"
+        kind = "F" if action.kind == RECV_F else "B"
         spec = self.stages[_key(action)].spec
         label = Label(kind, action.stage, action.microbatch)
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
@@ -253,7 +268,7 @@ def _key(action: Action) -> StageKey:
 def _reduces_next(actions: Sequence[Action], index: int) -> bool:
     """Whether the gradient that the backward at `index` completes is reduced before anything else is computed."""
     for action in islice(actions, index + 1, None):
-        if action.kind == kinds.REDUCE and _key(action) == _key(actions[index]):
+        if action.kind == REDUCE and _key(action) == _key(actions[index]):
             return True
         if action.is_compute:
             return False

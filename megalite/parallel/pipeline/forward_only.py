@@ -7,13 +7,10 @@ from functools import cache
 
 from torch import Tensor
 
-from megalite.comm.p2p import TensorSpec
+from megalite.comm import TensorSpec
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline.stage import Stage
-from megalite.schedule import Peak, Program, insert_communication
-from megalite.schedule.action import Action, forward
-from megalite.schedule.placement import Placement
-from megalite.schedule.program import Batch
+from megalite.schedule import Action, Batch, Peak, Placement, Program, forward, insert_communication
 
 
 @cache

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.comm.collectives import Done, Handle, all_reduce_
-from megalite.comm.mesh import Axis
-from megalite.schedule.placement import Placement
+from megalite.comm import Axis, Done, Handle, all_reduce_
+from megalite.schedule import Placement
 
 
 def holders(placement: Placement) -> list[int]:

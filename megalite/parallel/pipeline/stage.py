@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.comm.p2p import TensorSpec
+from megalite.comm import TensorSpec
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline.split_backward import SplitBackward

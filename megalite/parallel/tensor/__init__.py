@@ -21,18 +21,3 @@ from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entro
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.products import product_dtype
-
-__all__ = [
-    "WORD_EMBEDDINGS",
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "LayerContext",
-    "VocabParallelEmbedding",
-    "VocabShard",
-    "fused_cross_entropy",
-    "lookup",
-    "new_parameter",
-    "product_dtype",
-    "token_losses",
-    "vocab_parameter",
-]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megalite.comm.mesh import Axis
+from megalite.comm import Axis
 from megalite.gradient import WeightGradQueue
-from megalite.inventory.placement import Placement
+from megalite.inventory import Placement
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import collectives
-from megalite.comm.mesh import Axis
+from megalite.comm import Axis, Done, Handle, all_gather, all_reduce_, reduce_scatter_into
 from megalite.gradient import WeightGradQueue, add_widened, sink_of
-from megalite.inventory.pieces import chunk_length
+from megalite.inventory import chunk_length
 from megalite.parallel.tensor.products import product_dtype
 
 
@@ -91,7 +90,7 @@ def fused_cross_entropy(
     the axis).
     """
     if not torch.is_grad_enabled():
-        x = collectives.all_gather(x, shard.axis) if sequence_parallel else x
+        x = all_gather(x, shard.axis) if sequence_parallel else x
         return torch.dot(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
     return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
 
@@ -121,7 +120,7 @@ class _FusedCrossEntropy(Function):
     ) -> Tensor:
         ctx.sequence = sequence and shard.axis.size > 1
         if ctx.sequence:
-            x = collectives.all_gather(x, shard.axis)
+            x = all_gather(x, shard.axis)
         ctx.axis, ctx.queue, ctx.sink = shard.axis, queue, sink_of(weight)
         ctx.weight_dtype = weight.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -155,15 +154,15 @@ class _FusedCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        reducing: collectives.Handle = collectives.Done()
+        reducing: Handle = Done()
         if dx is not None:
             whole = dx * dtotal
             if ctx.sequence:
                 dx = whole.new_empty((len(whole) // ctx.axis.size, whole.shape[1]))
-                reducing = collectives.reduce_scatter_into(dx, whole, ctx.axis, async_op=True)
+                reducing = reduce_scatter_into(dx, whole, ctx.axis, async_op=True)
             else:
                 dx = whole
-                reducing = collectives.all_reduce_(dx, ctx.axis, async_op=True)
+                reducing = all_reduce_(dx, ctx.axis, async_op=True)
         if dweight is not None and ctx.sink is not None:
             sink = ctx.sink
             ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)))
@@ -188,7 +187,7 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, space: _S
     else:
         local, picked = logits, logits.new_zeros(len(x))
         logsum = torch.full_like(picked, float("-inf"))
-    everyone = collectives.all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
+    everyone = all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
     total = torch.logsumexp(everyone[:, 0], 0)
     return _Chunk(local, (logsum - total).exp(), total - everyone[:, 1].sum(0))
 

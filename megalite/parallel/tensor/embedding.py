@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm.autograd import reduce_from_axis, scatter_sum_sequence
+from megalite.comm import reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import WeightGradQueue, sink_of
-from megalite.inventory.placement import Placement
+from megalite.inventory import Placement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"

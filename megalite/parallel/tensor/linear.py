@@ -25,10 +25,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import collectives
-from megalite.comm.mesh import Axis
+from megalite.comm import (
+    Axis,
+    Done,
+    Handle,
+    all_gather,
+    all_gather_into,
+    all_reduce_,
+    reduce_scatter,
+    reduce_scatter_into,
+)
 from megalite.gradient import GradSink, sink_of, sum_widened
-from megalite.inventory.placement import NO_AXES, Placement
+from megalite.inventory import NO_AXES, Placement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 
@@ -114,7 +122,7 @@ class _ColumnLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
         _remember(ctx, x, weight, bias, layer)
-        whole = collectives.all_gather(x, layer.tp) if ctx.sequence else x
+        whole = all_gather(x, layer.tp) if ctx.sequence else x
         return linear(whole, weight, bias, layer.product_dtype)
 
     @staticmethod
@@ -123,21 +131,21 @@ class _ColumnLinear(Function):
         x, weight, bias = ctx.saved_tensors
         axis: Axis = ctx.layer.tp
         whole = x
-        gathering: collectives.Handle = collectives.Done()
+        gathering: Handle = Done()
         if ctx.sequence and ctx.needs_input_grad[1]:
             whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-            gathering = collectives.all_gather_into(whole, x, axis, async_op=True)
+            gathering = all_gather_into(whole, x, axis, async_op=True)
         dx = None
-        reducing: collectives.Handle = collectives.Done()
+        reducing: Handle = Done()
         if ctx.needs_input_grad[0]:
             partial = input_gradient(dy, weight, ctx.layer.product_dtype)
             gathering.wait()
             if ctx.sequence:
                 dx = x.new_empty(x.shape)
-                reducing = collectives.reduce_scatter_into(dx, partial, axis, async_op=True)
+                reducing = reduce_scatter_into(dx, partial, axis, async_op=True)
             else:
                 dx = partial
-                reducing = collectives.all_reduce_(dx, axis, async_op=True)
+                reducing = all_reduce_(dx, axis, async_op=True)
         gathering.wait()
         dweight, dbias = weight_gradients(ctx, whole, dy, weight, bias)
         reducing.wait()
@@ -159,8 +167,8 @@ class _RowLinear(Function):
         x = x if activation is None else activation(x)
         y = linear(x, weight, bias if layer.tp.rank == 0 else None, layer.product_dtype)
         if ctx.sequence:
-            return collectives.reduce_scatter(y, layer.tp)
-        collectives.all_reduce_(y, layer.tp)
+            return reduce_scatter(y, layer.tp)
+        all_reduce_(y, layer.tp)
         return y
 
     @staticmethod
@@ -176,7 +184,7 @@ class _RowLinear(Function):
         if bias is not None and ctx.needs_input_grad[2]:  # before the gather: each rank sums its own tokens
             dbias = bias_gradient(ctx, dy, bias)
         if ctx.sequence:
-            dy = collectives.all_gather(dy, ctx.layer.tp)
+            dy = all_gather(dy, ctx.layer.tp)
         dx = input_gradient(dy, weight, ctx.layer.product_dtype) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
         if dx is not None and before is not x:

@@ -40,14 +40,4 @@ from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.families import stage_buffers
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.parts import MakeOptimizer, ParamGroup
-from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
-
-__all__ = [
-    "ActivationOffload",
-    "MakeOptimizer",
-    "ParamGroup",
-    "ParameterBuffers",
-    "ShardedOptimizer",
-    "ZeroOptions",
-    "stage_buffers",
-]
+from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer

@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import all_reduce_
-from megalite.comm.mesh import Axis, FamilyAxes
+from megalite.comm import Axis, FamilyAxes, all_reduce_
 from megalite.gradient import GradSink, attach_sink
-from megalite.inventory.buckets import BucketPlan, Entry, plan_buckets
-from megalite.inventory.placement import Placement
+from megalite.inventory import BucketPlan, Entry, Placement, plan_buckets
 from megalite.parallel.zero.gradient_sync import Bucket, ScratchPool, StreamingSink
 from megalite.parallel.zero.host_memory import prefer_own_pages
 from megalite.parallel.zero.launches import Launches

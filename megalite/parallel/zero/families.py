@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalite.comm.mesh import FamilyAxes
-from megalite.inventory.families import FAMILIES
+from megalite.comm import FamilyAxes
+from megalite.inventory import FAMILIES
 from megalite.parallel.zero.buckets import NamedParameters, ParameterBuffers, placement_of
 from megalite.parallel.zero.launches import Launches
 from megalite.parallel.zero.options import ZeroOptions

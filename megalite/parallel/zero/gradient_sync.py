@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import Handle, all_reduce_, reduce_scatter_into
-from megalite.comm.mesh import Axis
+from megalite.comm import Axis, Handle, all_reduce_, reduce_scatter_into
 from megalite.gradient import GradSink
-from megalite.inventory.buckets import BucketPlan
+from megalite.inventory import BucketPlan
 from megalite.parallel.zero.host_memory import give_back_freed_memory
 from megalite.parallel.zero.unshard import BucketWeights
 

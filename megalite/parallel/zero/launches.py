@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from megalite.comm.collectives import Handle
+from megalite.comm import Handle
 from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.options import ZeroOptions
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megalite.comm.layout import LocalParameter, Piece, Statistic
-from megalite.comm.mesh import Axis
+from megalite.comm import Axis, LocalParameter, Piece, Statistic
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.segments import Segment

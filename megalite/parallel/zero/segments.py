@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.comm.layout import TensorShard, shards_of_range
-from megalite.inventory.buckets import Run, Slot
+from megalite.comm import TensorShard, shards_of_range
+from megalite.inventory import Run, Slot
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.remainder import RemainderMaster

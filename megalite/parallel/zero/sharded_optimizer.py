@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm.collectives import Handle, all_gather_into
-from megalite.comm.layout import TensorShard
-from megalite.comm.mesh import Axis
+from megalite.comm import Axis, Handle, TensorShard, all_gather_into
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.parts import MakeOptimizer, make_parts

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.comm.collectives import Handle, all_gather_into
-from megalite.comm.mesh import Axis
+from megalite.comm import Axis, Handle, all_gather_into
 
 
 class BucketWeights:

@@ -23,8 +23,8 @@ from megalite.checkpoint.format import (
     structure_hash,
 )
 from megalite.checkpoint.storage import read_manifest
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 
 Json = dict[str, Any]

@@ -13,8 +13,8 @@ from megalite.checkpoint import Checkpointer, committed, latest, resolve
 from megalite.checkpoint.discovery import TRACKER, interrupted
 from megalite.checkpoint.storage import read_manifest
 from megalite.checkpoint.verify import verify
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 
 

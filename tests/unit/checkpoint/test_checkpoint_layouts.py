@@ -11,7 +11,7 @@ from checkpoint_layouts import holds, load_as_ranks, make_model, random_layout, 
 from safetensors import safe_open
 
 from megalite.checkpoint.storage import read_manifest
-from megalite.comm.layout import TensorShard
+from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 
 

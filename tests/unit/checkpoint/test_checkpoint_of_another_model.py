@@ -10,7 +10,7 @@ import torch
 from checkpoint_layouts import load_as_ranks, save_as_ranks
 
 from megalite.checkpoint.compatibility import check_model
-from megalite.comm.layout import TensorShard, shards_of_range
+from megalite.comm.rectangles import TensorShard, shards_of_range
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
 from megalite.inventory.placement import Placement

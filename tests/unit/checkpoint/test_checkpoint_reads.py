@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, RunLock, storage, verify
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 
 BLOCK = 4096

@@ -25,8 +25,8 @@ from megalite.checkpoint.run_dir import (
     mark_completed,
     set_aside_newer,
 )
-from megalite.comm.layout import TensorShard
 from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from config_arguments import argv
 
-from megalite.comm.launch import launch
 from megalite.config import parse
 from megalite.errors import ConfigError
+from megalite.launch.launcher import launch
 
 LINES = [
     (["--seed", "4294967296"], "--seed=4294967296: must be >= 0 and <= 4294967295; try 4294967295"),

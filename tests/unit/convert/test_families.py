@@ -17,8 +17,8 @@ from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, writ
 from megalite.convert.megatron import write_args
 from megalite.convert.registry import read_model
 from megalite.errors import ConfigError
+from megalite.inference.loaded_model import load_for_inference
 from megalite.microbatch import Microbatch
-from megalite.training.loading import load_for_inference
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -15,8 +15,8 @@ from megalite.comm.world import World
 from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.convert import CheckpointSource, HuggingFaceSource, write_checkpoint
-from megalite.training.dataflow import open_data, resolve_tokenizer
-from megalite.training.run import open_run
+from megalite.train.run import open_run
+from megalite.train.run_data import open_data, resolve_tokenizer
 from tests.unit.convert.test_families import S, V, peer
 
 STEPS = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data import units
+from megalite.data import file_chunks as units
 from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
 from megalite.data.tokenise import text_pieces

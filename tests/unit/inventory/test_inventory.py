@@ -12,7 +12,7 @@ import pytest
 
 from megalite.comm.mesh import Axis
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
-from megalite.inventory.layers import count_parameters, layer_name, layers, parameter_shapes, stage_parameters
+from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
 from megalite.models import build_stack, layer_specs
 from megalite.nn.naming import placement_of
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -85,7 +85,7 @@ def test_products_are_those_of_the_linear_layers() -> None:
                 for name, module in block.named_modules()
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear)
             }
-            products = {p.name: p for p in layers(model)[1].products if not p.core}
+            products = {p.name: p for p in model_layers(model)[1].products if not p.core}
             assert list(linears) == list(products)
             for name, linear in linears.items():
                 *rows, columns = linear.weight.shape
@@ -100,9 +100,9 @@ def test_counts_are_sums_of_what_is_listed() -> None:
 
 def test_equal_layers_are_one_object_and_other_models_have_others() -> None:
     model = ModelConfig(**SHAPE)
-    first, second = layers(model)[1:3]
+    first, second = model_layers(model)[1:3]
     assert first is second
-    assert layers(dataclasses.replace(model, ffn_hidden_size=8))[1] is not first
+    assert model_layers(dataclasses.replace(model, ffn_hidden_size=8))[1] is not first
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "embedding"), (1, "layers.0"), (2, "layers.1"), (3, "head")])

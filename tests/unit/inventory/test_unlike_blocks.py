@@ -12,16 +12,16 @@ from megalite.config import Config
 from megalite.config.cli import read_unjudged
 from megalite.config.model import ModelConfig
 from megalite.inventory import layers as inventory
-from megalite.inventory.kept import kept_bytes
-from megalite.inventory.layers import count_parameters, flops_per_iteration, layers
+from megalite.inventory.activation_bytes import kept_bytes
+from megalite.inventory.layers import count_parameters, flops_per_iteration, model_layers
 from megalite.inventory.pipeline import stage_cuts
 from megalite.planner.activations import stage_activations
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
+from megalite.planner.model_states import stage_elements, state_bytes
 from megalite.planner.predict import predict, program_of
 from megalite.planner.search import search
-from megalite.planner.space import SEARCHED
-from megalite.planner.states import stage_elements, state_bytes
+from megalite.planner.search_space import SEARCHED
 
 BASE = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --global-batch-size 16 --train-iters 2 "
@@ -70,7 +70,7 @@ def test_stages_hold_what_their_layers_hold(config: Config) -> None:
 
     assert states(range(1, 3)) == states(range(3, 5)) > states(range(4, 6)) > states(range(5, 7)) == states(range(7, 9))
     kept = stage_activations(config, cuts[1])
-    assert kept.full + kept.boundary == sum(kept_bytes(config, layer) for layer in layers(config.model)[3:7])
+    assert kept.full + kept.boundary == sum(kept_bytes(config, layer) for layer in model_layers(config.model)[3:7])
 
 
 def test_recomputation_keeps_the_later_blocks(config: Config) -> None:
@@ -88,7 +88,7 @@ def test_recomputation_keeps_the_later_blocks(config: Config) -> None:
 
 def test_cuts_follow_the_work(config: Config) -> None:
     """Squares of the stages' work sum up to the least of all cuts whose slowest stage is lightest."""
-    work = [layer.flops() for layer in layers(config.model)]
+    work = [layer.flops() for layer in model_layers(config.model)]
     ways = [(0, *inner, 10) for inner in itertools.combinations(range(1, 10), 3)]
     loads = [[sum(work[a:b]) for a, b in itertools.pairwise(way)] for way in ways]
     found = [sum(work[cut.start : cut.stop]) for cut in stage_cuts(config, program_of(config, 4))]

@@ -12,8 +12,8 @@ from torch import Tensor
 from megalite.comm.mesh import Axis
 from megalite.config.model import ModelConfig
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import pieces
-from megalite.inventory.pieces import recompute_segments
+from megalite.inventory import tiling as pieces
+from megalite.inventory.tiling import recompute_segments
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.inventory.pieces import BLOCKED_FROM
+from megalite.inventory.tiling import BLOCKED_FROM
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.attention_core import AttentionCore

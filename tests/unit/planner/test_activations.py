@@ -16,7 +16,7 @@ from megalite.parallel.tensor.context import LayerContext
 from megalite.planner.activations import stage_activations
 from megalite.planner.memory import rank_memory
 from megalite.schedule import build, lower
-from megalite.training.build import parameter_dtype, wide_dtype
+from megalite.train.build import parameter_dtype, wide_dtype
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 2 --lr 1e-3 --mock-data "

@@ -14,7 +14,7 @@ from megalite.planner.cost import Roofline
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.predict import predict
 from megalite.planner.search import Found, pareto, search
-from megalite.planner.space import Layout, apply, layout_of, legal_layouts
+from megalite.planner.search_space import Layout, apply, layout_of, legal_layouts
 from megalite.schedule import SCHEDULES
 from plan_fit import explain, remedy
 

@@ -20,8 +20,8 @@ from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
-from megalite.planner.states import stage_elements, state_bytes
-from megalite.training.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
+from megalite.planner.model_states import stage_elements, state_bytes
+from megalite.train.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
 
 BASE = (
     "--num-layers 4 --hidden-size 40 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megalite.observe.pipeline_trace import mean_costs
 from megalite.schedule import Costs, build, simulate
 from megalite.schedule.simulate import Timeline
-from megalite.training.pipeline_trace import mean_costs
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager-1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"])

@@ -20,7 +20,7 @@ from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.memory import rank_memory
 from megalite.planner.predict import predict, program_of
 from megalite.planner.search import Found, search
-from megalite.planner.space import SEARCHED
+from megalite.planner.search_space import SEARCHED
 from megalite.planner.uneven import Room, deal, recomputing, recut, smallest_numbers
 from megalite.schedule import SCHEDULES, build, compact_layout, legal, partition, partition_of
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD

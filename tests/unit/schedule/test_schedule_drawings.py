@@ -13,9 +13,9 @@ from schedule_shapes import build_shape, random_shapes
 
 from megalite.schedule import SCHEDULES, Costs, Timeline, build, simulate
 from megalite.schedule.action import Action
-from megalite.schedule.render_svg import OPTIMIZER, render_html, render_svg
-from megalite.schedule.render_text import render_text
-from megalite.schedule.trace import render_trace
+from megalite.schedule.drawing.chrome_trace import render_trace
+from megalite.schedule.drawing.svg import OPTIMIZER, render_html, render_svg
+from megalite.schedule.drawing.text import render_text
 
 EQUAL = Costs(Fraction(1), Fraction(1, 2), Fraction(1, 2))
 HEADS = {
@@ -38,7 +38,7 @@ HEADS = {
 def test_the_drawing_at_the_head_of_the_file_is_the_program(module: str) -> None:
     name, p, m, v, batches = HEADS[module]
     drawing = render_text(simulate(build(name, p, m, v), EQUAL if name == "chimera" else None, batches=batches))
-    loaded = importlib.import_module(f"megalite.schedule.{module}")
+    loaded = importlib.import_module(f"megalite.schedule.schedules.{module}")
     assert loaded.SCHEDULE is SCHEDULES[name]
     shown = [line for line in loaded.__doc__.splitlines() if re.match(r"    rank \d+  ", line)]
     assert [line.strip() for line in shown] == drawing.splitlines()

@@ -11,8 +11,8 @@ from schedule_shapes import build_shape, random_shapes
 
 from megalite.errors import ScheduleError
 from megalite.schedule import Action, Batch, Peak, Program, build, lower, simulate, validate
+from megalite.schedule.message_order import fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_reduce
-from megalite.schedule.wires import fifo_faults, rendezvous_faults
 
 Edit = Callable[[list[Action]], list[Action]]
 
@@ -170,7 +170,7 @@ def test_declared_figures_must_hold() -> None:
 
 def test_2bw_below_its_bound_needs_unborn_weights() -> None:
     """m = p-2, forced past the table's refusal: the validator finds the same bound as the paper's arithmetic."""
-    from megalite.schedule.pipedream_2bw import SCHEDULE
+    from megalite.schedule.schedules.pipedream_2bw import SCHEDULE
     from megalite.schedule.shape import Shape
 
     for p in range(3, 8):

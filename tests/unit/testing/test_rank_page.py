@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megalite.comm.rank_page import RankError, RankPage
+from megalite.launch.rank_page import RankError, RankPage
 
 
 def test_a_beat_is_seen_whole() -> None:

@@ -1,0 +1,150 @@
+"""Every tensor knows its place: rectangles of logical tensors.
+
+A *logical tensor* is a parameter (or a moment of it) of the whole model, as one process without padding would hold
+it. What a rank holds of it is a rectangle: tensor parallelism cuts rows or columns, ZeRO cuts contiguous ranges of a
+flat buffer, and a contiguous range of a row-major tensor is at most `2 * ndim - 1` rectangles. Checkpoints,
+resharding, gradient-norm counting and conversion all speak this one language, so none of them needs to know another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalite.inventory import Placement, Shape
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """A named rectangle of a logical tensor together with the local values.
+
+    name: logical name, e.g. `layers.3.mlp.fc1.weight`; optimizer state carries a prefix (`optimizer/exp_avg/...`).
+    global_shape, offset: the rectangle is `offset .. offset + local.shape`.
+    local: the values (a view: loading writes through it).
+    replica: 0 on the one rank that writes this rectangle, 1, 2, ... on ranks that hold a copy.
+    """
+
+    name: str
+    global_shape: Shape
+    offset: Shape
+    local: Tensor
+    replica: int = 0
+
+    def __post_init__(self) -> None:
+        ends = tuple(start + extent for start, extent in zip(self.offset, self.local.shape, strict=True))
+        if any(end > total for end, total in zip(ends, self.global_shape, strict=True)):
+            raise ValueError(f"{self.name}: rectangle {self.offset}..{ends} leaves the tensor {self.global_shape}")
+
+
+class LocalParameter(NamedTuple):
+    """A parameter as one rank computes with it; `shape` is the local one."""
+
+    name: str
+    shape: Shape
+    placement: Placement
+
+
+class Piece(NamedTuple):
+    """Elements `start .. stop` of parameter number `parameter` of a list, which lie from `at` on in a flat tensor."""
+
+    parameter: int
+    start: int
+    stop: int
+    at: int
+
+
+class Statistic(NamedTuple):
+    """Optimizer state of a parameter as a whole: fewer dimensions (`kept`), the same on all ranks that share it.
+
+    parameter: its number in a list of `LocalParameter`. sharded: names of the axes along which ranks hold other values.
+    """
+
+    label: str
+    parameter: int
+    kept: tuple[int, ...]
+    values: Tensor
+    sharded: frozenset[str]
+
+    def shard(self, of: LocalParameter, replica: int) -> TensorShard:
+        """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""
+        place = of.placement
+        total = tuple(place.global_shape[d] for d in self.kept)
+        # a rank may hold padding only: it begins beyond the end
+        offset = tuple(min(place.offset[d], place.global_shape[d]) for d in self.kept)
+        valid = place.valid_shape(of.shape)
+        local = self.values[tuple(slice(0, valid[d]) for d in self.kept)]
+        return TensorShard(f"optimizer/{self.label}/{of.name}", total, offset, local, replica)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """`offset .. offset + shape` inside a row-major local tensor, and `start .. start + numel` of the flat range
+    that covers it."""
+
+    offset: Shape
+    shape: Shape
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def range_to_rectangles(shape: Shape, start: int, stop: int) -> list[Rectangle]:
+    """Cuts the flat range `start .. stop` of a row-major tensor of `shape` into rectangles, in flat order.
+
+    The rectangles' `start` counts from the beginning of the tensor. Raises ValueError for a range outside the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"range {start}..{stop} leaves a tensor of shape {shape}")
+    if start == stop:
+        return []
+    if len(shape) <= 1:
+        extent = (stop - start,) if shape else ()
+        return [Rectangle((start,) if shape else (), extent, start)]
+    inner = math.prod(shape[1:])
+    pieces: list[Rectangle] = []
+    at = start
+    while at < stop:
+        row, column = divmod(at, inner)
+        if column or stop - at < inner:  # a partial row: one dimension less
+            end = min(stop, (row + 1) * inner)
+            for part in range_to_rectangles(shape[1:], column, end - row * inner):
+                pieces.append(Rectangle((row, *part.offset), (1, *part.shape), row * inner + part.start))
+        else:  # as many whole rows as there are
+            rows = (stop - at) // inner
+            end = at + rows * inner
+            pieces.append(Rectangle((row, *(0,) * len(shape[1:])), (rows, *shape[1:]), at))
+        at = end
+    return pieces
+
+
+def crop(rectangle: Rectangle, valid_shape: Shape) -> tuple[Shape, Shape] | None:
+    """(offset, shape) of what remains of a rectangle inside `valid_shape`, or None where nothing does."""
+    extents = tuple(
+        min(start + extent, valid) - start
+        for start, extent, valid in zip(rectangle.offset, rectangle.shape, valid_shape, strict=True)
+    )
+    return None if any(extent <= 0 for extent in extents) else (rectangle.offset, extents)
+
+
+def shards_of_range(
+    name: str, placement: Placement, local_shape: Shape, flat: Tensor, start: int, *, replica: int = 0
+) -> list[TensorShard]:
+    """TensorShards for `flat`, the values `start .. start + len(flat)` of a parameter of `local_shape` (views,
+    padding left out)."""
+    valid = placement.valid_shape(local_shape)
+    shards = []
+    for rectangle in range_to_rectangles(local_shape, start, start + flat.numel()):
+        kept = crop(rectangle, valid)
+        if kept is None:
+            continue
+        begin = rectangle.start - start
+        values = flat[begin : begin + rectangle.numel].view(rectangle.shape)
+        values = values[tuple(slice(0, extent) for extent in kept[1])]
+        offset = tuple(a + b for a, b in zip(placement.offset, kept[0], strict=True))
+        shards.append(TensorShard(name, placement.global_shape, offset, values, replica))
+    return shards

@@ -1,0 +1,18 @@
+"""What a finished model is used for, in one process.
+
+loaded_model    a checkpoint of any layout as a whole model
+generate        text, token after token, with a key-value cache
+evaluation      loss, perplexity and bits per byte of any text
+tasks           WikiText's word perplexity and LAMBADA's last-word accuracy
+"""
+
+from megalite.inference.evaluation import TextWindows, open_data_path, score_source, score_text
+from megalite.inference.generate import Sampling, generate
+from megalite.inference.loaded_model import LoadedModel, load_for_inference
+from megalite.inference.tasks import (
+    detokenize_wikitext,
+    last_word_accuracy,
+    read_passages,
+    read_text,
+    score_continuations,
+)

@@ -1,0 +1,197 @@
+"""How well a loaded model predicts text: loss, perplexity, bits per byte and word perplexity.
+
+    text file    -> ids of one document -> windows of s + 1 tokens (overlapping, if asked for) -+-> losses of all
+    --data-path  -> the data room's split, once, in the order of its documents -----------------+   labels
+
+Without overlap these are the windows of `--full-validation`, so the numbers agree with those of a training run. With
+an overlap of n every label but those of the first window has at least n tokens of context; it is counted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalite.data import NullTokenizer, SampleSource, UnusableSplit, build_datasets, cache_directory, full_pass
+from megalite.errors import ConfigError, DataError
+from megalite.inference.loaded_model import LoadedModel
+from megalite.microbatch import Microbatch
+from megalite.nn import Head
+from megalite.observe import Record, perplexity
+
+
+@dataclass(frozen=True)
+class Score:
+    """The summed loss of some text.
+
+    loss_sum: in nats. num_tokens: labels that it is the sum over. num_bytes: UTF-8 bytes that these labels spell, None
+    for ids without text. num_words: words of the text, where there was a text.
+    """
+
+    loss_sum: float
+    num_tokens: int
+    num_bytes: int | None
+    num_words: int | None = None
+
+    def record(self) -> Record:
+        """`loss` (nats per token), `ppl`, and where they exist `bits_per_byte` and `word_ppl`."""
+        loss = self.loss_sum / self.num_tokens
+        record: Record = {"loss": loss, "ppl": perplexity(loss)}
+        if self.num_bytes:
+            record["bits_per_byte"] = self.loss_sum / math.log(2) / self.num_bytes
+        if self.num_words:
+            record["word_ppl"] = math.exp(min(700.0, self.loss_sum / self.num_words))
+        counts = {"num_tokens": self.num_tokens, "num_bytes": self.num_bytes, "num_words": self.num_words}
+        return record | {name: count for name, count in counts.items() if count is not None}
+
+
+class TextWindows:
+    """One document as samples of S + 1 tokens: each begins `stride` tokens after the last; the end is shorter."""
+
+    def __init__(self, ids: NDArray[np.integer], *, seq_length: int, stride: int) -> None:
+        self.seq_length = seq_length
+        self._ids = ids
+        self._stride = stride
+        self._count = 1 + max(0, -(-(len(ids) - 1 - seq_length) // stride))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        """Write the window into `out`, `[S + 1]`, and return its length."""
+        start = sample * self._stride
+        part = self._ids[start : start + self.seq_length + 1]
+        out[: len(part)] = part
+        out[len(part) :] = 0
+        return len(part)
+
+
+def score_text(
+    loaded: LoadedModel,
+    text: str,
+    *,
+    num_words: int | None = None,
+    overlap: int = 0,
+    micro_batch_size: int | None = None,
+) -> Score:
+    """Score `text` as one document. Its first token has no context and is not scored.
+
+    Args:
+        num_words: what the word perplexity divides by; None: the words of `text`.
+
+    Raises:
+        DataError: the text is shorter than two tokens.
+        ConfigError: `overlap` is not below the sequence length.
+    """
+    seq_length = loaded.config.model.seq_length
+    if not 0 <= overlap < seq_length:
+        raise ConfigError(f"--overlap={overlap}: must be between 0 and --seq-length - 1 = {seq_length - 1}")
+    ids = loaded.tokenizer.encode_batch([text])[0]
+    if len(ids) < 2:
+        raise DataError(f"the text has {len(ids)} tokens, at least 2 are needed: one to see and one to predict")
+    windows = TextWindows(ids, seq_length=seq_length, stride=seq_length - overlap)
+    score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size)
+    if score.num_bytes is None and not isinstance(loaded.tokenizer, NullTokenizer):
+        # The ids do not spell all of the text, but here the text itself is at hand.
+        unscored = loaded.tokenizer.decode([int(ids[0])])
+        score = dataclasses.replace(score, num_bytes=_utf8_length(text) - _utf8_length(unscored))
+    return dataclasses.replace(score, num_words=len(text.split()) if num_words is None else num_words)
+
+
+def score_source(
+    loaded: LoadedModel, source: SampleSource, *, overlap: int = 0, micro_batch_size: int | None = None
+) -> Score:
+    """Score every label of `source`; with `overlap`, of all samples but the first only labels from that one on."""
+    size = micro_batch_size or max(1, 8192 // source.seq_length)
+    data, eod_id = loaded.config.data, loaded.tokenizer.eod_id
+    token_bytes = loaded.tokenizer.token_bytes()
+    widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
+    loss_sum, num_tokens, num_bytes = 0.0, 0, 0
+    batches = full_pass(
+        source,
+        size,
+        micro_batch_size=size,
+        dp_rank=0,
+        dp_size=1,
+        eod_id=eod_id,
+        eod_mask_loss=data.eod_mask_loss and eod_id is not None,
+        reset_position_ids=data.reset_position_ids and eod_id is not None,
+        reset_attention_mask=data.reset_attention_mask and eod_id is not None,
+    )
+    for batch in (microbatch for batches_of_one in batches for microbatch in batches_of_one):
+        mask = batch.loss_mask.clone()
+        mask[batch.sample_ids > 0, :overlap] = 0
+        losses = token_losses(loaded, batch).double().cpu()
+        loss_sum += float((losses * mask).sum())
+        num_tokens += int(mask.sum())
+        if widths is not None:
+            num_bytes += int((_widths_of(batch.labels, widths) * mask.bool()).sum())
+    return Score(loss_sum, num_tokens, num_bytes if widths is not None else None)
+
+
+def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_path: str | None = None) -> SampleSource:
+    """The samples of `--data-path`, once and in order.
+
+    Args:
+        split: None for the whole file; `train`, `valid` or `test` for that part by the weights of the run that saved
+            the model; or weights `A,B,C` of its own, of which the validation part is taken.
+
+    Raises:
+        DataError: the data are missing, damaged, empty or of another tokenizer.
+    """
+    config = loaded.config
+    name = split if split in ("train", "valid", "test") else "valid"
+    section = dataclasses.replace(
+        config.data,
+        data_path=() if split is None else (path,),
+        train_data_path=(),
+        valid_data_path=(path,) if split is None else (),
+        test_data_path=(),
+        data_args_path=None,
+        mock_data=False,
+        split=split if split is not None and split != name else config.data.split,
+    )
+    wanted = {part: None if part == name else 0 for part in ("train", "valid", "test")}  # None: once, 0: not at all
+    unusable = f"--split={split}: that part of {path} is empty or shorter than one sample; choose another"
+    try:
+        datasets = build_datasets(
+            section,
+            seq_length=config.model.seq_length,
+            train_samples=wanted["train"],
+            valid_samples=wanted["valid"],
+            test_samples=wanted["test"],
+            seed=config.training.seed,
+            tokenizer=loaded.tokenizer,
+            cache_dir=cache_directory(cache_path, None),
+            vocab_size=config.model.vocab_size,
+        )
+    except UnusableSplit as error:
+        raise DataError(str(error) if split is None else unusable) from None
+    dataset = getattr(datasets, name)
+    if dataset is None:
+        raise DataError(unusable)
+    return cast(SampleSource, dataset.sequential())
+
+
+@torch.inference_mode()
+def token_losses(loaded: LoadedModel, batch: Microbatch) -> Tensor:
+    """Cross entropy of every label in nats, `[b, s]` on the model's device, masks not applied."""
+    batch = batch.to(loaded.device)
+    head = cast(Head, loaded.model.get_submodule("head"))
+    return head.token_losses(loaded.model.body(None, batch), batch)
+
+
+def _utf8_length(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:
+    known = labels < len(widths)  # a vocabulary may be larger than its tokenizer
+    return widths[labels.where(known, torch.zeros_like(labels))] * known

@@ -1,0 +1,139 @@
+"""Bytes of one micro-batch: what a layer keeps from its forward to its backward, and what crosses to the next stage.
+
+What autograd keeps of a block (T = s*b tokens, e bytes an element, r bytes of the residual stream, t tensor-parallel
+ranks, o = t under sequence parallelism and else 1, q and k widths of queries and keys, f of the MLP)::
+
+    two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32
+    attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
+    MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
+
+Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights, and blocked
+attention (a CPU with 128 to 1,024 tokens) half of them. The head computes its gradients in the forward and keeps them:
+e T h for its input and the wide gradient of its matrix. Assumed: a CPU widens 16-bit operands of products to fp32 (few
+have instructions for them), and the CUDA kernels are the library's fused ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalite.config import Config, ModelConfig
+from megalite.inventory.layers import Layer
+from megalite.inventory.tiling import BLOCKED_FROM, BLOCKED_UP_TO, block_area
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of an element: compute weights and activations, masters and losses, accumulated gradients."""
+
+    compute: int
+    wide: int
+    gradient: int
+
+    @classmethod
+    def of(cls, config: Config) -> ElementBytes:
+        chosen = config.training.precision
+        compute, wide = (8, 8) if chosen.fp64 else (2, 4) if chosen.half else (4, 4)
+        return cls(compute, wide, 2 if chosen.bf16 and config.parallel.grad_reduce_in_bf16 else wide)
+
+
+def micro_tokens(config: Config) -> int:
+    """Tokens of a micro-batch."""
+    return config.model.seq_length * config.training.micro_batch_size
+
+
+def _residual_bytes(config: Config) -> int:
+    size = ElementBytes.of(config)
+    return size.wide if config.model.fp32_residual_connection else size.compute
+
+
+def boundary_shape(config: Config) -> tuple[int, int, int]:
+    """What crosses between stages: `[s, b, h]`, `[s/t, b, h]` under sequence parallelism."""
+    parallel, model = config.parallel, config.model
+    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return model.seq_length // split, config.training.micro_batch_size, model.hidden_size
+
+
+def boundary_bytes(config: Config) -> float:
+    """Of `boundary_shape`, in the dtype of the residual stream."""
+    length, samples, width = boundary_shape(config)
+    return float(length * samples * width * _residual_bytes(config))
+
+
+def _norm_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
+    """Of one norm: input, statistics, output (which the linear layer behind it keeps)."""
+    length, samples, h = boundary_shape(config)
+    tokens, size = length * samples, ElementBytes.of(config)
+    residual = _residual_bytes(config)
+    kept = tokens * h * (residual + size.compute)
+    if model.normalization == "LayerNorm":
+        return kept + tokens * 2 * residual
+    # The CPU has no kernel of its own: it keeps the normalised input too, and widens 16 bits before.
+    widened = tokens * h * (size.wide - residual) if residual < size.wide else 0.0
+    return kept + tokens * size.wide + (tokens * h * size.wide + widened if on_cpu else 0.0)
+
+
+def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
+    tp, size, tokens = config.parallel.tensor_model_parallel_size, ElementBytes.of(config), micro_tokens(config)
+    e = size.compute
+    q, kv, heads = model.query_size / tp, model.kv_size / tp, model.num_attention_heads / tp
+    grouped = model.query_groups != model.num_attention_heads
+    product = size.wide if on_cpu else e  # a CPU widens the operands of its products
+    widened = product != e
+    context = e * tokens * q
+    if model.attention_dropout > 0:
+        scores = size.wide if model.attention_softmax_in_fp32 else product
+        matrix = heads * model.seq_length * tokens
+        kept = 0.0 if model.recompute_granularity == "selective" else matrix * scores
+        kept += matrix * (product + 1) if kept else 0.0
+        return kept + scores * tokens * (q + 2 * kv) + context * (2 if kept else 1)
+    log_sums = tokens * heads * max(4, size.wide)
+    if model.qk_layernorm:
+        log_sums += 2 * tokens * (heads + kv / model.head_dim) * e  # the statistics of the norms of queries and keys
+        if on_cpu and model.normalization == "RMSNorm":
+            log_sums += tokens * (q + kv) * size.wide
+    if on_cpu and _blocked(config, model):
+        kept = product * tokens * (q + 2 * kv) + model.qk_layernorm * e * tokens * (q + 2 * kv)
+        kept += product * tokens * q + context * widened
+        return kept + product * heads * config.training.micro_batch_size * block_area(model.seq_length)
+    if on_cpu and (grouped or widened):  # queries, and keys and values of every head, are copies
+        operands = product * tokens * (3 * q if grouped else q + 2 * kv)
+        return operands + product * tokens * q + context * widened + log_sums
+    kept = e * tokens * (q + 2 * kv)  # the projection; values (and queries, keys) are views of it
+    if model.position_embedding_type == "rope":
+        kept += e * tokens * (q + kv)
+    elif grouped or model.qk_layernorm:
+        kept += e * tokens * (q + kv * model.qk_layernorm)
+    return kept + context * (2 if config.training.micro_batch_size > 1 and not on_cpu else 1) + log_sums
+
+
+def _blocked(config: Config, model: ModelConfig) -> bool:
+    """Whether a CPU attends over blocks of queries (`nn.attention_blocked`), which keeps half of the weights."""
+    whole = not config.data.reset_attention_mask and (
+        model.window_size is None or model.window_size >= model.seq_length
+    )
+    return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and whole and model.recompute_granularity != "selective"
+
+
+def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
+    """Everything that a layer keeps of a micro-batch, a block's input included, a head's normalised input not."""
+    model, tokens, size = layer.model, micro_tokens(config), ElementBytes.of(config)
+    length, samples, h = boundary_shape(config)
+    if layer.is_block:
+        dropout = 2 * length * samples * h if model.hidden_dropout > 0 else 0.0
+        norms = 2 * _norm_bytes(config, model, on_cpu)
+        fc1, _ = layer.product("fc1").local(config.parallel.tensor_model_parallel_size)
+        return norms + _attention_bytes(config, model, on_cpu) + size.compute * tokens * fc1 + dropout
+    if not layer.products:
+        return 0.0
+    computed = tokens * h * size.compute + weight_only_bytes(config, layer)
+    return computed + (_norm_bytes(config, model, on_cpu) - length * samples * h * size.compute)
+
+
+def weight_only_bytes(config: Config, layer: Layer) -> float:
+    """What a layer keeps after I until W of a split backward: inputs and output gradients of its matrices (whole
+    sequences: the gather of sequence parallelism has been done). A head has computed its gradient, and adds it."""
+    tp, size = config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
+    matrices = [product.local(tp) for product in layer.products if not product.core]
+    if layer.is_block:
+        return float(size.compute * micro_tokens(config) * sum(n + k for n, k in matrices))
+    return float(size.wide * sum(n * k for n, k in matrices))

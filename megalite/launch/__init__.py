@@ -1,0 +1,24 @@
+"""From a command to running ranks, and what is said when one of them dies.
+
+    launcher.py     environment -> World, process group, local ranks: the only reader of environment variables
+    environment.py  who started this process, and as which rank (pure)
+    supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
+    watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
+    self_test.py    at start: who is missing, whose configuration differs, is a sum right
+    bandwidth.py    the local collective test of tools/doctor.py
+
+Nothing here imports torch before a rank needs it: the launcher's own process stays small and single-threaded, so that
+it can fork. Proof: `tests/distributed/test_launch*.py`, `tests/faults/test_launcher.py`, `test_outer_launchers.py`.
+"""
+
+from megalite.launch.bandwidth import measure_collectives
+from megalite.launch.launcher import (
+    INTERRUPTED,
+    Place,
+    check_devices,
+    launch,
+    print_error,
+    print_interrupted,
+    read_place,
+)
+from megalite.launch.supervisor import Outcome, die_with_parent, supervise

@@ -1,0 +1,320 @@
+"""From an environment to a running world: the only reader of environment variables in the project.
+
+    place = read_place()                               who started this process? (no torch needed)
+    status = launch(config, main, place)               main(config, world) on every rank; exit status
+
+One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and mpirun end in the same call. Variables
+that are read: the launchers' (see `environment`), OMP_NUM_THREADS and GLOO_SOCKET_IFNAME (kept if set).
+
+torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/test_launch.py`
+and `tests/faults/test_launcher.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.config import Config, ParallelConfig
+from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure
+from megalite.launch import environment
+from megalite.launch.environment import Place
+from megalite.launch.rank_page import RankError, RankPage
+from megalite.launch.supervisor import INTERRUPTED, Outcome, supervise
+from megalite.launch.watch import Watch
+from megalite.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from megalite.comm import World
+
+Main = Callable[[Config, "World"], int | None]
+"""What every rank runs; its return value (None = 0) is the rank's exit status."""
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+HANG_GRACE_SECONDS = 10.0
+RANKS_PER_CORE = 64
+SOLO = Place()
+
+
+def read_place() -> Place:
+    """The place of this process, from the real environment. Raises ConfigError for contradictions."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError("the working directory has been deleted; change into one that exists") from None
+    return environment.detect_place(os.environ)
+
+
+def launch(config: Config, main: Main, place: Place = SOLO) -> int:
+    """Runs `main(config, world)` on every rank and returns the exit status of this process.
+
+    0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
+    rank that failed first is named. In a world of one process other exceptions pass through to the caller.
+    """
+    nprocs, page = config.parallel.nprocs, RankPage()
+    watch: Watch | None = None
+    try:
+        if place.launcher and nprocs is not None:
+            raise ConfigError(
+                f"--nprocs={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
+                f"{place.size}; drop --nprocs"
+            )
+        if max(place.size, nprocs or 1) > 1:
+            check_interface()
+        if nprocs is None or nprocs == 1:
+            if place.size > 1:
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch's stack frames bury what we tell
+                seconds = 60 * config.parallel.distributed_timeout_minutes
+                watch = Watch(place, page, hang_seconds=seconds, host=socket.gethostname())
+            return _run_rank(config, main, place, page.set_phase, watch=watch)
+        check_devices(config.parallel, nprocs)
+        return _run_local_ranks(config, main, nprocs)
+    except KeyboardInterrupt:
+        if place.rank == 0:
+            print_interrupted(page.phase)
+        return INTERRUPTED
+    except Exception as error:
+        return _leave_failed(error, place, watch)
+
+
+def _leave_failed(error: Exception, place: Place, watch: Watch | None) -> int:
+    """Tells of the exception that ends this rank, and returns the exit status; in a world of one process only a
+    MegaliteError does not pass on. The rank that broke tells why; those that lost it tell nothing, or name it."""
+    description = RankError.of(error)
+    speaks = isinstance(error, MegaliteError) and not isinstance(error, PeerLost)
+    if watch is not None and description.communication and not speaks:
+        blame = watch.account(description.text.strip().split("\n")[0])
+        if blame:
+            print(f"error: {blame}", file=sys.stderr, flush=True)
+        return 1
+    if isinstance(error, MegaliteError):
+        tells = watch.tells(str(error)) if watch is not None else None
+        if tells is None:  # All ranks have the same configuration errors.
+            tells = place.rank == 0 or not isinstance(error, ConfigError)
+        if tells:
+            print_error(error)
+    elif watch is None:
+        raise error
+    else:
+        print(description.traceback.rstrip(), file=sys.stderr, flush=True)
+    if watch is not None:
+        watch.leave_word(f"{description.type}: {description.text.strip()[:300]}")
+    return description.exit_code
+
+
+def print_error(error: MegaliteError) -> None:
+    """Prints the lines of an error for the user, without a traceback."""
+    for line in str(error).split("\n"):
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def print_interrupted(phase: str = "") -> None:
+    """The line of a process that was ended by SIGINT (Ctrl-C); its exit status is `INTERRUPTED`."""
+    where = f" in phase '{phase}'" if phase else ""
+    print(f"error: interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first", file=sys.stderr, flush=True)
+
+
+def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
+    """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where it can not mean so many."""
+    import torch
+
+    cores = os.cpu_count() or 1
+    if nprocs > RANKS_PER_CORE * cores:
+        most = RANKS_PER_CORE * cores
+        raise ConfigError(f"--nprocs={nprocs}: this host has {cores} cores, at most {most} ranks start; use more hosts")
+
+    # The ranks share what is imported before the fork; torch._dynamo is what the first optimizer would import in each.
+    # Not with GPUs: a library that asks the CUDA driver for devices while it is imported would spoil the fork.
+    if torch.cuda.device_count() == 0:
+        importlib.import_module("torch._dynamo")
+    with scratch_folder() as folder:
+        rendezvous = folder / "rendezvous"
+
+        def body(rank: int, page: RankPage) -> int:
+            place = Place("nprocs", rank, nprocs, rank, nprocs)
+            return _run_rank(config, main, place, page.set_phase, rendezvous)
+
+        outcome = supervise(
+            nprocs,
+            body,
+            hang_seconds=config.parallel.distributed_timeout_minutes * 60 + HANG_GRACE_SECONDS,
+            forward=FORWARDED,
+        )
+    _report(outcome)
+    return outcome.exit_code
+
+
+def _report(outcome: Outcome) -> None:
+    """Tells what went wrong: the lines of a user's error, or the first traceback and who failed when."""
+    culprit = outcome.culprit
+    if culprit is None:
+        return
+    if culprit.status == -signal.SIGINT:
+        print_interrupted(culprit.phase)
+        return
+    if culprit.error is not None and culprit.error.exit_code == 2:
+        for line in culprit.error.text.split("\n"):
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        return
+    if culprit.error is not None and not culprit.error.for_user:
+        print(culprit.error.traceback.rstrip(), file=sys.stderr)
+    print(f"error: {outcome.describe()}", file=sys.stderr, flush=True)
+
+
+def _run_rank(
+    config: Config,
+    main: Main,
+    place: Place,
+    set_phase: Callable[[str], None],
+    rendezvous: Path | None = None,
+    watch: Watch | None = None,
+) -> int:
+    """One rank: device, threads, process group, self-test, `main`, and a clean end."""
+    import torch
+
+    from megalite.comm import World
+
+    device = choose_device(config.parallel, place)
+    _set_threads(place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = World(
+        rank=place.rank,
+        size=place.size,
+        device=device,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        host=socket.gethostname(),
+        report_phase=set_phase,
+    )
+    if world.size == 1:
+        return main(config, world) or 0
+
+    import torch.distributed as dist
+
+    set_phase("start-up self-test")
+    _join(config, world, place, rendezvous, watch)
+    status = main(config, world) or 0
+    set_phase("leaving")
+    if watch is not None:
+        watch.leave()
+    # Nobody tears connections down while a peer still needs them.
+    dist.all_reduce(torch.zeros(1, device="cpu"))
+    dist.destroy_process_group()
+    return status
+
+
+def _join(config: Config, world: World, place: Place, rendezvous: Path | None, watch: Watch | None) -> None:
+    """Meets the other ranks, compares configurations, forms the process group, tries it."""
+    import torch.distributed as dist
+
+    from megalite.launch import self_test
+
+    seconds = config.parallel.distributed_timeout_minutes * 60
+    store = _open_store(world, place, rendezvous, seconds)
+    if watch is not None:
+        watch.meet(store)
+    self_test.check_same_config(store, world, self_test.fingerprint(config), seconds)
+    if world.local_size == world.size and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
+    dist.init_process_group(
+        choose_backend(config.parallel, world.device),
+        store=dist.PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=seconds),
+    )
+    self_test.check_collective(store, world, seconds)
+
+
+def _open_store(world: World, place: Place, rendezvous: Path | None, seconds: float) -> dist.Store:
+    """The key-value store where ranks meet: a private file on one host, else TCP at MASTER_ADDR:MASTER_PORT."""
+    import torch.distributed as dist
+
+    if rendezvous is not None:
+        store: dist.Store = dist.FileStore(str(rendezvous), world.size)
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
+    try:
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            is_master=world.rank == 0 and not place.agent_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except Exception as error:
+        where = f"env: MASTER_ADDR={place.master_addr}, MASTER_PORT={place.master_port}"
+        facts = str(error).splitlines()[0]
+        if world.rank == 0 and not place.agent_store:
+            raise ConfigError(f"{where}: rank 0 can not listen there ({facts}); choose a free port") from error
+        raise RuntimeFailure(f"{where}: rank {world.rank} on {world.host} can not reach rank 0 ({facts})") from error
+    return dist.PrefixStore(f"megalite/{place.attempt}", store)
+
+
+def check_interface() -> None:
+    """Whether this host has the network interfaces that GLOO_SOCKET_IFNAME names. Raises ConfigError."""
+    asked = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    has = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in asked if name not in has]
+    if missing:
+        raise ConfigError(
+            f"env: GLOO_SOCKET_IFNAME={missing[0]}: {socket.gethostname()} has no such interface (has: "
+            f"{', '.join(has)}); name one of them, or unset it"
+        )
+
+
+def check_devices(parallel: ParallelConfig, local_size: int) -> None:
+    """Whether this host has what `--device` and `--distributed-backend` ask for. Raises ConfigError."""
+    import torch
+
+    problems = []
+    # device_count asks the driver's management library: it does not initialise CUDA, so forking stays possible.
+    devices = torch.cuda.device_count()
+    wants_cuda = parallel.hardware.device == "cuda" or (parallel.hardware.device == "auto" and devices > 0)
+    if parallel.hardware.device == "cuda" and devices == 0:
+        problems.append(f"--device=cuda: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
+    elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
+        problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or --device=cpu")
+    if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
+        problems.append("--distributed-backend=nccl: needs CUDA; use gloo")
+    if problems:
+        raise ConfigError(problems)
+
+
+def choose_device(parallel: ParallelConfig, place: Place) -> torch.device:
+    """The device of this rank: GPU number `local_rank` where there are GPUs, else the CPU. Raises ConfigError."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    one_gpu_per_task = devices == 1 and place.launcher in ("srun", "mpirun")
+    check_devices(parallel, 1 if one_gpu_per_task else place.local_size)
+    if parallel.hardware.device == "cpu" or devices == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % devices)
+
+
+def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
+    """nccl for CUDA tensors, gloo for CPU tensors, unless `--distributed-backend` asks for gloo alone."""
+    if device.type == "cuda" and parallel.hardware.distributed_backend != "gloo":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def _set_threads(place: Place) -> None:
+    """Shares the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise."""
+    import torch
+
+    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // place.local_size))

@@ -1,0 +1,193 @@
+"""What `--nprocs` has from its supervisor, for ranks that torchrun, srun, mpirun or a hand has started.
+
+    launcher -- starts --> rank -- forks --> guard (never computes)
+                            |  beat, phase --> page of shared memory: a rank that stands still is named and ended
+                            '-- store: who has failed, why, and who says nothing any more
+
+A rank that breaks leaves word in the store where the ranks have met. A rank that loses a peer leaves its name there,
+and who has not done so after a few seconds is the one that is missing: it is named with its host. Ranks that hear of
+an end and do not come to one by themselves are ended. A rank whose launcher has gone ends too: nobody would end it.
+The proof is `tests/faults/test_outer_launchers.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from megalite.launch.environment import Place
+from megalite.launch.rank_page import BEAT_SECONDS, RankPage
+from megalite.launch.supervisor import die_with_parent
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+ROLL_CALL_SECONDS = 3.0
+ANSWER_SECONDS = 8.0
+LISTEN_SECONDS = 1.0
+GRACE_SECONDS = 6.0
+MAX_NAMES = 16
+OVER, CAUSE = "end/over", "end/cause"
+
+
+class Watch:
+    """Watches over one rank of an outer launcher, from the beginning of the process.
+
+    page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended,
+    from its first phase on.
+    """
+
+    def __init__(self, place: Place, page: RankPage, *, hang_seconds: float, host: str) -> None:
+        self._place, self._page, self._host = place, page, host
+        self._me = f"rank {place.rank} ({host})"
+        self._store: dist.Store | None = None
+        self._leaving = threading.Event()
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+        parent, launcher = os.getpid(), os.getppid()
+        self._launcher = launcher if place.agent_store or place.launcher in ("srun", "mpirun") else None
+        page.beat()
+        if os.fork() == 0:
+            _guard(page, parent, self._me, hang_seconds)
+        page.start_beating(self._check_launcher)
+
+    def meet(self, store: dist.Store) -> None:
+        """The ranks have met in `store`: from now on it is asked whether one of them has failed."""
+        self._store = store
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+
+    def leave(self) -> None:
+        """This rank has done its work."""
+        self._leaving.set()
+
+    def tells(self, text: str) -> bool | None:
+        """Whether no other rank prints this error already (nor is the meeting point gone with the rank that did).
+
+        None where the ranks have not met.
+        """
+        if self._store is None:
+            return None
+        store, key = self._store, "told/" + hashlib.sha256(text.encode()).hexdigest()
+        return _within(ANSWER_SECONDS, lambda: store.add(key, 1)) == 1
+
+    def leave_word(self, cause: str) -> None:
+        """This rank has failed by itself: the others need not look for who is missing."""
+        self._leaving.set()
+        _within(ANSWER_SECONDS, lambda: self._roll_call(f"{self._me} failed{self._where()}: {cause}"))
+
+    def account(self, lost: str) -> str | None:
+        """Who is to blame for a peer that was lost; None where another rank says so. lost: what this rank saw."""
+        self._leaving.set()
+        if self._store is None:
+            return f"{self._me} lost a peer{self._where()}: {lost}"
+        answer = _within(ANSWER_SECONDS, lambda: self._roll_call(""))
+        if answer is not None:
+            return answer[0] if answer else None
+        meeting = f"{self._place.master_addr}:{self._place.master_port}"
+        if self._place.local_rank and self._place.rank != 1:
+            return None
+        who = "the launcher's meeting point" if self._place.agent_store else "rank 0"
+        return f"{who} ({meeting}) does not answer any more{self._where()}: {lost}"
+
+    def _roll_call(self, cause: str) -> list[str]:
+        """Says that this rank ends, waits for the others to do so; what is to be told, if it is this rank's part."""
+        store, size = self._store, self._place.size
+        if store is None:
+            return []
+        store.set(f"end/{self._place.rank}", self._page.phase)
+        if cause:
+            store.set(CAUSE, cause)
+        store.set(OVER, "")
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        missing = [rank for rank in range(size) if rank != self._place.rank]
+        agent, first = self._place.agent_store, self._place.rank == 0
+        if not agent and not first:
+            return []  # rank 0 serves the store: it stays while others may ask, and it tells
+        while missing and time.monotonic() < deadline and (first or not store.check([CAUSE])):
+            if store.check([f"end/{missing[0]}"]):
+                missing.pop(0)
+            else:
+                time.sleep(0.02)
+        if store.check([CAUSE]) or (agent and store.add("end/told", 1) > 1):
+            return []
+        missing = [rank for rank in missing if not store.check([f"end/{rank}"])]
+        names = [f"rank {rank} ({self._host_of(store, rank)})" for rank in missing[:MAX_NAMES]]
+        more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
+        if not names:
+            return [f"the ranks lost each other{self._where()}, though all of them answer: is the network whole?"]
+        return [f"{', '.join(names)}{more} did not answer any more; {self._me} waited{self._where()}"]
+
+    def _host_of(self, store: dist.Store, rank: int) -> str:
+        return store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else "never heard of"
+
+    def _where(self) -> str:
+        return f" in phase '{self._page.phase}'" if self._page.phase else ""
+
+    def _listen(self) -> None:
+        """Ends this rank some seconds after another one has ended, unless it does so by itself."""
+        assert self._store is not None
+        with contextlib.suppress(Exception):  # whoever serves the store has gone: the connections tell
+            while not self._leaving.wait(LISTEN_SECONDS):
+                if not self._store.check([OVER]):
+                    continue
+                if self._leaving.wait(GRACE_SECONDS):
+                    return
+                self._end(f"{self._me} did not finish{self._where()} though another rank has ended", stacks=True)
+
+    def _check_launcher(self) -> None:
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._end(f"{self._me} ends{self._where()}: its launcher ({self._place.launcher}) is gone")
+
+    def _end(self, line: str, *, stacks: bool = False) -> None:
+        with contextlib.suppress(Exception):
+            print(f"error: {line}", file=sys.stderr, flush=True)
+            if stacks:
+                faulthandler.dump_traceback(file=2, all_threads=True)
+        os._exit(1)
+
+
+T = TypeVar("T")
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """The result of `call`; None where it fails or does not come back: a store hangs with the rank that serves it."""
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _guard(page: RankPage, parent: int, name: str, hang_seconds: float) -> None:
+    """The life of the guard; never returns. It ends with its rank."""
+    with contextlib.suppress(BaseException):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, signal.SIG_IGN)
+        die_with_parent(parent)
+        while os.getppid() == parent:
+            time.sleep(BEAT_SECONDS)
+            # Before the first phase libraries are loaded, which runs no Python for as long as a slow disk takes.
+            if page.phase and page.beat_age > hang_seconds:
+                print(
+                    f"error: {name} stopped answering in phase '{page.phase}' "
+                    f"({page.phase_age:.1f} s after its last report)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os.kill(parent, signal.SIGUSR2)  # its stacks, if it can still be asked
+                time.sleep(0.3)
+                os.kill(parent, signal.SIGKILL)
+    os._exit(0)

@@ -1,0 +1,18 @@
+"""Watching a run without touching it.
+
+    stats           what one step measured, and the record that a log interval makes of it
+    hooks           how a run is watched without the trainer knowing who watches
+    observers       metrics.jsonl, the profiler, the search for a slow rank; which rank has which observers
+    console, tracking       one line per log interval; TensorBoard and Weights & Biases
+    startup_table   the table that a run prints before its first step
+    live_memory     the measured peak beside the predicted one
+    pipeline_trace  what the pipeline really did, in the forms that plans are drawn in
+
+Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
+"""
+
+from megalite.observe.hooks import Hooks
+from megalite.observe.observers import METRICS_FILE, make_hooks, read_metrics
+from megalite.observe.pipeline_trace import PipelineTracer
+from megalite.observe.startup_table import describe_layout, format_table, in_units, start_up_table
+from megalite.observe.stats import Record, StepStats, evaluation_record, perplexity

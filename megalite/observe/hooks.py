@@ -1,0 +1,207 @@
+"""Hooks: how a run is watched without the trainer knowing who watches.
+
+    Trainer.after_step ----> Hooks ---- every step -----------> hook.after_step(trainer, stats)
+                               |------- every log interval ----> hook.on_log(trainer, record)
+    Trainer evaluates/saves -> Hooks ---------------------------> hook.on_evaluation / on_save
+    Trainer ends ------------> Hooks (closes the interval) -----> hook.on_end(trainer, summary)
+
+All ranks run the same `Hooks`, so that a hook may communicate in `on_start` and `on_log`; which hooks write something
+on which rank is decided where they are made (`observers.make_hooks`). A hook sees the trainer through `TrainerView`
+and never changes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from megalite.comm import ParallelMesh
+from megalite.config import Config
+from megalite.errors import MegaliteError
+from megalite.observe.stats import IntervalStats, Record, StepStats
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerView(Protocol):
+    """What a hook may read of the trainer.
+
+    iteration, consumed_samples, consumed_tokens: totals after the last finished iteration.
+    train_iters: total iterations of the training, also where its length was given in samples or tokens.
+    """
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def mesh(self) -> ParallelMesh: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def train_iters(self) -> int: ...
+
+    @property
+    def consumed_samples(self) -> int: ...
+
+    @property
+    def consumed_tokens(self) -> int: ...
+
+
+class Hook:
+    """Base of all hooks: every method does nothing until it is overridden."""
+
+    def on_start(self, trainer: TrainerView) -> None:
+        """Before the first step, after a checkpoint was loaded."""
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        """After every iteration. Reading a tensor of `stats` here makes the host wait for the device."""
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        """After every log interval, with the `"train"` record; hooks that come later see what this one adds to it."""
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+        """After every evaluation, with a `"valid"` or `"test"` record (`stats.evaluation_record`)."""
+
+    def on_save(self, trainer: TrainerView, record: Record) -> None:
+        """After a checkpoint was written, with a `"save"` record: iteration, path, save_time_ms."""
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        """Once, at the end, also after a failure; ranks must not communicate here."""
+
+
+class Hooks:
+    """The list of hooks as the trainer sees it: one method for each thing that happens.
+
+    Args:
+        hooks: called in this order.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, hooks: Sequence[Hook], *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._hooks = list(hooks)
+        self._clock = clock
+        self._interval: IntervalStats | None = None
+        self._began = clock()
+        self._useful_s = 0.0
+        self._last: dict[str, Record] = {}
+
+    def on_start(self, trainer: TrainerView) -> None:
+        """Before the first step, after a checkpoint was loaded."""
+        self._began = self._clock()
+        self._interval = IntervalStats(
+            trainer.config, world_size=trainer.mesh.size("world"), device=trainer.device, clock=self._clock
+        )
+        for hook in self._hooks:
+            hook.on_start(trainer)
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        """After every iteration; closes the log interval at multiples of `--log-interval` and at the last iteration."""
+        assert self._interval is not None, "on_start comes first"
+        self._interval.add(stats)
+        for hook in self._hooks:
+            hook.after_step(trainer, stats)
+        last = stats.iteration >= trainer.train_iters
+        if last or stats.iteration % trainer.config.logging.log_interval == 0:
+            self.log(trainer)
+
+    def log(self, trainer: TrainerView) -> None:
+        """Close the log interval now, if it holds a step. All ranks do so at the same iteration."""
+        if not self._interval:
+            return
+        record = self._interval.record()
+        self._useful_s += 1e-3 * record["iteration_time_ms"] * (record["iterations"] - record["skipped_iterations"])
+        for hook in self._hooks:
+            hook.on_log(trainer, record)
+        self._last["train"] = record
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+        """After an evaluation."""
+        for hook in self._hooks:
+            hook.on_evaluation(trainer, record)
+        self._last[record["kind"]] = record
+
+    def on_save(self, trainer: TrainerView, *, iteration: int, path: str, seconds: float) -> None:
+        """After a checkpoint of `iteration` was written to `path`, for which training waited `seconds`."""
+        record: Record = {"kind": "save", "iteration": iteration, "path": path, "save_time_ms": 1e3 * seconds}
+        for hook in self._hooks:
+            hook.on_save(trainer, record)
+
+    def on_end(self, trainer: TrainerView, status: str) -> None:
+        """Once, at the end. `status`: `completed`, the value of an `ExitReason`, or `failed`.
+
+        After a failure the open interval is not closed, because ranks that have failed can not be asked.
+        """
+        if status != "failed":
+            self.log(trainer)
+        summary = self._summary(trainer, status)
+        for hook in self._hooks:
+            hook.on_end(trainer, summary)
+
+    def _summary(self, trainer: TrainerView, status: str) -> Record:
+        wall = self._clock() - self._began
+        summary: Record = {
+            "kind": "summary",
+            "status": status,
+            "iteration": trainer.iteration,
+            "consumed_samples": trainer.consumed_samples,
+            "consumed_tokens": trainer.consumed_tokens,
+            "wall_time_s": wall,
+            "goodput": self._useful_s / wall if wall > 0 else None,
+        }
+        for kind, prefix in (("train", ""), ("valid", "valid_"), ("test", "test_")):
+            for key in ("lm_loss", "ppl", "bits_per_byte", "tokens_per_second", "peak_memory_bytes"):
+                if key in self._last.get(kind, {}):
+                    summary[prefix + key] = self._last[kind][key]
+        return summary
+
+
+def guarded(hook: Hook, name: str) -> Hook:
+    """Wrap a hook so that its first exception is logged as a warning and ends the hook, never the training.
+
+    For hooks that write on their own rank only: one that communicates must fail on all ranks or on none. name: of what
+    it writes, for the warning.
+    """
+    return _Guarded(hook, name)
+
+
+class _Guarded(Hook):
+    def __init__(self, hook: Hook, name: str) -> None:
+        self._hook: Hook | None = hook
+        self._name = name
+
+    def _call(self, method: str, *arguments: object) -> None:
+        if self._hook is None:
+            return
+        try:
+            getattr(self._hook, method)(*arguments)
+        except Exception as error:
+            self._hook = None
+            what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
+            logger.warning("%s stopped, training goes on: %s", self._name, what)
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._call("on_start", trainer)
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        self._call("after_step", trainer, stats)
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        self._call("on_log", trainer, record)
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+        self._call("on_evaluation", trainer, record)
+
+    def on_save(self, trainer: TrainerView, record: Record) -> None:
+        self._call("on_save", trainer, record)
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        self._call("on_end", trainer, summary)

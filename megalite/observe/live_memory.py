@@ -1,0 +1,146 @@
+"""The measured peak beside the predicted one, after the first steps of a run.
+
+On a GPU the measured number is the allocator's (`torch.cuda.max_memory_allocated`). A CPU has no such counter, and the
+resident memory of a process is mostly libraries; so the storages of all tensors are counted there, operator by
+operator, while the first steps run: what is alive before them is found once, what an operator returns is added, what
+dies is taken off. Scratch inside one operator is not seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalite.comm import all_gather_json
+from megalite.config import BatchRamp
+from megalite.inventory import stage_cuts
+from megalite.observe.hooks import Hook, TrainerView
+from megalite.observe.startup_table import in_units
+from megalite.observe.stats import Record, StepStats
+from megalite.planner import RankMemory, program_of, rank_memory
+
+logger = logging.getLogger(__name__)
+
+#: Iterations that are watched: an asynchronous pipeline is full in the third.
+WATCHED = 3
+
+#: A run that has fewer to go is not watched on a CPU, where counting takes time.
+LEAST_ITERATIONS = 10
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch does not export its type
+    """Counts the bytes of CPU tensors that are alive while it is entered; `peak` is the most.
+
+    A storage counts once, however many tensors look at it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.now = 0
+        self.peak = 0
+
+    def add_everything(self) -> None:
+        """Takes note of the tensors that exist already, as far as Python knows them."""
+        gc.collect()
+        # `type` and not `isinstance`: asking some modules' objects for their class imports half a library
+        self._note(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            known = self._alive.get(key)
+            if known is not None and known[1] == size:
+                continue
+            if known is None:
+                known = (weakref.ref(storage, self._forget(key)), 0)
+            self._alive[key] = (known[0], size)  # a resized storage is the same one
+            self.now += size - known[1]
+        self.peak = max(self.peak, self.now)
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        def forget(_: Any) -> None:
+            self.now -= self._alive.pop(key)[1]
+
+        return forget
+
+
+class MemoryCheckHook(Hook):
+    """After the first steps: `memory: predicted ..., measured peak ... (error ...)`, and the numbers in the record.
+
+    The record of the log line that follows gets `predicted_memory_bytes`, `measured_memory_bytes` (of the rank that
+    measured most) and `memory_error` (predicted over measured, minus 1). Every rank takes part; world rank 0 prints.
+    """
+
+    def __init__(self) -> None:
+        self._counter: LiveBytes | None = None
+        self._until = 0
+        self._predicted: RankMemory | None = None
+        self._measured: float | None = None
+        self._peak = 0
+
+    def on_start(self, trainer: TrainerView) -> None:
+        to_go = trainer.train_iters - trainer.iteration
+        on_cpu = trainer.device.type == "cpu"
+        if trainer.config.training.batch_ramp != BatchRamp() or to_go < (LEAST_ITERATIONS if on_cpu else WATCHED):
+            return  # the first batches are not the ones that the prediction is about
+        config, world = trainer.config, trainer.mesh.size("world")
+        program = program_of(config, world)
+        cuts = stage_cuts(config, program)
+        rank = trainer.mesh.coordinate("pp")
+        self._predicted = rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+        self._until = trainer.iteration + WATCHED
+        if on_cpu:
+            self._counter = LiveBytes()
+            self._counter.add_everything()
+            self._counter.__enter__()
+        else:
+            torch.cuda.reset_peak_memory_stats(trainer.device)
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        if self._predicted is None or stats.iteration < self._until:
+            return
+        if self._measured is None:
+            on_gpu = trainer.device.type == "cuda"
+            self._stop()
+            self._measured = torch.cuda.max_memory_allocated(trainer.device) if on_gpu else self._peak
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        if self._measured is None or self._predicted is None:
+            return
+        # On a CPU the "device" memory and that of the host are one.
+        mine = self._predicted.total + (self._predicted.host if trainer.device.type == "cpu" else 0.0)
+        rows = all_gather_json([mine, self._measured], trainer.mesh.world)
+        predicted, measured = max(rows, key=lambda row: row[1])
+        record["predicted_memory_bytes"], record["measured_memory_bytes"] = round(predicted), round(measured)
+        record["memory_error"] = predicted / measured - 1
+        self._predicted = None
+        if trainer.mesh.world.is_first:
+            what = "allocated on the GPU" if trainer.device.type == "cuda" else "of live tensors"
+            logger.info(
+                " memory: predicted %s, measured peak %s %s on the fullest rank (error %+.1f%%)",
+                in_units(predicted, "B"), in_units(measured, "B"), what, 100 * record["memory_error"],
+            )  # fmt: skip
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._peak, self._counter = self._counter.peak, None

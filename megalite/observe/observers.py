@@ -1,0 +1,235 @@
+"""Observers every run can have: metrics.jsonl, the profiler, the search for a slow rank; and who watches what where.
+
+`make_hooks` is the one place that decides which rank writes. Losses and norms are the same on all ranks, so rank 0
+writes for everyone; the profiler writes a file for each rank that it was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from megalite import __version__
+from megalite.comm import all_gather, all_gather_json
+from megalite.config import Config
+from megalite.inventory import FLOPS_CONVENTION
+from megalite.observe.console import ConsoleHook
+from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
+from megalite.observe.live_memory import MemoryCheckHook
+from megalite.observe.stats import Record, StepStats
+from megalite.observe.tracking import TensorBoardHook, WandbHook
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> Hooks:
+    """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
+
+    start_facts: what the start line of metrics.jsonl says beside the usual.
+    """
+    hooks: list[Hook] = [StragglerHook(), MemoryCheckHook()]
+    logging, save = config.logging, config.checkpoint.save
+    if rank == 0:
+        hooks.append(ConsoleHook())
+        if save is not None:
+            path = Path(save) / METRICS_FILE
+            hooks.append(guarded(JsonlHook(path, start_facts), str(path)))
+        if logging.tensorboard_dir is not None:
+            hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir), "TensorBoard"))
+        if logging.wandb.wandb_project is not None:
+            hooks.append(guarded(WandbHook(), "wandb"))
+    if logging.profiling.profile and rank in logging.profiling.profile_ranks:
+        profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile")
+        hooks.append(guarded(profiler, "the profiler"))
+    return Hooks(hooks)
+
+
+class JsonlHook(Hook):
+    """Appends every record to `metrics.jsonl`, one JSON object a line, flushed at once.
+
+    A resumed run appends to the file of the run it continues, after a new `"start"` line; where an iteration then
+    stands twice, the later line holds (`read_metrics` applies that rule). Values that are not finite become null,
+    because JSON has no word for them.
+    """
+
+    def __init__(self, path: Path, start_facts: Record | None = None) -> None:
+        self._path = path
+        self._start_facts = start_facts or {}
+        self._file: TextIO | None = None
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _end_torn_line(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._write(
+            {
+                "kind": "start",
+                "iteration": trainer.iteration,
+                "consumed_samples": trainer.consumed_samples,
+                "consumed_tokens": trainer.consumed_tokens,
+                "train_iters": trainer.train_iters,
+                "layout": str(trainer.mesh),
+                "world_size": trainer.mesh.size("world"),
+                "device": trainer.device.type,
+                "flops_convention": FLOPS_CONVENTION,
+                "megalite_version": __version__,
+                "torch_version": torch.__version__,
+                **self._start_facts,
+            }
+        )
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        self._write(record)
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+        self._write(record)
+
+    def on_save(self, trainer: TrainerView, record: Record) -> None:
+        self._write(record)
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        self._write(summary)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        line = {**record, "time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
+        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Read a `metrics.jsonl`: its records in order, of those with the same kind and iteration only the last.
+
+    A line that a killed process left unfinished is passed over.
+    """
+    latest: dict[tuple[Any, ...], Record] = {}
+    for number, record in enumerate(_records(path)):
+        kind = record.get("kind")
+        key = (kind, number) if kind in ("start", "summary") else (kind, record.get("iteration"))
+        latest.pop(key, None)
+        latest[key] = record
+    return list(latest.values())
+
+
+def _records(path: Path) -> Iterator[Record]:
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def _end_torn_line(path: Path) -> None:
+    """Finish the line that a killed process may have left without its end, so that the next stands by itself."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def _finite(record: Record) -> Record:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+
+
+class StragglerHook(Hook):
+    """Names the rank that works much longer than the others.
+
+    In a synchronous run all ranks take equally long, because they wait for the slowest; what differs is how much of
+    it is work. Once a log interval every rank tells the median of the seconds it worked in an iteration (of at least
+    the last ten, so that a single hiccup is passed over). A rank is named if its work exceeds the median of the others
+    `ratio` times, and by `least_s` seconds, at two log lines in a row: the record then gets `slowest_rank`,
+    `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the largest of all ranks.
+    """
+
+    def __init__(self, *, ratio: float = 1.3, least_s: float = 0.01) -> None:
+        self._ratio = ratio
+        self._least_s = least_s
+        self._hosts: list[str] = []
+        self._work: deque[float] = deque()
+        self._suspect: int | None = None
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._hosts = all_gather_json(platform.node(), trainer.mesh.world)
+        self._work = deque(maxlen=max(10, trainer.config.logging.log_interval))
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        # A rank that reads its data slowly is as slow as one that computes slowly: that time is work here.
+        self._work.append(stats.iteration_time_s - stats.wait_time_s)
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        world = trainer.mesh.world
+        if world.size == 1:
+            return
+        mine = [statistics.median(self._work), float(record["peak_memory_bytes"])]
+        rows = all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
+        record["peak_memory_bytes"] = int(max(peak for _, peak in rows))
+        work = [seconds for seconds, _ in rows]
+        slowest = max(range(world.size), key=work.__getitem__)
+        others = statistics.median(work[:slowest] + work[slowest + 1 :])
+        enough = len(self._work) >= 4
+        stands_out = enough and work[slowest] > max(self._ratio * others, others + self._least_s)
+        if stands_out and slowest == self._suspect:
+            record["slowest_rank"] = slowest
+            record["slowest_rank_ratio"] = work[slowest] / others if others > 0 else math.inf
+            record["slowest_rank_host"] = self._hosts[slowest]
+        self._suspect = slowest if stands_out else None
+
+
+class ProfileHook(Hook):
+    """Traces iterations `--profile-step-start` to `--profile-step-end` (exclusive) with torch's profiler.
+
+    Writes a Chrome trace, `trace_rank0_iterations_10-11.json`, for a browser's tracing page or ui.perfetto.dev.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._profiler: torch.profiler.profile | None = None
+        self._first = 0
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._start_before(trainer, trainer.iteration + 1)
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        if self._profiler is not None and stats.iteration + 1 >= trainer.config.logging.profiling.profile_step_end:
+            self._stop(trainer.mesh.rank, stats.iteration)
+        self._start_before(trainer, stats.iteration + 1)
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        if self._profiler is not None:
+            self._stop(trainer.mesh.rank, trainer.iteration)
+
+    def _start_before(self, trainer: TrainerView, iteration: int) -> None:
+        window = trainer.config.logging.profiling
+        if self._profiler is None and window.profile_step_start <= iteration < window.profile_step_end:
+            self._first = iteration
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if trainer.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+
+    def _stop(self, rank: int, last: int) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = f"trace_rank{rank}_iterations_{self._first}-{last}.json"
+        self._profiler.export_chrome_trace(str(self._directory / name))
+        self._profiler = None

@@ -1,0 +1,110 @@
+"""The table that a run prints before its first step.
+
+Plain arithmetic on the configuration: `--dry-run` prints the same table without a rank being started, and no torch is
+needed. The bytes are the planner's (`megalite.planner.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.config import Config
+from megalite.inventory import FLOPS_CONVENTION, count_parameters, flops_per_iteration
+from megalite.planner import RankMemory, rank_memory
+from megalite.schedule import Program
+
+
+def start_up_table(
+    config: Config, world_size: int, *, program: Program, cuts: Sequence[range], device: str = "cpu"
+) -> list[tuple[str, str]]:
+    """Rows (name, text) about model, layout, batch, length, FLOPs and memory.
+
+    Args:
+        config: with its vocabulary resolved.
+        program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
+        device: what the ranks run on, in words.
+    """
+    model, training, parallel = config.model, config.training, config.parallel
+    dp = config.data_parallel_size(world_size)
+    batch = config.global_batch_size(world_size)
+    iterations, samples = config.train_iterations(world_size), config.total_train_samples(world_size)
+    flops = flops_per_iteration(model, batch, parallel.tensor_model_parallel_size)
+    on_cpu = device.lower() == "cpu"
+    ranks = [
+        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+        for rank in range(program.num_ranks)
+    ]
+    heaviest = max(range(len(ranks)), key=lambda r: ranks[r].total)
+    groups = f", {model.query_groups} key/value heads" if model.query_groups != model.num_attention_heads else ""
+    return [
+        (
+            "model",
+            f"{model.model_type}: {model.num_layers} layers, hidden {model.hidden_size}, "
+            f"{model.num_attention_heads} heads of {model.head_dim}{groups}, ffn {model.ffn_size} {model.activation}, "
+            f"sequence {model.seq_length:,}, vocabulary {model.vocab_size:,} (padded {config.padded_vocab_size():,})",
+        ),
+        ("parameters", f"{in_units(count_parameters(model))} ({count_parameters(model):,})"),
+        ("layout", f"{describe_layout(config, world_size)}, on {world_size} x {device}"),
+        ("precision", _precision(config)),
+        (
+            "batch",
+            f"{batch:,} samples = {config.num_microbatches(world_size)} micro-batches of {training.micro_batch_size} "
+            f"on {dp} replica{'s' * (dp > 1)}; {in_units(batch * model.seq_length)} tokens per step",
+        ),
+        (
+            "training",
+            f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * model.seq_length)} tokens",
+        ),
+        ("FLOPs", f"{in_units(flops, 'FLOP')} per step ({FLOPS_CONVENTION})"),
+        ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
+    ]
+
+
+def format_table(rows: Sequence[tuple[str, str]]) -> str:
+    """Align the rows, one a line."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f" {name:<{width}}  {text}" for name, text in rows)
+
+
+def describe_layout(config: Config, world_size: int) -> str:
+    """`tp2 x dp2, sequence parallel, ZeRO stage 1`."""
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp": config.data_parallel_size(world_size),
+    }
+    parts = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"]
+    if sizes["pp"] > 1:
+        chunks = f", {parallel.num_chunks} chunks per rank" if parallel.num_chunks > 1 else ""
+        parts.append(f"schedule {parallel.schedule}{chunks}")
+    if parallel.sequence_parallel and sizes["tp"] > 1:
+        parts.append("sequence parallel")
+    if parallel.zero_stage:
+        parts.append(f"ZeRO stage {parallel.zero_stage}")
+    return ", ".join(parts)
+
+
+def _precision(config: Config) -> str:
+    name = config.training.precision.name
+    if name == "fp32":
+        name += f" (matrix products: {config.training.float32_matmul_precision})"
+    if not config.training.precision.half:
+        return name
+    return f"{name}, master weights in fp32, gradients in {name if config.parallel.grad_reduce_in_bf16 else 'fp32'}"
+
+
+def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
+    names = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace", "host")
+    parts = [f"{name} {in_units(getattr(memory, name), 'B')}" for name in names if getattr(memory, name)]
+    where = f" on the ranks of pipeline coordinate {rank}, the fullest" if num_ranks > 1 else " on each rank"
+    return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"
+
+
+def in_units(number: float, unit: str = "") -> str:
+    """1234567 and `B` -> `1.23 MB`, with the prefixes k, M, G, T, P."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(number) < 1000 or prefix == "P":
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}{unit}".rstrip()

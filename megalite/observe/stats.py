@@ -1,0 +1,173 @@
+"""What one step measured, and what a log interval makes of it.
+
+    Trainer --StepStats--> IntervalStats --record (a dict, one line of metrics.jsonl)--> hooks
+
+A `StepStats` may carry tensors that still live on the device. They are read only when an interval is closed, in one
+transfer, so between log lines the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config import Config
+from megalite.inventory import flops_per_iteration
+from megalite.planner import peak_flops
+
+#: One line of metrics.jsonl: plain numbers, texts, and None where a number does not exist.
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """Measurements of one iteration, the same on all ranks but for the times.
+
+    iteration: number of the iteration just done, counted from 1.
+    consumed_samples, consumed_tokens: totals after it, skipped ones included.
+    global_batch_size: samples of this iteration.
+    lm_loss: mean loss per token in nats, a scalar that may live on the device; None where nothing was computed
+        (`--iterations-to-skip`).
+    grad_norm: global norm before clipping; None where the optimizer has none to give.
+    learning_rate: the one this step used.
+    loss_scale: factor of the loss in fp16 training, else 1.
+    skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
+    iteration_time_s: seconds on this rank's clock.
+    wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    lm_loss: Tensor | float | None
+    grad_norm: Tensor | float | None
+    learning_rate: float
+    loss_scale: float = 1.0
+    skipped: bool = False
+    iteration_time_s: float
+    wait_time_s: float = 0.0
+    data_time_s: float = 0.0
+
+
+class IntervalStats:
+    """Collects the steps since the last log line and turns them into one record.
+
+    Args:
+        config: gives the length of a sample, its FLOPs and the precision.
+        world_size: devices that share the work.
+        device: where the tensors of the steps live; its memory is what `peak_memory_bytes` reports.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        world_size: int,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._tokens_per_sample = config.model.seq_length
+        self._flops_per_sample = flops_per_iteration(config.model, 1, config.parallel.tensor_model_parallel_size)
+        self._world_size = world_size
+        self._device = device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak_flops = peak_flops(name, config.training.precision.name)
+        self._clock = clock
+        self._steps: list[StepStats] = []
+
+    def __len__(self) -> int:
+        """Steps collected since the last record."""
+        return len(self._steps)
+
+    def add(self, stats: StepStats) -> None:
+        """Take note of a step; reads nothing from the device."""
+        self._steps.append(stats)
+
+    def record(self) -> Record:
+        """Close the interval: one `"train"` record of its steps (at least one).
+
+        `lm_loss` is the mean over the steps that were not skipped, None if there were none. `grad_norm` is that of the
+        last step. The time in which the host waits here for the device belongs to the steps and is added to theirs.
+        """
+        steps, self._steps = self._steps, []
+        assert steps, "an interval without a step has no record"
+        last = steps[-1]
+        began = self._clock()
+        *losses, norm = _read([*(step.lm_loss for step in steps), last.grad_norm])
+        seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
+        taken = [loss for step, loss in zip(steps, losses, strict=True) if loss is not None and not step.skipped]
+        record: Record = {
+            "kind": "train",
+            "iteration": last.iteration,
+            "consumed_samples": last.consumed_samples,
+            "consumed_tokens": last.consumed_tokens,
+            "global_batch_size": last.global_batch_size,
+            "lm_loss": math.fsum(taken) / len(taken) if taken else None,
+            "grad_norm": None if last.skipped else norm,
+            "learning_rate": last.learning_rate,
+            "loss_scale": last.loss_scale,
+            "skipped_iterations": sum(step.skipped for step in steps),
+            "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
+        }
+        return record | self._rates(steps, seconds)
+
+    def _rates(self, steps: list[StepStats], seconds: float) -> Record:
+        computed = sum(step.global_batch_size for step in steps if step.lm_loss is not None)
+        per_second = computed / seconds if seconds > 0 else 0.0
+        flops = per_second * self._flops_per_sample / self._world_size
+        return {
+            "iterations": len(steps),
+            "iteration_time_ms": 1e3 * seconds / len(steps),
+            "data_time_ms": 1e3 * sum(step.data_time_s for step in steps) / len(steps),
+            "wait_time_ms": 1e3 * sum(step.wait_time_s for step in steps) / len(steps),
+            "tokens_per_second": per_second * self._tokens_per_sample,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self._peak_flops if self._peak_flops else None,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+        }
+
+
+def evaluation_record(
+    kind: str, iteration: int, *, loss_sum: float, num_tokens: float, num_bytes: int | None = None, **more: Any
+) -> Record:
+    """One `"valid"` or `"test"` record from a summed loss in nats over `num_tokens` predicted tokens.
+
+    With `num_bytes`, the length of the text that these tokens spell, the record also has `bits_per_byte`: the loss per
+    byte of text in bits, which unlike `lm_loss` and `ppl` can be compared across tokenizers.
+    """
+    loss = loss_sum / num_tokens
+    record: Record = {"kind": kind, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
+    if num_bytes:
+        record["bits_per_byte"] = loss_sum / math.log(2) / num_bytes
+    return record | {"num_tokens": int(num_tokens)} | more
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; as in Megatron-LM a loss above 20 counts as 20, so that it stays printable."""
+    return math.exp(min(20.0, loss))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory used so far: allocated on a GPU, resident in the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _read(values: Iterable[Tensor | float | None]) -> list[float | None]:
+    """Bring scalars to the host with a single wait for the device."""
+    values = list(values)
+    tensors = [value.detach().reshape(()).double() for value in values if isinstance(value, Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(numbers) if isinstance(value, Tensor) else value for value in values]

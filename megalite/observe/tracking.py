@@ -1,0 +1,125 @@
+"""Experiment trackers: TensorBoard and Weights & Biases, both optional packages.
+
+Tags are Megatron-LM's. `make_hooks` wraps these hooks in `guarded`: a missing package, a lost network or a full disk
+costs one warning and the tracker, never the training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+from megalite.config import to_dict
+from megalite.extras import optional_package
+from megalite.observe.hooks import Hook, TrainerView
+from megalite.observe.stats import Record
+
+logger = logging.getLogger(__name__)
+
+#: Record key -> tag, as Megatron-LM names it where it has one.
+_TRAIN_TAGS = {
+    "learning_rate": "learning-rate",
+    "global_batch_size": "batch-size",
+    "lm_loss": "lm loss",
+    "loss_scale": "loss-scale",
+    "grad_norm": "grad-norm",
+    "tflops_per_device": "throughput",
+    "tokens_per_second": "tokens-per-second",
+    "mfu": "mfu",
+    "peak_memory_bytes": "mem-max-allocated-bytes",
+    "skipped_iterations": "skipped-iterations",
+}
+
+
+def tags(record: Record) -> dict[str, float]:
+    """The numbers of a `"train"`, `"valid"` or `"test"` record by tag; what does not exist is left out."""
+    if record["kind"] == "train":
+        named = {tag: record.get(key) for key, tag in _TRAIN_TAGS.items()}
+        named["iteration-time"] = 1e-3 * record["iteration_time_ms"]
+    else:
+        name = {"valid": "validation"}.get(record["kind"], record["kind"])
+        named = {f"lm loss {name}": record["lm_loss"], f"lm loss {name} ppl": record["ppl"]}
+        named[f"bits per byte {name}"] = record.get("bits_per_byte")
+    return {tag: float(value) for tag, value in named.items() if value is not None}
+
+
+class TensorBoardHook(Hook):
+    """Writes TensorBoard events; losses also over samples, as `lm loss vs samples`.
+
+    Args:
+        directory: of the event files; a resumed run writes a further file into it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._writer: Any = None
+
+    def on_start(self, trainer: TrainerView) -> None:
+        tensorboard = optional_package(f"--tensorboard-dir={self._directory}", "torch.utils.tensorboard", "tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
+        self._writer.add_scalar("world-size", trainer.mesh.size("world"), trainer.iteration)
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        self._add(trainer, record)
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+        self._add(trainer, record)
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        self._writer.close()
+
+    def _add(self, trainer: TrainerView, record: Record) -> None:
+        for tag, value in tags(record).items():
+            self._writer.add_scalar(tag, value, record["iteration"])
+            if "lm loss" in tag:
+                self._writer.add_scalar(f"{tag} vs samples", value, trainer.consumed_samples)
+        self._writer.flush()
+
+
+class WandbHook(Hook):
+    """Logs to Weights & Biases: in the user's mode, or online where a key is found, else offline for `wandb sync`."""
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def on_start(self, trainer: TrainerView) -> None:
+        options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
+        wandb = optional_package(f"--wandb-project={options.wandb_project}", "wandb")
+        directory = options.wandb_save_dir or save
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        # The library knows the user's mode and where keys may stand; online without a key, its init asks or fails.
+        mode: Any = wandb.setup().settings.mode
+        if mode == "online" and not _has_key(wandb):
+            mode = "offline"
+            logger.warning("wandb: no key found, logging offline; `wandb sync` sends it later")
+        self._run = wandb.init(
+            project=options.wandb_project,
+            entity=options.wandb_entity,
+            name=options.wandb_exp_name or (Path(save).name if save else None),
+            dir=directory,
+            mode=mode,
+            config=to_dict(trainer.config),
+        )
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        self._log(trainer, record)
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+        self._log(trainer, record)
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        self._run.summary["status"] = summary["status"]
+        self._run.finish(exit_code=1 if summary["status"] == "failed" else 0)
+
+    def _log(self, trainer: TrainerView, record: Record) -> None:
+        samples = {"consumed-samples": trainer.consumed_samples}
+        self._run.log(tags(record) | samples, step=record["iteration"])
+
+
+def _has_key(wandb: Any) -> bool:
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False, verify=False))
+    return bool(wandb.api.api_key)  # versions of wandb whose login always asks

@@ -1,0 +1,19 @@
+"""Pipeline parallelism: one rank's list of actions, interpreted.
+
+    program (megalite.schedule) ──> executor.py ──F──> stage.py: consecutive layers ──SEND──> the next stage's rank
+                                         └──REDUCE, NORM, STEP──> `Events`, given by megalite.train
+
+    executor.py         one interpreter of actions for every schedule
+    stage.py            consecutive layers, run forward and backward one micro-batch at a time
+    split_backward.py   B without W, and W later (Zero Bubble, arXiv 2401.10241)
+    forward_only.py     evaluation as one more program for the same executor
+    shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
+
+Invariant: the executor knows no schedule by name; the order that was validated and simulated is the order that runs.
+Proof: `tests/equivalence` (every schedule against one process), `tests/distributed/test_pipeline_memory.py` (peaks).
+"""
+
+from megalite.parallel.pipeline.executor import Events, Executor, StageKey
+from megalite.parallel.pipeline.forward_only import ForwardOnly, forward_program
+from megalite.parallel.pipeline.shared_params import SharedGradient, holders
+from megalite.parallel.pipeline.stage import Stage

@@ -1,0 +1,164 @@
+"""Bytes of weights, gradients, masters and moments on one rank, to the byte.
+
+The bucket plan that a run lays its flat buffers by (`megalite.inventory.buckets`) is counted, padding included, so the
+numbers equal what a run allocates (tests/unit/planner/test_states.py builds the real buffers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from megalite.config import UPDATE_RULES, Config
+from megalite.inventory import (
+    WORD_EMBEDDINGS,
+    BucketPlan,
+    ElementBytes,
+    Entry,
+    first_alike,
+    plan_buckets,
+    stage_parameters,
+)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO stages 2 and 3), host is off the
+    device."""
+
+    weights: int = 0
+    gradients: int = 0
+    master: int = 0
+    moments: int = 0
+    scratch: int = 0
+    gathered: int = 0
+    host: int = 0
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        """Two stages of a rank: their states add up, and so does what each may hold for a moment."""
+        names = ("weights", "gradients", "master", "moments", "scratch", "gathered", "host")
+        return StateBytes(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @property
+    def held(self) -> int:
+        """What lives on the device from step to step."""
+        return self.weights + self.gradients + self.master + self.moments
+
+
+def stage_elements(config: Config, items: range) -> int:
+    """Elements of the parameters of a stage on one tensor-parallel rank. items: indices into [embedding, block 0, ...,
+    head]."""
+    tp = config.parallel.tensor_model_parallel_size
+    return sum(math.prod(p.local_shape(tp)) for _, p in stage_parameters(config.model, items))
+
+
+def state_bytes(
+    config: Config, world_size: int, items: range, *, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
+) -> StateBytes:
+    """Bytes of one stage on one rank.
+
+    Args:
+        items: what the stage holds, indices into [embedding, block 0, ..., head]. num_stages: of the whole pipeline.
+        versions: weight versions alive at once. num_gradients: updates whose gradients are in memory at once.
+        on_cpu: whether the ranks are CPU processes (the default bucket is smaller there).
+    """
+    alike = first_alike(config.model, items)
+    return _state_bytes(config, world_size, alike, num_stages, versions, num_gradients, on_cpu)
+
+
+@lru_cache
+def _state_bytes(
+    config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
+) -> StateBytes:
+    size, zero = ElementBytes.of(config), config.parallel.zero_stage
+    dp = config.data_parallel_size(world_size)
+    shards = max(1, dp // config.parallel.num_distributed_optimizer_instances)
+    buckets = _buckets(config, items, num_stages, shards, on_cpu)
+    numel = sum(bucket.numel for bucket in buckets)
+    owners = shards if zero else 1
+    owned = sum(bucket.numel // owners for bucket in buckets)
+    streamed = [bucket for bucket in buckets if zero >= 2 and not bucket.tied]
+    held = sum(bucket.numel for bucket in buckets if zero < 2 or bucket.tied) * (num_gradients if zero < 2 else 1)
+    held += sum(bucket.numel // owners for bucket in streamed)
+    come_and_go = zero == 3 and shards > 1
+    separate = size.compute != size.wide or versions > 1
+    on_host, moments_host, moments = _moments(config, buckets, owners, owned, size)
+    largest = sorted((bucket.numel for bucket in buckets), reverse=True)
+    return StateBytes(
+        weights=versions * (owned if come_and_go else numel) * size.compute,
+        gradients=held * size.gradient,
+        master=(owned - on_host) * (2 if config.optimizer.store_param_remainders else size.wide) if separate else 0,
+        moments=moments,
+        scratch=min(2, len(streamed)) * max((bucket.numel for bucket in streamed), default=0) * size.gradient,
+        gathered=sum(largest[:2]) * size.compute if come_and_go else 0,
+        host=on_host * size.wide + moments_host,
+    )
+
+
+class _Bucket(NamedTuple):
+    numel: int
+    tied: bool
+    whole: bool
+    states: int  # elements that carry optimizer state, on the owner with the most of them
+    statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
+
+
+def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu: bool) -> list[_Bucket]:
+    model, parallel = config.model, config.parallel
+    tp, needs_whole = parallel.tensor_model_parallel_size, UPDATE_RULES[config.optimizer.optimizer].whole
+    apart = not model.untie_embeddings_and_output_weights and num_stages > 1
+    entries = []
+    for index, (name, parameter) in enumerate(stage_parameters(model, items)):
+        shape = parameter.local_shape(tp)
+        whole = needs_whole is not None and needs_whole(name, len(shape))
+        place = parameter.place(tp, sequence_parallel=parallel.sequence_parallel)
+        entries.append(Entry(index, name, shape, place, whole))
+    plans = plan_buckets(
+        entries,
+        zero_stage=parallel.zero_stage,
+        shards=shards,
+        bucket_size=parallel.ddp_bucket_size,
+        overlap=parallel.overlap_grad_reduce,
+        on_cpu=on_cpu,
+        tied=frozenset({WORD_EMBEDDINGS} if apart else ()),
+    )
+    return [_bucket(plan, shards if parallel.zero_stage else 1) for plan in plans]
+
+
+def _bucket(plan: BucketPlan, owners: int) -> _Bucket:
+    numel = plan.stop - plan.start
+    share, whole = numel // owners, plan.runs[0].whole
+    states = [0 if whole else share] * owners
+    for run in plan.runs if whole else ():
+        states[(run.start - plan.start) // share] += run.slots[0].entry.numel
+    return _Bucket(numel, plan.tied, whole, max(states), sum(_statistics(slot.entry) for slot in plan.slots))
+
+
+def _statistics(entry: Entry) -> int:
+    """Numbers that Adafactor keeps of a parameter: a row and a column of a matrix."""
+    shape, numel = entry.shape, entry.numel
+    return numel // shape[-1] + numel // shape[-2] if entry.placement.decay and len(shape) >= 2 else numel
+
+
+def _moments(
+    config: Config, buckets: Sequence[_Bucket], owners: int, owned: int, size: ElementBytes
+) -> tuple[int, int, int]:
+    """(Elements whose master is on the host, bytes of moments there, bytes of moments on the device)."""
+    optimizer = config.optimizer
+    fraction = optimizer.offload.fraction
+    rule = UPDATE_RULES[optimizer.optimizer]
+    flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
+    moved = on_host = there = here = 0
+    for bucket in buckets:
+        share = bucket.numel // owners
+        state = bucket.states * (size.wide if bucket.whole else flat)
+        if rule.statistics:
+            state = bucket.statistics * size.wide
+        if not bucket.whole and moved < fraction * owned:
+            moved, on_host, there = moved + share, on_host + share, there + state
+        else:
+            here += state
+    return on_host, there, here

@@ -1,0 +1,191 @@
+"""What a search found, as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megalite.config import Config
+from megalite.inventory import FLOPS_CONVENTION
+from megalite.planner.hardware import Hardware
+from megalite.planner.predict import Prediction
+from megalite.planner.search import Found, pareto
+from megalite.planner.search_space import layout_of
+
+GIB = 2**30
+
+
+def layout_text(config: Config, world_size: int) -> str:
+    """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; how stages differ is told by `stages_text`."""
+    layout = layout_of(config)
+    dp = world_size // layout.tensor_model_parallel_size // layout.pipeline_model_parallel_size
+    parts = [f"tp{layout.tensor_model_parallel_size}" + "+sp" * layout.sequence_parallel]
+    parts.append(f"pp{layout.pipeline_model_parallel_size}")
+    if layout.pipeline_model_parallel_size > 1:
+        parts[-1] += f"x{layout.chunks}" if layout.chunks > 1 else ""
+        parts[-1] += f" {Path(config.parallel.pipeline_schedule_file or layout.pipeline_schedule).name}"
+    parts += [f"dp{dp}" + f" zero{layout.zero_stage}" * (layout.zero_stage > 0), f"mb{layout.micro_batch_size}"]
+    listed = _recomputed(config)
+    parts += [f"recompute {listed if len(listed) < 28 else 'by stage'}"] if listed else []
+    parts += ["cut by cost"] if config.parallel.stage_layout.pipeline_model_parallel_layout is not None else []
+    return ", ".join(parts)
+
+
+def stages_text(config: Config) -> str:
+    """How stages differ, in full: the recomputed layers of each, the cut; empty where they do not."""
+    cut = config.parallel.stage_layout.pipeline_model_parallel_layout
+    parts = [f"recompute {_recomputed(config)}"] if len(config.model.recompute_num_layers or ()) > 1 else []
+    return "; ".join([*parts, f"stages {cut}"] if cut is not None else parts)
+
+
+def _recomputed(config: Config) -> str:
+    """`full`, `selective`, or the layers of every stage: `4,2,1,0x5 layers`."""
+    model = config.model
+    if model.recompute_granularity != "full" or model.recompute_method != "block":
+        return model.recompute_granularity or ""
+    numbers = model.recompute_num_layers or (1,)
+    if len(numbers) == 1:
+        return f"{numbers[0]} layer{'s' * (numbers[0] > 1)} a stage"
+    runs = [(number, len(list(run))) for number, run in groupby(numbers)]
+    return ",".join(f"{number}x{times}" if times > 1 else str(number) for number, times in runs) + " layers"
+
+
+def limit_of(prediction: Prediction, hardware: Hardware) -> str:
+    """What a faster run of this layout would need first."""
+    bubble = prediction.bubble_over_ideal / (1 + prediction.bubble_over_ideal)
+    step = prediction.step_time
+    shares = {
+        "pipeline bubble": bubble * prediction.parts["pipeline"] / step,
+        "data-parallel messages": prediction.parts["data_parallel"] / step,
+        "optimizer step": prediction.parts["optimizer"] / step,
+        "sums of shared weights": prediction.parts["shared_weights"] / step,
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    text = f"{worst} {shares[worst]:.0%}" if shares[worst] >= 0.05 else "computation"
+    full = prediction.memory_bytes / hardware.usable_bytes
+    return text + (f"; memory {full:.0%} full" if full > 0.9 else "")
+
+
+def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
+    """One candidate."""
+    return {
+        "layout": _layout(prediction),
+        "step_time_s": prediction.step_time,
+        "tokens_per_s": prediction.tokens_per_s,
+        "tflops_per_device": prediction.tflops_per_device,
+        "hardware_tflops_per_device": prediction.hardware_tflops_per_device,
+        "mfu": prediction.mfu,
+        "memory_bytes_per_rank": prediction.memory[prediction.fullest].by_term(),
+        "memory_bytes_of_pipeline_ranks": [memory.by_term() for memory in prediction.memory],
+        "fullest_pipeline_rank": prediction.fullest,
+        "bubble_over_ideal": prediction.bubble_over_ideal,
+        "step_time_parts_s": prediction.parts,
+        "limited_by": limit_of(prediction, hardware),
+    }
+
+
+def _layout(prediction: Prediction) -> dict[str, Any]:
+    """By the names of the flags; the last ones only where stages differ."""
+    model, parallel = prediction.config.model, prediction.config.parallel
+    layout = layout_of(prediction.config).as_dict(prediction.world_size)
+    if model.recompute_method == "block":
+        layout |= {"recompute_method": "block", "recompute_num_layers": list(model.recompute_num_layers or (1,))}
+    if parallel.stage_layout.pipeline_model_parallel_layout is not None:
+        layout["pipeline_model_parallel_layout"] = parallel.stage_layout.pipeline_model_parallel_layout
+    return layout
+
+
+def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
+    """Ranked, one line each; `*` marks the Pareto front of time against memory."""
+    front = {id(prediction) for prediction in pareto(predictions)}
+    rows = [("", "layout", "step s", "tokens/s", "TFLOP/s", "MFU", "GiB", "bubble", "limited by")]
+    for number, prediction in enumerate(predictions, 1):
+        rows.append(
+            (
+                f"{number}{'*' if id(prediction) in front else ' '}",
+                layout_text(prediction.config, prediction.world_size),
+                f"{prediction.step_time:.4g}",
+                f"{prediction.tokens_per_s:,.0f}",
+                f"{prediction.tflops_per_device:.4g}",
+                f"{prediction.mfu:.1%}",
+                gib(prediction.memory_bytes),
+                f"{max(prediction.bubble_over_ideal, 0.0):.1%}",  # rounding may leave less than nothing
+                limit_of(prediction, hardware),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in (1, 8) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def summary(found: Found, world_size: int, hardware: Hardware, top: int) -> str:
+    """The table with its legend."""
+    shown = found.predictions[:top]
+    best = shown[0]
+    lines = [
+        f"{world_size} x {hardware.name}, {hardware.devices_per_node} a node; {found.considered:,} layouts ranked, "
+        f"{len(found.predictions)} that fit simulated",
+        "",
+        table(shown, hardware),
+        "",
+        f"* Pareto front of time against memory. {FLOPS_CONVENTION}. Memory: of the fullest rank, of "
+        f"{gib(hardware.usable_bytes)} GiB that tensors may use. Bubble: idle time over work. "
+        "Limits: shares of the step.",
+    ]
+    memory = best.memory[best.fullest]
+    terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]
+    lines.append(f"1: GiB on pipeline rank {best.fullest}: {', '.join(terms)}")
+    lines.append(f"1: {cost_of_training(best, hardware)}")
+    lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p.config))]
+    return "\n".join(lines)
+
+
+def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
+    """Time and energy of the whole training."""
+    days, energy = budget(prediction, hardware)
+    tokens = prediction.config.total_train_samples(prediction.world_size) * prediction.config.model.seq_length
+    return f"{tokens_text(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}"
+
+
+def gib(nbytes: float) -> str:
+    """A column's number of GiB: three digits, and no more than one behind the point of ten and above."""
+    return f"{nbytes / GIB:.1f}" if nbytes >= 10 * GIB else f"{nbytes / GIB:.3g}"
+
+
+def tokens_text(tokens: float) -> str:
+    """`300 G`, `49.2 k`."""
+    unit, name = next(((u, n) for u, n in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if tokens >= u), (1.0, ""))
+    return f"{tokens / unit:,.4g}{name}"
+
+
+def time_text(days: float) -> str:
+    """`22.2 days`, `3.1 hours`, `40 seconds`."""
+    for unit, name in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
+        if days >= 1.5 * unit:
+            return f"{_digits(days / unit)} {name}"
+    return f"{_digits(days * 86400)} seconds"
+
+
+def energy_text(megawatt_hours: float) -> str:
+    """`355 MWh`, `12 kWh`, `0.2 Wh`."""
+    unit, name = next(((u, n) for u, n in ((1.0, "MWh"), (1e-3, "kWh")) if megawatt_hours >= u), (1e-6, "Wh"))
+    return f"{_digits(megawatt_hours / unit)} {name}"
+
+
+def _digits(number: float) -> str:
+    """Three digits, no exponent."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def budget(prediction: Prediction, hardware: Hardware) -> tuple[float, float]:
+    """(Days, MWh) of the whole training."""
+    seconds = prediction.config.train_iterations(prediction.world_size) * prediction.step_time
+    return seconds / 86400, seconds * prediction.world_size * hardware.power / 3.6e9

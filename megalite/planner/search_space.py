@@ -1,0 +1,192 @@
+"""The space of layouts: what may be chosen, and which choices are legal.
+
+A layout is legal if the product's own validator (`config.legal.problems`) finds nothing. Before it is asked, only what
+it would refuse for certain is left out (sizes that do not divide), so nothing legal is missed. Choices that run the
+same thing are listed once: no schedule but 1f1b at one pipeline rank, no sequence parallelism at one tensor-parallel
+rank, no ZeRO stage at one replica, no chunk number where the schedule has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from megalite.config import Config, all_options, problems, schedule_file
+from megalite.schedule import SCHEDULES, default_schedule, legal, resolve_chunks
+
+#: Fields of the configuration that are searched where the user did not give them.
+SEARCHED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_schedule",
+    "zero_stage",
+    "micro_batch_size",
+    "recompute_granularity",
+)
+
+
+class Sizes(NamedTuple):
+    """tensor, pipeline, data: ranks of each axis. micro: samples of a micro-batch."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One point of the space. recompute: none, selective or full (of whole layers, one by one, or as the user gave)."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    sequence_parallel: bool
+    pipeline_schedule: str
+    zero_stage: int
+    micro_batch_size: int
+    recompute_granularity: str | None
+
+    @property
+    def chunks(self) -> int:
+        return resolve_chunks(self.pipeline_schedule, self.virtual_pipeline_model_parallel_size)
+
+    def as_dict(self, world_size: int) -> dict[str, Any]:
+        """Fields by their flags' names, with the derived data-parallel size."""
+        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return asdict(self) | {"data_parallel_size": world_size // model_parallel}
+
+
+def apply(config: Config, layout: Layout) -> Config:
+    """The configuration with this layout."""
+    parallel = replace(
+        config.parallel,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        pipeline_schedule=None if config.parallel.pipeline_schedule_file else layout.pipeline_schedule,
+        zero_stage=layout.zero_stage,
+    )
+    model = config.model
+    if layout.recompute_granularity != model.recompute_granularity:
+        full = layout.recompute_granularity == "full"
+        model = replace(
+            model,
+            recompute_granularity=layout.recompute_granularity,
+            recompute_method="uniform" if full else None,
+            recompute_num_layers=(1,) if full else None,
+        )
+    training = replace(config.training, micro_batch_size=layout.micro_batch_size)
+    return replace(config, model=model, parallel=parallel, training=training)
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout that a configuration has."""
+    parallel = config.parallel
+    return Layout(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.sequence_parallel,
+        parallel.schedule,
+        parallel.zero_stage,
+        config.training.micro_batch_size,
+        config.model.recompute_granularity,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bool = False) -> Iterator[Layout]:
+    """Every layout that might be legal. given: fields that keep the value they have; stale: asynchronous schedules
+    too."""
+    for sizes in shapes(config, world_size, given):
+        yield from of_shape(config, given, sizes, stale=stale)
+
+
+def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[Sizes]:
+    """What divides: tensor-parallel, pipeline and data-parallel sizes, and the micro-batch."""
+    here = layout_of(config)
+    batch = config.training.global_batch_size
+    assert batch is not None, "a plan needs the global batch size"
+    sizes = _divisors(world_size)
+    for tp in [here.tensor_model_parallel_size] if "tensor_model_parallel_size" in given else sizes:
+        if config.model.num_attention_heads % tp or config.model.ffn_size % tp:
+            continue
+        for pp in [here.pipeline_model_parallel_size] if "pipeline_model_parallel_size" in given else sizes:
+            if world_size % (tp * pp) or (pp > config.model.num_layers and pp > 1):
+                continue
+            dp = world_size // (tp * pp)
+            if batch % dp:
+                continue
+            micro = [here.micro_batch_size] if "micro_batch_size" in given else _divisors(batch // dp)
+            yield from (Sizes(tp, pp, dp, size) for size in micro if (batch // dp) % size == 0)
+
+
+def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool) -> Iterator[Layout]:
+    """The layouts with these sizes: schedules, chunks, sequence parallelism, ZeRO stages, recomputation."""
+    here = layout_of(config)
+    tp, pp, dp, micro = sizes
+    assert config.training.global_batch_size is not None
+    m = config.training.global_batch_size // dp // micro
+    splits = [here.sequence_parallel] if "sequence_parallel" in given else [False, True] if tp > 1 else [False]
+    zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp > 1 else [0]
+    kinds: list[str | None] = [None, "full"] if config.model.attention_dropout == 0 else [None, "selective", "full"]
+    if here.recompute_granularity not in kinds:
+        kinds = [here.recompute_granularity, *kinds]
+    if "recompute_granularity" in given:
+        kinds = [here.recompute_granularity]
+    for name, chunks in _schedules(config, given, here, pp, m, stale):
+        for split in splits:
+            for zero in zeros:
+                for kind in kinds:
+                    yield Layout(tp, pp, chunks, split, name, zero, micro, kind)
+
+
+def _schedules(
+    config: Config, given: frozenset[str], here: Layout, pp: int, m: int, stale: bool
+) -> Iterator[tuple[str, int | None]]:
+    """(Schedule, chunks per rank)."""
+    if "pipeline_schedule" in given or config.parallel.pipeline_schedule_file is not None:
+        names = [here.pipeline_schedule]
+    elif pp == 1:
+        names = [default_schedule(None)]
+    else:
+        names = [name for name in SCHEDULES if stale or not SCHEDULES[name].asynchronous]
+    fixed = "virtual_pipeline_model_parallel_size" in given
+    for name in names:
+        if fixed:
+            chunks: list[int | None] = [here.virtual_pipeline_model_parallel_size]
+        elif SCHEDULES[name].num_chunks is not None or pp == 1:
+            chunks = [None]
+        else:
+            most = max(1, config.model.num_layers // pp)
+            chunks = [v for v in range(max(2, SCHEDULES[name].min_chunks), most + 1)]
+        for v in chunks:
+            if config.parallel.pipeline_schedule_file is not None or not legal(name, pp, m, v):
+                yield name, v
+
+
+def legal_layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bool = False) -> list[Layout]:
+    """Every layout of the space for which the validator finds no problem."""
+    found = layouts(config, world_size, given, stale=stale)
+    return [layout for layout in found if not reasons_against(config, world_size, layout)]
+
+
+def reasons_against(config: Config, world_size: int, layout: Layout) -> list[str]:
+    """What the product's validator says of this layout; data, checkpoints and logging are not what is planned."""
+    config = apply(config, layout)
+    return problems(config, world_size, broken=_not_planned()) or list(schedule_file(config, world_size))
+
+
+@cache
+def _not_planned() -> frozenset[str]:
+    options = all_options()
+    return frozenset(name for name, option in options.items() if option.section in ("data", "checkpoint", "logging"))

@@ -1,0 +1,1 @@
+"""Drawings of timelines, planned or measured: text, SVG and HTML, Chrome traces."""

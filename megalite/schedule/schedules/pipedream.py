@@ -1,0 +1,73 @@
+"""PipeDream: 1F1B without flushes, one update per micro-batch, weight stashing (Narayanan et al. 2019,
+arXiv:1806.03377).
+
+    p=2, m=2, two batches
+    rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 .. B3-B3
+    rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 .. ..
+
+A forward uses the newest weights of its own stage, the backward of the same micro-batch the same (stashed) ones. Stage
+r runs w_r = p-1-r forwards ahead, so micro-batch k meets version max(k - w_r, 0): gradients are p-1-r updates old,
+differently on each stage, and rank r keeps p-r versions. An iteration is the m micro-batches of the global batch.
+Because a decision to stop is taken one batch ahead, the forwards may not run further than that: m >= p-1.
+"""
+
+from megalite.schedule.action import Action
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Batch, Peak, Program
+from megalite.schedule.schedules.no_flush import window
+from megalite.schedule.shape import Schedule, Shape
+
+
+def build(shape: Shape) -> Program:
+    p = shape.p
+
+    def order(rank: int, batch: Batch) -> list[Action]:
+        warmup = p - 1 - rank
+        return list(
+            window(
+                rank,
+                batch,
+                warmup=warmup,
+                delay=lambda size: 0,
+                version=lambda microbatch, _: max(microbatch - warmup, 0),
+                step_per_microbatch=True,
+            )
+        )
+
+    return Program(
+        name="pipedream",
+        placement=loop(p),
+        num_microbatches=shape.m,
+        order=order,
+        weight_versions=tuple(p - rank for rank in range(p)),
+        peak_activations=tuple(Peak(p - rank) for rank in range(p)),
+        staleness=tuple(p - 1 - rank for rank in range(p)),
+        asynchronous=True,
+        update_per_microbatch=True,
+        consistent=p == 1,
+    )
+
+
+def problems(shape: Shape) -> list[str]:
+    if shape.m >= shape.p - 1:
+        return []
+    return [
+        f"--pipeline-schedule=pipedream: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
+        f"{shape.p - 1} forwards ahead, beyond the next batch (m >= p-1 = {shape.p - 1}); raise --global-batch-size or "
+        "use --pipeline-schedule=1f1b"
+    ]
+
+
+_OWN_STEP = "every stage steps after every micro-batch, so nothing can be sharded between steps"
+
+SCHEDULE = Schedule(
+    "pipedream",
+    "PipeDream: no flush, one update per micro-batch, stashed weights",
+    "Narayanan et al. 2019, arXiv:1806.03377",
+    build,
+    problems,
+    asynchronous=True,
+    update_per_microbatch=True,
+    zero_excluded={1: _OWN_STEP, 2: _OWN_STEP, 3: _OWN_STEP},
+    idle=lambda f, i, w, v: 0.0,
+)

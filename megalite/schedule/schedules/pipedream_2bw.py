@@ -1,0 +1,110 @@
+"""PipeDream-2BW: 1F1B without flushes, on two weight versions (Narayanan et al. 2021, arXiv:2006.09503).
+
+    p=2, m=2, three batches: {0, 1}, {2, 3}, {4, 5}
+    rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 F4 B3-B3 F5 B4-B4 .. B5-B5
+    rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 F4 B4-B4 F5 B5-B5 .. ..
+
+Batch t is computed, forward and backward and on every stage, on weights one update old, and its update is applied to
+the newest:
+
+    W(t+1) = W(t) - lr * g_t(W(t-1)),    W(-1) := W(0)
+
+so micro-batches of batch t use version max(t-1, 0). Version t-1 dies when batch t, its last user, is done, which is
+when version t+1 is written: two copies suffice. The bubble (p-1)(tF+tB) is paid once per run instead of once per batch.
+
+Bound: the first forward of batch t+2 needs version t+1 and runs in slot end(t+1) - w_r on rank r (w_r = p-1-r), the
+update t can run after slot end(t) - 1; so m >= w_r for all ranks: m >= p-1. The m - w_r slots between are slack, in
+which the data-parallel reduction, the tied embeddings and the global norm travel while the pipeline computes: clipping
+is exact and free. Rank r finishes its backwards r tB before rank 0. Its share of the norm leaves when rank 0's does
+(NORM), and nobody waits for the sum until STEP, two slots later where there are as many.
+"""
+
+from megalite.schedule.action import Action
+from megalite.schedule.placement import loop
+from megalite.schedule.program import Batch, Peak, Program
+from megalite.schedule.schedules.no_flush import window
+from megalite.schedule.shape import Schedule, Shape
+
+
+def norm_delay(rank: int, p: int, m: int) -> int:
+    """Slots of batch t + 1 (of m micro-batches) that `rank` runs between its last backward of batch t and NORM t.
+
+    r tB in slots of tF + tB, with tB = 2 tF; one more for the reduction where three are left after it.
+    """
+    return (2 * rank + 2) // 3 + (1 if m - (p - 1) >= 3 else 0)
+
+
+def step_delay(rank: int, p: int, m: int) -> int:
+    """The same between the last backward of batch t and STEP t."""
+    return min(m - (p - 1 - rank), norm_delay(rank, p, m) + 2)
+
+
+def version(microbatch: int, batch: Batch) -> int:
+    """Weights of the update before the newest that this batch could have; batches 0 and 1 both use the initial ones."""
+    own = batch.iteration if microbatch < batch.end else batch.iteration + 1
+    return max(own - 1, 0)
+
+
+def build(shape: Shape) -> Program:
+    p = shape.p
+
+    def order(rank: int, batch: Batch) -> list[Action]:
+        return list(
+            window(
+                rank,
+                batch,
+                warmup=p - 1 - rank,
+                delay=lambda size: step_delay(rank, p, size) if p > 1 else 0,
+                version=version,
+                step_per_microbatch=False,
+                norm_delay=norm_delay(rank, p, batch.next_size),
+            )
+        )
+
+    return Program(
+        name="2bw",
+        placement=loop(p),
+        num_microbatches=shape.m,
+        order=order,
+        weight_versions=(2,) * p,
+        peak_activations=tuple(Peak(p - rank) for rank in range(p)),
+        staleness=(1,) * p,
+        asynchronous=True,
+        gradient_buffers=2 if p > 1 else 1,
+    )
+
+
+def problems(shape: Shape) -> list[str]:
+    if shape.m >= shape.p - 1:
+        return []
+    return [
+        f"--pipeline-schedule=2bw: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
+        f"{shape.p - 1} forwards ahead and would need weights before their update (m >= p-1 = {shape.p - 1}); raise "
+        "--global-batch-size or use --pipeline-schedule=1f1b"
+    ]
+
+
+def warnings(shape: Shape) -> list[str]:
+    if shape.m >= shape.p:
+        return []
+    return [
+        f"--pipeline-schedule=2bw: m = p-1 = {shape.m} leaves no slack on rank 0 between an update and its first use: "
+        f"reduction and norm are not hidden; m >= p = {shape.p} micro-batches per batch is faster"
+    ]
+
+
+SCHEDULE = Schedule(
+    "2bw",
+    "PipeDream-2BW: no flush, two weight versions, gradients one update old",
+    "Narayanan et al. 2021, arXiv:2006.09503",
+    build,
+    problems,
+    warnings,
+    asynchronous=True,
+    flush_schedule="1f1b",
+    zero_excluded={
+        2: "gradient shards of an unflushed pipeline would be reduced once per micro-batch",
+        3: "gathering weights would need both weight versions at once",
+    },
+    idle=lambda f, i, w, v: 0.0,
+)

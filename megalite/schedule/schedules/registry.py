@@ -1,0 +1,116 @@
+"""The table of schedules: adding one is a file beside this one and a line here."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from megalite.errors import ScheduleError
+from megalite.schedule.program import Program
+from megalite.schedule.schedules import (
+    breadth_first,
+    chimera,
+    dualpipe_v,
+    eager_1f1b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from megalite.schedule.shape import Schedule, Shape
+
+_MODULES = (
+    gpipe,
+    one_f_one_b,
+    eager_1f1b,
+    pipedream,
+    pipedream_2bw,
+    interleaved,
+    breadth_first,
+    zb_h1,
+    zb_h2,
+    zb_v,
+    chimera,
+    dualpipe_v,
+)
+
+SCHEDULES = MappingProxyType({module.SCHEDULE.name: module.SCHEDULE for module in _MODULES})
+"""Name -> Schedule, in the order of the gallery."""
+
+ALIASES = MappingProxyType({alias: entry.name for entry in SCHEDULES.values() for alias in entry.aliases})
+"""Other names that people know a schedule by -> its name."""
+
+
+def find(name: str) -> Schedule:
+    """The schedule called `name` or with this alias. Raises ScheduleError that lists all names."""
+    schedule: Schedule | None = SCHEDULES.get(ALIASES.get(name, name))
+    if schedule is None:
+        raise ScheduleError(f"--pipeline-schedule={name}: no such schedule; one of {', '.join([*SCHEDULES, *ALIASES])}")
+    return schedule
+
+
+def default_schedule(num_chunks: int | None) -> str:
+    """What runs when nothing is asked for: interleaved if a rank holds several chunks, else 1f1b."""
+    return "interleaved" if num_chunks is not None and num_chunks > 1 else "1f1b"
+
+
+def resolve_chunks(name: str, num_chunks: int | None) -> int:
+    """Chunks per rank: the given number, or the schedule's own (2 for V shapes, else its smallest)."""
+    schedule = find(name)
+    return num_chunks if num_chunks is not None else (schedule.num_chunks or schedule.min_chunks)
+
+
+def legal(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
+) -> list[str]:
+    """Reasons why this schedule cannot run in this shape, each a full sentence for the user; empty if it can."""
+    schedule = find(name)
+    shape = Shape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
+    reasons = [f"--pipeline-schedule={name}: {what} = {n}, must be 1 or more" for what, n in _counts(shape) if n < 1]
+    if reasons:
+        return reasons
+    if schedule.num_chunks is not None and shape.v != schedule.num_chunks:
+        reasons.append(
+            f"--virtual-pipeline-model-parallel-size={shape.v}: {schedule.name} has {schedule.num_chunks} "
+            f"chunk{'s' * (schedule.num_chunks > 1)} per rank; leave it out, or use --pipeline-schedule=interleaved"
+        )
+    elif shape.v < schedule.min_chunks:
+        reasons.append(
+            f"--virtual-pipeline-model-parallel-size={shape.v}: {schedule.name} needs {schedule.min_chunks} or more "
+            "chunks per rank; raise it, or use --pipeline-schedule=1f1b"
+        )
+    if shape.f != 1 and not schedule.paired:
+        reasons.append(
+            f"--chimera-pairs={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
+            "--pipeline-schedule=chimera"
+        )
+    return reasons + schedule.problems(shape)
+
+
+def warnings(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
+) -> list[str]:
+    """Legal, but there is something the user should know (2BW with m = p-1)."""
+    return find(name).warnings(Shape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs))
+
+
+def build(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
+) -> Program:
+    """The computations and STEPs of a schedule (`passes.lower` adds the rest).
+
+    num_ranks: p. num_microbatches: m per batch. num_chunks: v per rank. num_pairs: Chimera's f.
+    Raises ScheduleError with every reason why the shape is illegal.
+    """
+    reasons = legal(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
+    if reasons:
+        raise ScheduleError("\n".join(reasons))
+    return find(name).build(Shape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs))
+
+
+def _counts(shape: Shape) -> list[tuple[str, int]]:
+    names = ("number of ranks", "micro-batches per batch", "chunks per rank", "pairs of pipelines")
+    return list(zip(names, shape, strict=True))

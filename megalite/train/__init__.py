@@ -1,0 +1,29 @@
+"""The training run: from a configuration to its last checkpoint.
+
+::
+
+    Config -- run.py:open_run --> build.py: model, optimizer, program;  run_data.py: data --> Trainer.train()
+                                                                                          |  StepStats, records
+                                                                                          v
+                                                            megalite.observe: console, metrics.jsonl, trackers, profiler
+
+    run             the composition root: `open_run` is the one place that knows all rooms
+    build           the model, its pipeline and its optimizer on this rank
+    trainer         the loop: decide, step, tell
+    batch_reader, update    micro-batches by number and their weights; what REDUCE, NORM and STEP mean
+    run_data, validation    the run's data; evaluation through the same pipeline
+    starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
+    param_schedules, matmul_precision   learning rate and weight decay over a run; how fp32 products are computed
+    dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
+    exits           when to stop: interval, duration, signal, agreed by all ranks
+
+Invariants: no layout changes what is computed (`tests/equivalence`); a run that is stopped anywhere goes on with the
+same bits (`tests/faults`).
+"""
+
+from megalite.train.build import Schedules, build_model, optimizer_factory, parameter_dtype, wide_dtype, zero_options
+from megalite.train.dry_run import dry_run
+from megalite.train.run import open_run, run_training
+from megalite.train.run_data import open_datasets, resolve_tokenizer
+from megalite.train.starting_point import config_of, offer_of
+from megalite.train.update import Hyperparameters, Updater

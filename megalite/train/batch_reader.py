@@ -1,0 +1,134 @@
+"""Feed: hands the pipeline its micro-batches by global number, and says how much each one's loss weighs.
+
+The sampler is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
+reads the same samples by itself and nothing is broadcast.
+
+The factor of a micro-batch turns its summed loss into its share of the batch's loss; gradients then need only be
+added up:
+
+    default                         loss_scale / (tokens of the micro-batch * m * dp)    mean of micro-batch means
+    --calculate-per-token-loss      loss_scale / (tokens of the whole global batch)      mean over tokens
+
+A token counts where the loss mask is 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Axis, all_reduce_
+from megalite.microbatch import Microbatch
+
+
+class Loader(Protocol):
+    """What the data room gives: this replica's micro-batches of the next global batch."""
+
+    def next_batch(self, global_batch_size: int) -> list[Microbatch]: ...
+
+    def skip(self, samples: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One global batch: its number, its first micro-batch's global number, this replica's micro-batches and their
+    weights."""
+
+    number: int
+    first: int
+    samples: int
+    loss_scale: float
+    microbatches: list[Microbatch]
+    factors: list[Tensor]
+
+
+class Feed:
+    """Fetches batches on demand and forgets them when asked to.
+
+    dp_size: data-parallel replicas. tokens_over: the axis over which tokens are counted, so that each has the same
+    weight (None: each micro-batch has). loss_scale: number of a batch -> the scale that it is computed with, asked
+    when it is begun. loss_dtype: fp32, or fp64 in fp64 mode.
+    """
+
+    def __init__(
+        self,
+        loader: Loader | None,
+        *,
+        dp_size: int,
+        tokens_over: Axis | None,
+        device: torch.device,
+        loss_dtype: torch.dtype,
+        loss_scale: Callable[[int], float],
+    ) -> None:
+        self._loader = loader
+        self._dp_size = dp_size
+        self._tokens_over = tokens_over
+        self._device = device
+        self.loss_dtype = loss_dtype
+        self._seconds = 0.0
+        self._loss_scale = loss_scale
+        self._plan: dict[int, tuple[int, int]] = {}
+        self._batches: dict[int, Batch] = {}
+
+    def plan(self, number: int, *, first: int, samples: int) -> None:
+        """Announces batch `number`: its micro-batches are numbered from `first`, it holds `samples` samples over all
+        replicas."""
+        self._plan[number] = (first, samples)
+
+    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
+        """The micro-batch with this global number and the factor of its summed loss."""
+        batch = self.batch(self.number_of(microbatch))
+        index = microbatch - batch.first
+        return batch.microbatches[index], batch.factors[index]
+
+    def number_of(self, microbatch: int) -> int:
+        """The batch that the micro-batch belongs to."""
+        return max(number for number, (first, _) in self._plan.items() if first <= microbatch)
+
+    def share_of_loss(self, microbatch: int) -> tuple[int, Tensor]:
+        """(batch, what the micro-batch's summed loss is multiplied with to be its share of the batch's mean loss)."""
+        batch = self.batch(self.number_of(microbatch))
+        return batch.number, batch.factors[microbatch - batch.first] / batch.loss_scale
+
+    def batch(self, number: int) -> Batch:
+        """The batch with this number, fetched in order."""
+        if number not in self._batches:
+            first, samples = self._plan[number]
+            began = time.perf_counter()
+            assert self._loader is not None, "a run that only evaluates reads no training data"
+            local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
+            self._seconds += time.perf_counter() - began
+            scale = self._loss_scale(number)
+            self._batches[number] = Batch(number, first, samples, scale, local, self._factors(local, scale))
+        return self._batches[number]
+
+    def pass_over(self, samples: int) -> None:
+        """Consumes a global batch that is not used."""
+        if self._loader is not None:
+            self._loader.skip(samples)
+
+    def take_seconds(self) -> float:
+        """Seconds spent waiting for data since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def forget(self, number: int) -> None:
+        """Releases everything up to batch `number`."""
+        for old in [n for n in self._plan if n <= number]:
+            self._plan.pop(old)
+            self._batches.pop(old, None)
+
+    def _factors(self, microbatches: list[Microbatch], scale: float) -> list[Tensor]:
+        tokens = torch.stack([mb.loss_mask.to(self.loss_dtype).sum() for mb in microbatches])
+        if self._tokens_over is not None:
+            total = tokens.sum()
+            all_reduce_(total, self._tokens_over)
+            weights = torch.ones_like(tokens) / total.clamp(min=1)
+        else:
+            weights = 1.0 / (tokens.clamp(min=1) * (len(microbatches) * self._dp_size))
+        return list((weights * scale).unbind())

@@ -1,0 +1,234 @@
+"""What a rank trains: its mesh, its program, its stages of the model, and the optimizer over them.
+
+config, world -> mesh -> schedule program -> layer specs -> partition -> stages -> buffers -> optimizer -> executor
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from megalite.comm import Axis, ParallelMesh, TensorSpec
+from megalite.config import UPDATE_RULES, Config, flat
+from megalite.gradient import WeightGradQueue
+from megalite.inventory import FAMILIES, boundary_shape, lowered
+from megalite.models import LayerSpec, build_stack, layer_specs
+from megalite.nn import LayerStack, fill
+from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
+from megalite.optim import Hyperparameters as OptimizerSettings
+from megalite.parallel.pipeline import SharedGradient, Stage, StageKey, holders
+from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
+from megalite.parallel.zero import (
+    ActivationOffload,
+    MakeOptimizer,
+    ParameterBuffers,
+    ShardedOptimizer,
+    ZeroOptions,
+    stage_buffers,
+)
+from megalite.schedule import Placement, Program, find, validate
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """--bf16, --fp16, --fp64, else fp32."""
+    return DTYPES[config.training.precision.name]
+
+
+def wide_dtype(config: Config) -> torch.dtype:
+    """The wider of fp32 and the parameter dtype: masters, gradients, losses."""
+    return torch.promote_types(torch.float32, parameter_dtype(config))
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The pipeline programs of a run: one for each number of micro-batches (ramp-up), flush ones for the first
+    steps."""
+
+    config: Config
+
+    def program(self, num_microbatches: int, iteration: int) -> Program:
+        """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
+        parallel = self.config.parallel
+        flush = find(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
+        return self._lowered(flush or parallel.schedule, num_microbatches)
+
+    def full(self, world_size: int) -> Program:
+        """The program of a full batch once the first, flushed steps are over."""
+        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
+
+    def _lowered(self, name: str, num_microbatches: int) -> Program:
+        key = (name, num_microbatches)
+        if key not in self._cache:
+            self._cache[key] = lowered(self.config, num_microbatches, name)
+            validate(self._cache[key])
+        return self._cache[key]
+
+    @cached_property
+    def _cache(self) -> dict[tuple[str, int], Program]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's part of the model: its stages, their buffers and the optimizer over them."""
+
+    stages: dict[StageKey, Stage]
+    buffers: dict[StageKey, list[ParameterBuffers]]
+    optimizer: ShardedOptimizer
+    placement: Placement
+    shared: SharedGradient
+    num_slots: int
+    update_per_microbatch: bool
+
+
+def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
+    """Builds, initialises and shards this rank's stages. `cuts[s]`: indices of stage s in the list of layers."""
+    specs = layer_specs(config.model)
+    placement = program.placement
+    rank = mesh.coordinate("pp")
+    num_slots = program.weight_versions[rank]
+    tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
+    replica_axes = _replica_axes(mesh, placement)
+    families = {"dense": mesh.family("dense")}
+    stages: dict[StageKey, Stage] = {}
+    buffers: dict[StageKey, list[ParameterBuffers]] = {}
+    for key in placement.stages_of(rank):
+        queue = WeightGradQueue()
+        own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
+        modules = [_build_module(own, mesh, items, queue, device) for _ in range(num_slots)]
+        stages[key] = Stage(
+            modules,
+            queue,
+            spec=boundary_spec(config, device),
+            is_first=key[0] == 0,
+            is_last=key[0] == placement.num_stages - 1,
+        )
+        buffers[key] = stage_buffers(
+            [module.logical_parameters() for module in modules],
+            families,
+            beside=[made for stage in buffers.values() for made in stage],
+            options=zero_options(config),
+            tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
+            counts_tied=key == (0, 0),
+            replica=key[1],
+            num_gradients=program.gradient_buffers,
+            keep_gradients=program.keeps_gradients,
+            whole=UPDATE_RULES[config.optimizer.optimizer].whole,
+            extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
+            fill=partial(fill, seed=config.training.seed),
+            device=device,
+        )
+        for module in modules:
+            buffers[key][0].attach(module.ordered(), *buffers[key][1:])
+            blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
+            ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
+    tied_at = holders(placement) if tied_apart else []
+    optimizer = ShardedOptimizer(
+        [made for stage in buffers.values() for made in stage],
+        make_optimizer=optimizer_factory(config),
+        norm_axis=_norm_axis(config, mesh, program),
+        offload_fraction=offload_fraction(config),
+        store_param_remainders=config.optimizer.store_param_remainders,
+    )
+    return Model(
+        stages,
+        buffers,
+        optimizer,
+        placement,
+        SharedGradient(mesh.through(tied_at, apart="embedding")),
+        num_slots,
+        program.update_per_microbatch,
+    )
+
+
+def _build_module(
+    config: Config, mesh: ParallelMesh, specs: list[LayerSpec], queue: WeightGradQueue, device: torch.device
+) -> LayerStack:
+    context = LayerContext(
+        tp=mesh["tp"],
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=parameter_dtype(config),
+        device=device,
+        seed=config.training.seed,
+        weight_grads=queue,
+        deferred=True,
+    )
+    stack = build_stack(config.model, specs, context)
+    if config.training.compile:
+        stack.compile_blocks()
+    return stack
+
+
+def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
+    """The ranks that hold one copy of the model and, where it is sharded, of the optimizer's state."""
+    shards = FAMILIES["dense"].shard if config.parallel.zero_stage else ()
+    # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
+    pipeline = () if program.update_per_microbatch else ("pp",)
+    return mesh.over("tp", *shards, *pipeline)
+
+
+def _replica_axes(mesh: ParallelMesh, placement: Placement) -> dict[int, Axis]:
+    """For schedules that hold a stage more than once (Chimera): stage -> the axis through its holders."""
+    if placement.num_replicas == 1:
+        return {}
+    axes = {}
+    for stage in range(placement.num_stages):
+        ranks = sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas)})
+        axes[stage] = mesh.through(ranks, apart=f"stage{stage}")
+    return {stage: axis for stage, axis in axes.items() if axis.size > 1}
+
+
+def zero_options(config: Config) -> ZeroOptions:
+    parallel = config.parallel
+    return ZeroOptions(
+        stage=parallel.zero_stage,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+        grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
+    )
+
+
+def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
+    """What crosses between stages."""
+    dtype = wide_dtype(config) if config.model.fp32_residual_connection else parameter_dtype(config)
+    return TensorSpec(boundary_shape(config), dtype, device)
+
+
+def optimizer_factory(config: Config) -> MakeOptimizer:
+    """Parameter groups -> the update rule of `--optimizer` with its settings."""
+    settings = config.optimizer
+    names = {f.name for f in dataclasses.fields(OptimizerSettings)}
+    values = {name: value for name, value in flat(settings).items() if name in names}
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        values[name] = DTYPES[values[name]]
+    chosen = OptimizerSettings(**values)
+    return lambda groups: OPTIMIZERS[settings.optimizer](groups, chosen)
+
+
+def offload_fraction(config: Config) -> float:
+    """Part of the masters and moments that lives in host memory."""
+    return config.optimizer.offload.fraction
+
+
+def build_scaler(config: Config) -> LossScaler:
+    """fp16: constant or dynamic scale; every other precision needs none."""
+    settings = config.training.loss_scaling
+    if not config.training.precision.fp16:
+        return ConstantLossScaler()
+    if settings.loss_scale is not None:
+        return ConstantLossScaler(settings.loss_scale, skips_non_finite=True)
+    return DynamicLossScaler(
+        initial_scale=settings.initial_loss_scale,
+        min_scale=settings.min_loss_scale,
+        window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+    )

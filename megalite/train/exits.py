@@ -1,0 +1,155 @@
+"""When a run ends before its last iteration: by interval, by duration, or because it is asked to (SIGTERM, SIGUSR1,
+SIGHUP).
+
+The decision is one for all ranks, and it is taken *before* the iteration after which the run ends: an asynchronous
+schedule starts forwards of the next batch inside the current one, so it must know by then whether there is a next.
+
+    before iteration t:   decide(t)  ->  None, or why the run ends after t
+
+A signal reaches ranks at different times, or only one of them. Each rank votes with what it knows, the largest vote
+counts. On a GPU the vote is read one iteration later, when it is long there, so that the host never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from types import FrameType
+from typing import Any
+
+import torch
+
+from megalite.comm import Axis, agree_max, all_reduce_
+from megalite.config import TrainingConfig
+
+logger = logging.getLogger(__name__)
+
+#: The other two values of `"status"` in the summary line of metrics.jsonl.
+COMPLETED = "completed"
+FAILED = "failed"
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class ExitReason(StrEnum):
+    """Why a run ended early; the value is the `"status"` of its summary line."""
+
+    INTERVAL = "exit_interval"
+    DURATION = "exit_duration"
+    SIGNAL = "exit_signal"
+    SAVE_FAILED = "save_failed"
+
+
+class ExitPolicy:
+    """Decides, the same way on all ranks, after which iteration the run ends.
+
+    Use as a context manager: signal handlers are installed on entry (unless `--no-exit-signal-handler`) and those
+    that stood before are put back on exit. A handler only takes a note, so a signal, or a second one, that arrives in
+    the middle of a checkpoint never interrupts it.
+
+    Args:
+        config: `exit_interval`, `exit_duration_in_mins`, `exit_signal_handler`.
+        world: axis of all ranks.
+        device: where the vote travels; on a GPU it is read one iteration late.
+        clock: seconds, monotonic; the duration counts from the making of this object.
+        save_has_failed: whether this rank knows of a background save that came to nothing.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        world: Axis,
+        *,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+        save_has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._config = config
+        self._save_has_failed = save_has_failed
+        self._clock = clock
+        self._began = clock()
+        self._received: int | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        # Only these can be seen differently by different ranks; without them no message is exchanged.
+        self._votes = config.exit_signal_handler or config.exit_duration_in_mins is not None
+        self._ballot = _DeferredBallot(world, device) if device.type == "cuda" else _Ballot(world)
+
+    def __enter__(self) -> ExitPolicy:
+        # Python delivers signals to the main thread only and refuses handlers elsewhere.
+        if self._config.exit_signal_handler and threading.current_thread() is threading.main_thread():
+            # What was started under `nohup` goes on without the terminal.
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            heard = [number for number in _SIGNALS if number != signal.SIGHUP or not nohup]
+            self._previous = {number: signal.signal(number, self._note) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def decide(self, iteration: int) -> ExitReason | None:
+        """Why the run ends after `iteration`, which is about to start, or None. Collective over the world."""
+        interval = self._config.exit_interval
+        agreed = self._ballot.vote(self._wish()) if self._votes else None
+        if agreed is not None:
+            if agreed is ExitReason.SIGNAL and self._received is not None:
+                name = signal.Signals(self._received).name
+                logger.warning("received %s: this run ends after iteration %d", name, iteration)
+            return agreed
+        return ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
+
+    def _wish(self) -> ExitReason | None:
+        if self._save_has_failed():
+            return ExitReason.SAVE_FAILED
+        if self._received is not None:
+            return ExitReason.SIGNAL
+        minutes = self._config.exit_duration_in_mins
+        if minutes is not None and self._clock() - self._began >= 60 * minutes:
+            return ExitReason.DURATION
+        return None
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        # Nothing but this: the handler runs between any two instructions, perhaps while a log line is being written.
+        self._received = number
+
+
+_REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED)
+
+
+class _Ballot:
+    """A vote whose result is there at once."""
+
+    def __init__(self, world: Axis) -> None:
+        self._world = world
+
+    def vote(self, wish: ExitReason | None) -> ExitReason | None:
+        return _REASONS[int(agree_max(_REASONS.index(wish), self._world))]
+
+
+class _DeferredBallot(_Ballot):
+    """A vote whose result is read at the next one: the reduction and its copy to the host have then long happened."""
+
+    def __init__(self, world: Axis, device: torch.device) -> None:
+        super().__init__(world)
+        self._device = device
+        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._arrived: torch.cuda.Event | None = None
+
+    def vote(self, wish: ExitReason | None) -> ExitReason | None:
+        if self._world.size == 1:
+            return wish
+        result = 0
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            result = int(self._host.item())
+        ballot = torch.full((1,), _REASONS.index(wish), dtype=torch.int32, device=self._device)
+        all_reduce_(ballot, self._world, op="max")
+        self._host.copy_(ballot, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+        return _REASONS[result]

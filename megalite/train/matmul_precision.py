@@ -1,0 +1,118 @@
+"""`--float32-matmul-precision`: how fp32 matrix products are computed.
+
+    highest   the library's default path: what tests and equality use
+    high      on GPUs tf32 or split bf16
+    medium    on GPUs bf16; on CPUs without bf16 matrix instructions another library (oneDNN) with plain fp32 products
+    auto      times the modes on this model's own product shapes and takes a faster one only where it is faster and its
+              error stays in fp32's class
+
+The choice is one for all ranks: a product must not depend on where it is computed. And it is one for the whole run: a
+checkpoint holds it, so that a resume on the same type of device stays bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalite.comm import Axis, agree_max
+from megalite.config import Config
+
+logger = logging.getLogger(__name__)
+
+META = "float32_matmul_precision"
+MODES = ("highest", "high", "medium")
+# fp32's class: the error of a product of k terms in fp32 grows like sqrt(k) * 2^-24; tf32 (2^-11) is far outside.
+ERROR_CLASS = 4.0
+WORTH_IT = 1.05
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class MatmulChoice:
+    """mode: one of `MODES`. device: the type of device it was chosen for. kept: it comes from a checkpoint."""
+
+    mode: str
+    device: str
+    kept: bool = False
+
+    def to_meta(self) -> dict[str, Any]:
+        """The JSON form that a checkpoint holds under `META`."""
+        return {"mode": self.mode, "device": self.device}
+
+
+def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, earlier: Any = None) -> MatmulChoice:
+    """Sets torch's mode. Collective over the world.
+
+    earlier: what the checkpoint that the run goes on from has under `META`, None for a run of its own: `auto` keeps
+    that choice on the same type of device.
+    """
+    training, kept = config.training, False
+    mode = training.float32_matmul_precision
+    if mode == "auto" and training.precision.name != "fp32":
+        mode = "highest"
+    elif mode == "auto":
+        chosen = dict(earlier) if isinstance(earlier, dict) else {}
+        kept = chosen.get("device") == device.type and chosen.get("mode") in MODES
+        mode = chosen["mode"] if kept else _measure(config, device, world)
+    torch.set_float32_matmul_precision(mode)
+    return MatmulChoice(mode, device.type, kept)
+
+
+def _measure(config: Config, device: torch.device, world: Axis) -> str:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    rows = min(config.training.micro_batch_size * model.seq_length, 4096)
+    shapes = [(rows, model.hidden_size, model.ffn_size // tp), (rows, model.ffn_size // tp, model.hidden_size)]
+    results = {mode: _time_and_error(shapes, mode, device) for mode in MODES}
+    base_time, base_error = results["highest"]
+    best = "highest"
+    for mode in MODES[1:]:
+        seconds, error = results[mode]
+        fits = error <= max(ERROR_CLASS * base_error, 1e-6)
+        # Every rank must find it worth it: the slowest ratio and the worst error decide.
+        slowest = agree_max(seconds * WORTH_IT / base_time if fits else float("inf"), world)
+        if slowest < 1.0 and seconds < results[best][0]:
+            best = mode
+    best = MODES[int(agree_max(MODES.index(best), world))]
+    if best != "highest":
+        speed = base_time / results[best][0]
+        logger.info("fp32 matrix products: mode %r, %.2f x the default's speed, error of fp32's class", best, speed)
+    return best
+
+
+def _time_and_error(shapes: list[tuple[int, int, int]], mode: str, device: torch.device) -> tuple[float, float]:
+    """(seconds, largest relative error) of products of these shapes in one mode."""
+    generator = torch.Generator().manual_seed(0)
+    seconds, worst = 0.0, 0.0
+    with _mode(mode):
+        for n, k, m in shapes:
+            a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((n, k), (k, m)))
+            sample = a[:64].double() @ b.double()
+            result = a @ b
+            error = (result[:64].double() - sample).norm() / sample.norm()
+            worst = max(worst, float(error))
+            times = []
+            for _ in range(ROUNDS):
+                begin = time.perf_counter()
+                result = a @ b
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - begin)
+            seconds += min(times)
+    return seconds, worst
+
+
+@contextmanager
+def _mode(mode: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(mode)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

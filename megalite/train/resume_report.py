@@ -1,0 +1,137 @@
+"""What a run that begins with a checkpoint says of it: what came from there, what from the flags, what has changed.
+
+resumed from  runs/a/iter_0000100 (saved by 2 ranks)
+checkpoint    iteration 100, 800 samples consumed, weights, optimizer state, seed 1234
+flags         schedules of learning rate and weight decay (--override-opt-param-scheduler)
+changed       layout: pp2, schedule 1f1b -> tp2, ZeRO stage 1; --lr 0.001 -> 0.0005
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalite.config import SECTIONS, Config, Option, effective, flat, options_of, show
+from megalite.observe import Record, describe_layout
+from megalite.train.param_schedules import Settled
+from megalite.train.starting_point import StartingPoint
+
+# Where a run reads and writes, what it tells on the way and when it pauses is no change of the run.
+SILENT_SECTIONS = ("checkpoint", "logging")
+SILENT = frozenset(
+    {
+        "data_cache_path",
+        "num_workers",
+        "nprocs",
+        "distributed_backend",
+        "distributed_timeout_minutes",
+        "exit_interval",
+        "exit_duration_in_mins",
+        "exit_signal_handler",
+        "skip_train",
+    }
+)
+# One entry, in words, says all of these.
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "sequence_parallel",
+    "zero_stage",
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """rows: name and text of each line. record: what the start line of metrics.jsonl carries of it."""
+
+    rows: Sequence[tuple[str, str]]
+    record: Record
+
+
+def resume_report(
+    start: StartingPoint,
+    config: Config,
+    world_size: int,
+    *,
+    settled: Settled,
+    loaded: Sequence[str],
+    matmul: str | None,
+    data: Sequence[str],
+) -> Report:
+    """The report of a run that begins with `start`.
+
+    Args:
+        config: as the run goes on, seed and schedules settled. loaded: what the tensors and scalars gave.
+        matmul: mode of fp32 products that was kept from the checkpoint.
+        data: what became of the data: how they have changed, what a longer training adds to their order.
+    """
+    own_tokenizer = config.data.tokenizer_model == str(start.path)
+    kept = ["architecture"] if config.checkpoint.use_checkpoint_args else []
+    kept += ["tokenizer"] if own_tokenizer else []
+    kept += [f"products of fp32 in mode '{matmul}', as measured then"] if matmul else []
+    head = ("resumed from", f"{start.path} (saved by {start.world_size} rank{'s' * (start.world_size > 1)})")
+    if start.source is not None:
+        head = ("begins with", f"{start.path} (Hugging Face {start.source.family.name})")
+    elif start.weights_only:
+        head = ("begins with", str(start.path))
+    anew = []
+    if start.weights_only:
+        anew = ["iteration 0, data order, optimizer state and seed are new"]
+    elif not config.checkpoint.load_optim:
+        anew = ["optimizer state is new (--no-load-optim)"]
+    by_schedule = f"schedules of learning rate and weight decay: {settled.origin}"
+    if settled.origin.startswith("checkpoint"):
+        kept.append(by_schedule.replace(": checkpoint", ""))
+        from_flags = anew
+    else:
+        from_flags = [*anew, by_schedule.replace(": flags", "")]
+    found = dict(changes(start.saved, start.world_size, config, world_size)) if start.saved is not None else {}
+    if own_tokenizer:
+        found = {name: pair for name, pair in found.items() if name not in ("--tokenizer-type", "--tokenizer-model")}
+    rows = [head, ("checkpoint", ", ".join([*loaded, *kept]))]
+    rows += [("flags", ", ".join(from_flags))] if from_flags else []
+    rows += [("data", "; ".join(data))] if data else []
+    if start.saved is not None:
+        rows.append(("changed", "; ".join(f"{name} {old} -> {new}" for name, (old, new) in found.items()) or "nothing"))
+    return Report(rows, {"loaded_path": str(start.path), "changed": {name: list(pair) for name, pair in found.items()}})
+
+
+def changes(before: Config, size_before: int, now: Config, size: int) -> Mapping[str, tuple[str, str]]:
+    """Name (a flag, or `layout:`) -> (then, now), as texts; where a run reads and writes is left out."""
+    found: dict[str, tuple[str, str]] = {}
+    layouts = describe_layout(before, size_before), describe_layout(now, size)
+    if layouts[0] != layouts[1]:
+        found["layout:"] = layouts
+    for section, cls in SECTIONS.items():
+        if section in SILENT_SECTIONS:
+            continue
+        then, here = _values(before, section), _values(now, section)
+        told = [
+            o for o in options_of(section, cls) if o.name not in SILENT.union(LAYOUT) and o.facts.get("saved", True)
+        ]
+        other = [option for option in told if then[option.name] != here[option.name]]
+        for option in other:
+            old, new = then[option.name], here[option.name]
+            rivals = [rival for rival in other if option.excludes(rival)]
+            if not rivals:
+                found[option.flag] = (_text(old), _text(new))
+            elif old != option.default:  # another spelling took its place
+                found[option.flag] = (_text(old), " ".join(_as_typed(rival, here[rival.name]) for rival in rivals))
+    return found
+
+
+def _values(config: Config, section: str) -> Mapping[str, Any]:
+    """Field name -> value; of the model what it amounts to, so that a default said aloud is no change."""
+    plain = flat(getattr(config, section))
+    return {**plain, **effective(config.model)} if section == "model" else plain
+
+
+def _as_typed(option: Option, value: Any) -> str:
+    return option.flag if value is True else f"{option.flag} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return "none" if value in (None, ()) else show(value)

@@ -1,0 +1,265 @@
+"""A run on one rank, from the configuration to the exit status: the composition root, which knows all rooms.
+
+config, world -> mesh -> program, stages, optimizer (build.py) -> executor
+                         data (run_data.py) -> batches             checkpoint -> progress   -> Trainer
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megalite.checkpoint import Meta
+from megalite.comm import Channel, ParallelMesh, World, share_axis
+from megalite.config import Config
+from megalite.data import Survey, differences
+from megalite.errors import DataError
+from megalite.inventory import stage_cuts
+from megalite.observe import PipelineTracer, Record, format_table, make_hooks, start_up_table
+from megalite.optim import LossScaler
+from megalite.parallel.pipeline import Executor
+from megalite.train import matmul_precision
+from megalite.train.batch_reader import Feed
+from megalite.train.build import Model, Schedules, build_model, build_scaler, wide_dtype
+from megalite.train.exits import COMPLETED, ExitPolicy
+from megalite.train.matmul_precision import set_matmul_precision
+from megalite.train.param_schedules import ParamSchedules, settle
+from megalite.train.resume_report import resume_report
+from megalite.train.run_data import DataFlow, open_data, resolve_tokenizer
+from megalite.train.run_directory import RunDirectory
+from megalite.train.run_state import RunState
+from megalite.train.trainer import Progress, Trainer
+from megalite.train.update import Hyperparameters, Updater
+from megalite.train.validation import Validator
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: Config, world: World) -> int:
+    """Trains (or only evaluates) as the configuration says. Raises MegaliteError. Returns the exit status."""
+    with open_run(config, world) as opened:
+        trainer = opened.trainer
+        if config.training.skip_train:
+            return trainer.only_evaluate()
+        if trainer.iteration < trainer.train_iters:
+            opened.state.check_room(trainer.progress)
+        opened.directory.begin(trainer.iteration)
+        status = trainer.train()
+        opened.directory.end(trainer.iteration, completed=status == COMPLETED)
+    return 0
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run that is ready to train: what `open_run` gives."""
+
+    trainer: Trainer
+    state: RunState
+    directory: RunDirectory
+
+
+@contextmanager
+def open_run(config: Config, world: World) -> Iterator[OpenRun]:
+    """Builds everything, loads what is to be loaded; at the end the run directory is given back."""
+    world.report_phase("start-up: tokenizer")
+    config, tokenizer = resolve_tokenizer(config)
+    world.report_phase("start-up: process groups")
+    parallel = config.parallel
+    mesh = ParallelMesh.build(
+        rank=world.rank,
+        size=world.size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp_replicate=parallel.num_distributed_optimizer_instances,
+        timeout=60 * parallel.distributed_timeout_minutes,
+    )
+    if world.device.type == "cpu":
+        mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
+    schedules = Schedules(config)
+    program = schedules.full(world.size)
+    cuts = stage_cuts(config, program)
+    if world.is_first:
+        table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
+        logger.info("\n%s", format_table(table))
+    world.report_phase("start-up: run directory")
+    with RunDirectory(config, mesh.world) as directory:
+        start = directory.start()
+        settled = settle(directory.config, world.size, start)
+        config = settled.config
+        directory.config = config
+        goes_on = start.meta if start is not None and not start.weights_only else {}
+        products = set_matmul_precision(config, world.device, mesh.world, earlier=goes_on.get(matmul_precision.META))
+        began_with = Meta(goes_on, str(start.path) if start is not None else "").integers("train_requests")
+        world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
+        data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
+        changed = changed_data(goes_on.get("data", {}), data.datasets.surveys, config)
+        world.report_phase("start-up: model")
+        model = build_model(config, mesh, program, cuts, world.device)
+        scaler = build_scaler(config)
+        state = RunState(
+            config, model, scaler, tokenizer, data.datasets, directory.checkpointer, settled.schedules, products
+        )
+        progress, facts = Progress(), None
+        if start is not None:
+            world.report_phase(f"start-up: loading {start.path}")
+            progress, loaded = state.load(start)
+            report = resume_report(
+                start,
+                config,
+                world.size,
+                settled=settled,
+                loaded=loaded,
+                matmul=products.mode if products.kept else None,
+                data=[*changed, *appended_data(began_with, data.datasets.train_requests)],
+            )
+            facts = report.record
+            if world.is_first:
+                logger.info("\n%s", format_table(report.rows))
+        trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
+        mesh.complete()
+        yield OpenRun(trainer, state, directory)
+
+
+def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
+    """How the data differ from those of the checkpoint that the run goes on from. Raises DataError, unless it may."""
+    if config.training.skip_train:
+        return []
+    found = differences(then, surveys)
+    if found and not config.checkpoint.allow_data_change:
+        raise DataError(
+            f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose order it would go on in; "
+            "give it those, or go on with these by --allow-data-change"
+        )
+    return found
+
+
+def appended_data(began_with: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
+    """What a longer training does to the order of the samples; empty where nothing is appended."""
+    if not began_with or requests == began_with:
+        return []
+    return [
+        f"the order of the first {began_with[-1]:,} samples is kept, {requests[-1] - began_with[-1]:,} are appended"
+    ]
+
+
+def describe_device(device: torch.device) -> str:
+    """Name of a GPU, or `CPU`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def assemble(
+    config: Config,
+    world: World,
+    mesh: ParallelMesh,
+    data: DataFlow,
+    schedules: Schedules,
+    model: Model,
+    scaler: LossScaler,
+    state: RunState,
+    progress: Progress,
+    start_facts: Record | None = None,
+) -> Trainer:
+    """Wires executor, updater, feed, evaluation and hooks into a trainer."""
+    feed = Feed(
+        data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
+        dp_size=mesh.size("dp"),
+        tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
+        device=world.device,
+        loss_dtype=wide_dtype(config),
+        loss_scale=lambda batch: scale_of(batch),
+    )
+    updater = make_updater(config, state.schedules, model, scaler, feed, progress)
+
+    def scale_of(batch: int) -> float:
+        """2BW begins a batch before or after the update of the one before it, by stage and by what is saved; what that
+        update says of the scale counts from the next batch on, so that all compute the batch alike."""
+        late = model.num_slots > 1 and updater.newest_version() == batch
+        return scaler.previous if late else scaler.scale
+
+    directions = [mesh.over("pp", apart=direction) for direction in ("down", "up")]
+    channel = Channel(*directions, headers=config.parallel.check_pipeline_messages)
+    synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
+    executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
+    train_iters = config.train_iterations(world.size)
+    traced = config.logging.trace_pipeline
+    return Trainer(
+        progress=progress,
+        config=config,
+        mesh=mesh,
+        device=world.device,
+        executor=executor,
+        updater=updater,
+        feed=feed,
+        program=schedules.program,
+        batch_sizes=config.batch_size_schedule(world.size),
+        train_iters=train_iters,
+        tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
+        hooks=make_hooks(config, world.rank, start_facts),
+        exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
+        finish_save=state.checkpointer.wait,
+        evaluate=evaluation(config, mesh, data, model, channel, updater, world.device),
+        save=state.save if config.checkpoint.save is not None else None,
+        report_phase=world.report_phase,
+    )
+
+
+def make_updater(
+    config: Config, schedules: ParamSchedules, model: Model, scaler: LossScaler, feed: Feed, progress: Progress
+) -> Updater:
+    """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of rate and decay."""
+    update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of
+
+    def policy(update: int) -> Hyperparameters:
+        batch = feed.batch(feed.number_of(update) if model.update_per_microbatch else update)
+        samples = progress.schedule_samples
+        return Hyperparameters(schedules.learning_rate(samples), schedules.weight_decay(samples), batch.loss_scale)
+
+    return Updater(
+        model.buffers,
+        model.optimizer,
+        policy=policy,
+        scaler=scaler,
+        shared=model.shared,
+        clip_grad=config.optimizer.clip_grad,
+        nonfinite=config.training.nonfinite,
+        max_skipped=config.training.loss_scaling.max_skipped_updates,
+        num_slots=model.num_slots,
+        version=progress.microbatches if model.update_per_microbatch else progress.updates,
+        update_of=update_of,
+        norm_is_global=not model.update_per_microbatch,
+    )
+
+
+def evaluation(
+    config: Config,
+    mesh: ParallelMesh,
+    data: DataFlow,
+    model: Model,
+    channel: Channel,
+    updater: Updater,
+    device: torch.device,
+) -> Callable[[int, bool], list[Record]]:
+    """(iteration, final) -> records of the validation split, at the end also of the test split."""
+    validator = Validator(
+        model.stages,
+        model.placement,
+        channel,
+        mesh,
+        device=device,
+        newest_version=updater.newest_version,
+        token_bytes=data.token_bytes(),
+    )
+
+    def evaluate(iteration: int, final: bool) -> list[Record]:
+        splits = {"valid": data.datasets.valid, "test": data.datasets.test if final else None}
+        return [
+            validator.evaluate(kind, iteration, data.evaluation(dataset))
+            for kind, dataset in splits.items()
+            if dataset is not None and config.training.eval_iters > 0
+        ]
+
+    return evaluate

@@ -1,0 +1,165 @@
+"""Data of a run: tokenizer, splits, and the batches that training and evaluation read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypedDict
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megalite.comm import ParallelMesh, all_gather_json, patiently
+from megalite.config import Config, with_vocab_size
+from megalite.data import (
+    Dataset,
+    Datasets,
+    Loader,
+    Tokenizer,
+    build_datasets,
+    build_tokenizer,
+    cache_directory,
+    full_pass,
+    resolve_vocab_size,
+    to_meta,
+)
+from megalite.errors import DataError
+from megalite.microbatch import Microbatch
+
+
+class _Shape(TypedDict):
+    """What a loader needs to know of the layout."""
+
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+
+class _Masks(TypedDict):
+    """What a loader makes of ends of documents."""
+
+    eod_id: int | None
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
+
+
+@dataclass(frozen=True)
+class DataFlow:
+    """Everything that reads data in a run; the same on tensor- and pipeline-parallel peers."""
+
+    config: Config
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    datasets: Datasets
+    device: torch.device
+
+    def train_loader(self, consumed_samples: int) -> Loader:
+        """Training batches after `consumed_samples` samples."""
+        assert self.datasets.train is not None
+        return self._loader(self.datasets.train, consumed_samples)
+
+    def evaluation(self, dataset: Dataset) -> Iterable[list[Microbatch]]:
+        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same."""
+        samples = self.config.global_batch_size(self.mesh.size("world"))
+        if self.config.training.full_validation:
+            return full_pass(dataset.sequential(), samples, **self._shape(), **self._masks())
+        return islice(self._batches(dataset, samples), self.config.training.eval_iters)
+
+    def token_bytes(self) -> Tensor | None:
+        """int32 `[V]`: bytes of text that each token spells; None where the tokenizer can not say."""
+        table = self.tokenizer.token_bytes()
+        if table is None:
+            return None
+        bytes_of = torch.zeros(self.config.model.vocab_size, dtype=torch.int32)
+        bytes_of[: len(table)] = torch.from_numpy(table)
+        return bytes_of
+
+    def _batches(self, dataset: Dataset, samples: int) -> Iterator[list[Microbatch]]:
+        with self._loader(dataset, 0) as loader:
+            while True:
+                yield loader.next_batch(samples)
+
+    def _loader(self, dataset: Dataset, consumed_samples: int) -> Loader:
+        return Loader(
+            dataset,
+            consumed_samples=consumed_samples,
+            num_workers=self.config.data.num_workers,
+            pin_memory=self.device.type == "cuda",
+            **self._shape(),
+            **self._masks(),
+        )
+
+    def _shape(self) -> _Shape:
+        return {
+            "micro_batch_size": self.config.training.micro_batch_size,
+            "dp_rank": self.mesh.coordinate("dp"),
+            "dp_size": self.mesh.size("dp"),
+        }
+
+    def _masks(self) -> _Masks:
+        data = self.config.data
+        return {
+            "eod_id": self.tokenizer.eod_id,
+            "reset_position_ids": data.reset_position_ids,
+            "reset_attention_mask": data.reset_attention_mask,
+            "eod_mask_loss": data.eod_mask_loss,
+        }
+
+
+def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
+    """The tokenizer, and the configuration with the vocabulary size that it asks for. Raises DataError."""
+    asked = config.model.vocab_size or None
+    tokenizer = build_tokenizer(config.data, vocab_size=asked)
+    return with_vocab_size(config, resolve_vocab_size(tokenizer, asked)), tokenizer
+
+
+def open_data(
+    config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, began_with: Sequence[int]
+) -> DataFlow:
+    """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
+    where they do not see rank 0's disk). Raises DataError."""
+
+    def build() -> Datasets:
+        return open_datasets(config, mesh.size("world"), tokenizer, began_with=began_with)
+
+    first = patiently(build if mesh.world.is_first else None, mesh.world)
+    datasets = patiently(build if first is None else None, mesh.world) or first
+    assert datasets is not None
+    _check_alike(datasets, mesh)
+    return DataFlow(config, mesh, tokenizer, datasets, device)
+
+
+def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
+    """Raises DataError where a rank reads other files than rank 0 (an old copy on its node). Collective."""
+    surveys = to_meta(datasets.surveys)
+    told = all_gather_json(xxhash.xxh3_64_hexdigest(json.dumps(surveys).encode()), mesh.world)
+    others = [rank for rank, digest in enumerate(told) if digest != told[0]]
+    if others:
+        raise DataError(
+            f"--data-path: rank {others[0]} reads other data than rank 0 ({len(others)} of {len(told)} ranks do); "
+            "every node needs the same files at the same path"
+        )
+
+
+def open_datasets(config: Config, world: int, tokenizer: Tokenizer, *, began_with: Sequence[int] = ()) -> Datasets:
+    """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
+    training = config.training
+    sizes = config.batch_size_schedule(world)
+    evaluates = training.eval_iters > 0
+    per_evaluation = None if training.full_validation else training.eval_iters * sizes.final
+    return build_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        train_samples=0 if training.skip_train else sizes.samples_after(config.train_iterations(world)),
+        valid_samples=per_evaluation if evaluates else 0,
+        test_samples=per_evaluation if evaluates else 0,
+        seed=training.seed,
+        tokenizer=tokenizer,
+        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.save),
+        began_with=began_with,
+        vocab_size=config.model.vocab_size,
+    )

@@ -1,0 +1,151 @@
+"""The run directory while a run uses it: lock, where to start, config.yaml, COMPLETED."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+from types import TracebackType
+
+from megalite.checkpoint import (
+    Checkpointer,
+    RunLock,
+    check_model,
+    check_state,
+    clear_completed,
+    in_the_way,
+    mark_completed,
+    set_aside_newer,
+)
+from megalite.comm import Axis, all_gather_json
+from megalite.config import Config, dump_yaml
+from megalite.errors import CheckpointError
+from megalite.observe import METRICS_FILE
+from megalite.train.starting_point import StartingPoint, open_start
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+
+
+class RunDirectory:
+    """Holds `--save` from start to end; without `--save` only looks for what to load.
+
+    Use as a context manager on all ranks: rank 0 holds the lock, a refusal is raised everywhere.
+    """
+
+    def __init__(self, config: Config, world: Axis) -> None:
+        self.config = config
+        self._world = world
+        self._save = config.checkpoint.save
+        writes = self._save is not None and not config.training.skip_train
+        self._lock = RunLock(self._save) if writes and world.is_first and self._save is not None else None
+        checkpoint = config.checkpoint
+        self.checkpointer = Checkpointer(
+            checkpoint.save or checkpoint.load or ".",
+            world=world,
+            keep_last=checkpoint.keep_last_n,
+            retain_interval=checkpoint.save_retain_interval,
+        )
+
+    def __enter__(self) -> RunDirectory:
+        problem = None
+        if self._lock is not None:
+            try:
+                self._lock.acquire()
+                problem = in_the_way(str(self._save), (CONFIG_FILE, METRICS_FILE))
+                if problem:
+                    self._lock.release()
+            except CheckpointError as error:
+                problem = str(error)
+        problem = all_gather_json(problem, self._world)[0]
+        if problem:
+            raise CheckpointError(problem)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.checkpointer.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def start(self) -> StartingPoint | None:
+        """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed.
+
+        Raises CheckpointError; ConfigError for a Hugging Face model that we do not have.
+        """
+        checkpoint = self.config.checkpoint
+        path = self.checkpointer.decide_start(
+            save=checkpoint.save if not self.config.training.skip_train else None,
+            load=checkpoint.load,
+            auto_resume=checkpoint.auto_resume,
+            ckpt_step=checkpoint.ckpt_step,
+        )
+        if path is None:
+            return None
+        if self._goes_on(path):
+            checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
+            self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
+        start = open_start(path, finetune=checkpoint.finetune)
+        check_model(start.model, self.config.model, f"--load={path}")
+        if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:
+            check_state(start.saved, self.config, f"--load={path}")
+        self.config = _with_seed_of(self.config, start)
+        return start
+
+    def _goes_on(self, path: Path) -> bool:
+        """Whether this run has begun with `--load` before and `--auto-resume` now takes it up again from `--save`: what
+        was said of `--load` (`--finetune`, `--no-load-optim`, `--no-load-rng`) does not concern its own checkpoints."""
+        settings = self.config.checkpoint
+        if not settings.auto_resume or settings.save is None or settings.load is None:
+            return False
+        save, load = Path(settings.save).resolve(), Path(settings.load).resolve()
+        return load != save and path.resolve().parent == save
+
+    def begin(self, iteration: int) -> None:
+        """Training starts after `iteration`: writes config.yaml, puts newer checkpoints and what has their names aside,
+        takes COMPLETED away. Raises CheckpointError, on all ranks."""
+        problem = None
+        if self._save is not None and self._world.is_first:
+            try:
+                self._begin(Path(self._save), iteration)
+            except OSError as error:
+                where = error.filename or self._save
+                problem = f"--save={self._save}: could not write {where}: {error.strerror}; choose another --save"
+        problem = all_gather_json(problem, self._world)[0]
+        if problem:
+            raise CheckpointError(problem)
+
+    def _begin(self, save: Path, iteration: int) -> None:
+        for path in set_aside_newer(save, iteration):
+            logger.warning("this run goes on from iteration %d: what was newer is now %s", iteration, path.name)
+        clear_completed(save)
+        target = save / CONFIG_FILE
+        staged = target.with_name(f".{CONFIG_FILE}.tmp")
+        staged.write_text(dump_yaml(self.config), encoding="utf-8")
+        os.replace(staged, target)
+
+    def end(self, iteration: int, *, completed: bool) -> None:
+        """Training has ended; the last checkpoint is durable before COMPLETED says so."""
+        self.checkpointer.wait()
+        if completed and self._save is not None and self._world.is_first:
+            try:
+                mark_completed(self._save, iteration)
+            except OSError as error:
+                logger.warning("could not write %s: %s", error.filename or self._save, error.strerror)
+
+
+def _with_seed_of(config: Config, start: StartingPoint) -> Config:
+    """A resumed run goes on with the data order and dropout that it began with, unless `--no-load-rng` is given."""
+    if start.saved is None or start.weights_only or not config.checkpoint.load_rng:
+        return config
+    seed, given = start.saved.training.seed, config.training.seed
+    if seed == given:
+        return config
+    logger.warning(
+        "--seed=%d: the checkpoint's run has seed %d and goes on with it; --no-load-rng changes it", given, seed
+    )
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))

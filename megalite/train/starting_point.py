@@ -1,0 +1,125 @@
+"""What a run begins with: a checkpoint of any layout, or the weights of a Hugging Face model.
+
+    --load runs/a          weights, optimizer, progress (with --finetune the weights)
+    --load models/llama    the weights: logical tensors are read one by one and cut for whatever layout the run has
+
+`offer_of` is asked while flags are read, before ranks start; `open_start` on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import (
+    COMMITTED,
+    Manifest,
+    check_tensors,
+    committed,
+    first_problem,
+    in_words,
+    is_huggingface,
+    read_extra,
+    read_manifest,
+    resolve,
+)
+from megalite.comm import Axis, TensorShard, all_gather_json
+from megalite.config import Config, ModelConfig, Offer, from_dict
+from megalite.convert import CONFIG, HuggingFaceSource
+from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
+from megalite.errors import CheckpointError, MegaliteError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """path: a committed checkpoint, or a Hugging Face directory.
+
+    model: what the weights are. weights_only: iteration, data and optimizer start anew. saved, world_size: the run that
+    wrote the checkpoint. source: gives the tensors of a Hugging Face model; None for a checkpoint.
+    """
+
+    path: Path
+    model: ModelConfig
+    meta: Mapping[str, Any]
+    weights_only: bool
+    saved: Config | None = None
+    world_size: int = 1
+    source: HuggingFaceSource | None = None
+
+
+def open_start(path: Path, *, finetune: bool) -> StartingPoint:
+    """Reads what is there beside the tensors. Raises CheckpointError; ConfigError for a model that we do not have."""
+    if is_huggingface(path):
+        source = HuggingFaceSource(path)
+        return StartingPoint(path, source.model, {}, weights_only=True, source=source)
+    manifest = read_manifest(path)
+    saved = config_of(path, manifest)
+    if not finetune and "progress" not in manifest.meta:
+        raise CheckpointError(f"--load={path}: holds weights and no run (it was converted); add --finetune")
+    return StartingPoint(
+        path, saved.model, manifest.meta, weights_only=finetune, saved=saved, world_size=manifest.world_size
+    )
+
+
+def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
+    """What `--load` says of the model, for the parser; None where nothing is committed yet. Raises MegaliteError."""
+    root = Path(load)
+    if is_huggingface(root):
+        source = HuggingFaceSource(root)
+        return Offer(f"{root / CONFIG}", source.model, _tokenizer_flags(source.tokenizer.kind, root), huggingface=True)
+    if ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
+        return None
+    path = resolve(root, ckpt_step)
+    manifest = read_manifest(path)
+    model, tokenizer = config_of(path, manifest).model, {}
+    if DESCRIPTION_FILE in manifest.extra_files:
+        kind, _ = read_description(read_extra(path, manifest, DESCRIPTION_FILE), str(path / DESCRIPTION_FILE))
+        tokenizer = _tokenizer_flags(kind, path)
+    return Offer(str(path), model, tokenizer)
+
+
+def _tokenizer_flags(kind: str, directory: Path) -> dict[str, Any]:
+    """The flags that name the tokenizer whose files lie in `directory`."""
+    without_files = kind in (ByteTokenizer.kind, NullTokenizer.kind)
+    return {"tokenizer_type": kind} | ({} if without_files else {"tokenizer_model": str(directory)})
+
+
+def config_of(path: Path, manifest: Manifest) -> Config:
+    """The configuration of the run that wrote a checkpoint, whose weights it holds. Raises MegaliteError."""
+    if not isinstance(manifest.meta.get("config"), dict):
+        raise CheckpointError(f"{path}: holds no configuration; was it written by megalite's trainer?")
+    config = from_dict(manifest.meta["config"], str(path))
+    check_tensors(config.model, manifest.tensors, str(path))
+    return config
+
+
+def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world: Axis) -> None:
+    """Fills the shards with a Hugging Face model's weights, cast to their dtype. Collective over `world`.
+
+    One logical tensor is in memory at a time; a rank reads those of which it holds a part. Raises CheckpointError, on
+    all ranks, where one of them can not read its part.
+    """
+    started, nbytes, problem = time.perf_counter(), 0, None
+    wanted: dict[str, list[TensorShard]] = {}
+    for shard in shards:
+        wanted.setdefault(shard.name, []).append(shard)
+    try:
+        for name, places in wanted.items():
+            values = source.read(name)
+            nbytes += values.nbytes
+            for shard in places:
+                inside = tuple(slice(a, a + n) for a, n in zip(shard.offset, shard.local.shape, strict=True))
+                shard.local.detach().copy_(values[inside])
+    except MegaliteError as error:
+        problem = str(error)
+    agreed = first_problem(all_gather_json(problem, world))
+    if agreed:
+        raise CheckpointError(agreed)
+    seconds = time.perf_counter() - started
+    logger.info("loaded %s (%s on this rank in %.2f s)", source.directory, in_words(nbytes), seconds)

@@ -1,0 +1,291 @@
+"""The training loop.
+
+    until the training is long enough:
+        decide  does the run end after this iteration? is it evaluated or saved?    (one batch ahead: a pipeline that
+                                                                                     never drains must know)
+        step    the executor runs this rank's actions; REDUCE and STEP happen inside
+        tell    hooks see the step; evaluation; checkpoint
+
+The trainer knows neither schedules nor ZeRO stages nor hooks by name: `run.py` has put them together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import Meta
+from megalite.comm import Done, Handle, ParallelMesh, all_reduce_
+from megalite.config import BatchSizeSchedule, Config
+from megalite.errors import RuntimeFailure
+from megalite.faults import fault_point
+from megalite.observe import Hooks, PipelineTracer, Record, StepStats
+from megalite.parallel.pipeline import Executor
+from megalite.schedule import Batch as ScheduleBatch
+from megalite.schedule import Program
+from megalite.train.batch_reader import Feed
+from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
+from megalite.train.update import Updater
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Where a run stands: all of it is in every checkpoint.
+
+    iteration: iterations done, skipped ones included. updates: batches that went through the pipeline (each is one
+    weight version,
+    a skipped update counts). microbatches: those run by this replica since the beginning. schedule_samples: samples
+    that the learning-rate
+    schedule has seen: those of skipped updates do not count.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    updates: int = 0
+    microbatches: int = 0
+    skipped_iterations: int = 0
+    schedule_samples: int = 0
+
+
+@dataclass(eq=False)
+class Trainer:
+    """Runs a training from `progress` to its end; `run.py` puts it together.
+
+    program: micro-batches per replica, iteration number -> the schedule of that iteration. evaluate: iteration, whether
+    it is the last -> records. save: writes a checkpoint of the present state and returns its path. finish_save: waits
+    for one in the background.
+    """
+
+    progress: Progress
+    config: Config
+    mesh: ParallelMesh
+    device: torch.device
+    executor: Executor
+    updater: Updater
+    feed: Feed
+    program: Callable[[int, int], Program]
+    batch_sizes: BatchSizeSchedule
+    train_iters: int
+    hooks: Hooks
+    exits: ExitPolicy
+    evaluate: Callable[[int, bool], list[Record]]
+    save: Callable[[Progress], str] | None
+    report_phase: Callable[[str], None]
+    finish_save: Callable[[], None] | None = None
+    tracer: PipelineTracer | None = None
+
+    def __post_init__(self) -> None:
+        self._drained = True
+        self._losses: dict[int, Tensor] = {}
+        self._loss_handle: Handle = Done()
+        self._last_saved = self._began_after = self.progress.iteration
+
+    # what hooks see
+
+    @property
+    def iteration(self) -> int:
+        return self.progress.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        return self.progress.consumed_samples
+
+    @property
+    def consumed_tokens(self) -> int:
+        return self.progress.consumed_samples * self.config.model.seq_length
+
+    # the loop
+
+    def train(self) -> str:
+        """Trains to the end or to an agreed exit; returns the status that the summary line carries."""
+        hooks, status = self.hooks, FAILED
+        hooks.on_start(self)
+        try:
+            with self.exits as exits:
+                status = self._loop(exits)
+            if status == COMPLETED:
+                self._evaluate(final=True)
+        finally:
+            hooks.on_end(self, status)
+        return status
+
+    def only_evaluate(self) -> int:
+        """`--skip-train`: evaluates the loaded weights; returns the exit status."""
+        self.hooks.on_start(self)
+        self._evaluate(final=True)
+        self.hooks.on_end(self, COMPLETED)
+        return 0
+
+    def _loop(self, exits: ExitPolicy) -> str:
+        while self.iteration < self.train_iters:
+            number = self.iteration + 1
+            self.report_phase(f"iteration {number}")
+            reason = exits.decide(number)
+            if reason is ExitReason.SAVE_FAILED and self.finish_save is not None:
+                self.finish_save()  # raises on all ranks, with the reason
+            stops = reason is not None or number == self.train_iters
+            evaluates, saves = self._evaluates_after(number), stops or self._saves_after(number)
+            stats = self.train_step(drain=stops or evaluates or saves)
+            self.hooks.after_step(self, stats)
+            if evaluates and number < self.train_iters:
+                self._evaluate(final=False)
+            self._check_skips(number)
+            if stops or (saves and not self._is_stuck()):
+                self._save()
+            if reason is not None and number < self.train_iters:
+                return str(reason.value)
+        return COMPLETED
+
+    def train_step(self, *, drain: bool) -> StepStats:
+        """One iteration; with `drain` nothing of the next batch is begun."""
+        self.mesh.waits.take()  # what was waited for between two iterations belongs to none
+        began = time.perf_counter()
+        number, progress = self.iteration + 1, self.progress
+        fault_point("iteration", rank=self.mesh.rank, step=number)
+        samples = self.batch_sizes.at(progress.consumed_samples)
+        if number in self.config.training.iterations_to_skip:
+            return self._pass_over(samples, began)
+        batch = self._plan(samples, drain=drain)
+        program = self.program(batch.size, number)
+        actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
+        if self.tracer is not None:
+            self.tracer.before(number, program, batch)
+        losses = self.executor.run(actions, self.feed)
+        if self.tracer is not None:
+            self.tracer.after(number, program)
+        self._add_losses(losses)
+        self._drained = batch.next_size == 0 or not program.asynchronous
+        if self._drained:
+            self.executor.finish()
+        loss = self._batch_loss(batch.iteration)
+        self.feed.forget(batch.iteration)
+        progress.iteration, progress.updates = number, progress.updates + 1
+        progress.consumed_samples += samples
+        progress.microbatches += batch.size
+        results = self.updater.take_results()
+        skipped = any(result.skipped for result in results)
+        progress.skipped_iterations += skipped
+        progress.schedule_samples += 0 if skipped else samples
+        norms = [result.grad_norm for result in results if result.grad_norm is not None]
+        return StepStats(
+            iteration=number,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            global_batch_size=samples,
+            lm_loss=loss,
+            grad_norm=norms[-1] if norms else None,
+            learning_rate=results[-1].learning_rate,
+            loss_scale=results[-1].loss_scale,
+            skipped=skipped,
+            iteration_time_s=time.perf_counter() - began,
+            wait_time_s=self.mesh.waits.take(),
+            data_time_s=self.feed.take_seconds(),
+        )
+
+    def _plan(self, samples: int, *, drain: bool) -> ScheduleBatch:
+        """Announces this batch and, where the pipeline goes on, the next one."""
+        progress = self.progress
+        size = self._microbatches(samples)
+        following = self.batch_sizes.at(progress.consumed_samples + samples)
+        # A batch of another size has another program: the pipeline runs empty between the two.
+        skips = self.iteration + 2 in self.config.training.iterations_to_skip
+        next_size = 0 if drain or skips or following != samples else size
+        self.feed.plan(progress.updates, first=progress.microbatches, samples=samples)
+        self.feed.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
+        return ScheduleBatch(progress.updates, progress.microbatches, size, next_size, first=self._drained)
+
+    def _microbatches(self, samples: int) -> int:
+        return samples // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+
+    def _pass_over(self, samples: int, began: float) -> StepStats:
+        """`--iterations-to-skip`: the data of this iteration is consumed, nothing is computed."""
+        progress = self.progress
+        progress.iteration += 1
+        progress.consumed_samples += samples
+        progress.skipped_iterations += 1
+        self.feed.pass_over(samples)
+        return StepStats(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=self.consumed_tokens,
+            global_batch_size=samples,
+            lm_loss=None,
+            grad_norm=None,
+            learning_rate=0.0,
+            skipped=True,
+            iteration_time_s=time.perf_counter() - began,
+        )
+
+    # the loss of a batch
+
+    def _add_losses(self, losses: dict[int, Tensor]) -> None:
+        for microbatch, loss in losses.items():
+            batch, share = self.feed.share_of_loss(microbatch)
+            self._losses[batch] = self._losses.get(batch, torch.zeros_like(share)) + loss * share
+
+    def _batch_loss(self, number: int) -> Tensor:
+        """The batch's loss, the same on all ranks. The sum over ranks is on its way until the next step or log line."""
+        self._loss_handle.wait()
+        mine = self._losses.pop(number, None)
+        total = torch.zeros((), dtype=self.feed.loss_dtype, device=self.device) if mine is None else mine
+        if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
+            total = torch.zeros_like(total)
+        self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
+        if self.device.type == "cpu" or (self.iteration + 1) % self.config.logging.log_interval == 0:
+            self._loss_handle.wait()
+        return total
+
+    # evaluation and checkpoints
+
+    def _evaluates_after(self, number: int) -> bool:
+        interval = self.config.training.eval_interval
+        return interval is not None and number % interval == 0 and self.config.training.eval_iters > 0
+
+    def _saves_after(self, number: int) -> bool:
+        interval = self.config.checkpoint.save_interval
+        return interval is not None and number % interval == 0 and self.save is not None
+
+    def _is_stuck(self) -> bool:
+        """Whether a save can wait: the weights have not moved since the one before, and may be beyond help."""
+        stuck = self.updater.stuck
+        if stuck == 2 and self.save is not None and self.mesh.world.is_first:
+            logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")
+        return stuck >= 2
+
+    def _check_skips(self, number: int) -> None:
+        """A training whose every update was skipped has not been completed. Raises RuntimeFailure."""
+        stuck = self.updater.stuck
+        if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
+            raise RuntimeFailure(f"iteration {number}: {self.updater.account_of_skips()}")
+
+    def _evaluate(self, *, final: bool) -> None:
+        self.report_phase(f"evaluation after iteration {self.iteration}")
+        for record in self.evaluate(self.iteration, final):
+            self.hooks.on_evaluation(self, record)
+
+    def _save(self) -> None:
+        if self.save is None or self._last_saved == self.iteration:
+            return
+        self.report_phase(f"checkpoint of iteration {self.iteration}")
+        began = time.perf_counter()
+        path = self.save(self.progress)
+        self._last_saved = self.iteration
+        self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
+
+
+def progress_to_meta(progress: Progress) -> dict[str, Any]:
+    """The JSON form that a checkpoint holds."""
+    return dict(vars(progress))
+
+
+def progress_from_meta(meta: Meta) -> Progress:
+    """The inverse. Raises CheckpointError."""
+    return Progress(**{name: meta.integer(name) for name in vars(Progress())})

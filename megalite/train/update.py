@@ -1,0 +1,224 @@
+"""Update: what REDUCE, NORM and STEP mean for the weights.
+
+    REDUCE   gradients over dp, tied copies over the pipeline: sums start
+    NORM     they have arrived; this rank's share of the global norm leaves
+    STEP     norm finite on all ranks?  ->  clip  ->  sharded step
+             no: the same decision everywhere, weights untouched
+
+What is started travels behind the computation up to where it is needed; a program without NORM takes it with the STEP.
+Between REDUCE and STEP an asynchronous schedule computes backwards of the next update; their gradients go to another
+buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream differ only in where their program says
+REDUCE, NORM and STEP, and in which slot the new weights go to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megalite.comm import Handle
+from megalite.errors import RuntimeFailure
+from megalite.faults import fault_point
+from megalite.optim import LossScaler
+from megalite.parallel.pipeline import Events, SharedGradient, StageKey
+from megalite.parallel.zero import ParameterBuffers, PendingNorm, ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What one update uses; weight_decay is that of decayed parameters."""
+
+    learning_rate: float
+    weight_decay: float
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One update: `grad_norm` before clipping (unscaled), None where the step was skipped or no global norm exists."""
+
+    update: int
+    learning_rate: float
+    loss_scale: float
+    grad_norm: float | None
+    skipped: bool
+
+
+class Policy(Protocol):
+    """Numbers of update u, asked for when its STEP is reached."""
+
+    def __call__(self, update: int) -> Hyperparameters: ...
+
+
+class Updater(Events):
+    """The executor's `Events`: reduction and optimizer steps of this rank's stages.
+
+    policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. max_skipped:
+    so many skipped in a row, at a loss scale that can not fall, end the run; `stuck` counts them. num_slots: weight
+    versions that live at once. version: number of updates that the newest weights have seen. update_of: global number
+    of a micro-batch -> the update that its gradient belongs to.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[StageKey, Sequence[ParameterBuffers]],
+        optimizer: ShardedOptimizer,
+        *,
+        policy: Policy,
+        scaler: LossScaler,
+        shared: SharedGradient,
+        clip_grad: float,
+        nonfinite: str,
+        max_skipped: int,
+        num_slots: int,
+        version: int,
+        update_of: Callable[[int], int],
+        norm_is_global: bool = True,
+    ) -> None:
+        # Reductions of stages that several ranks hold in another order (Chimera) must be issued in one order.
+        self._buffers = dict(sorted(buffers.items()))
+        self._everything = [family for stage in self._buffers.values() for family in stage]
+        self._optimizer = optimizer
+        self._policy = policy
+        self._scaler = scaler
+        self._shared = shared
+        self._clip_grad = clip_grad
+        self._nonfinite = nonfinite
+        self._max_skipped = max_skipped
+        self.stuck = 0
+        self._num_slots = num_slots
+        self._version = version
+        self._update_of = update_of
+        self._norm_is_global = norm_is_global
+        self._arrived: dict[str, set[StageKey]] = {"REDUCE": set(), "NORM": set(), "STEP": set()}
+        self._tied: dict[int, Handle] = {}
+        self._norm: PendingNorm | None = None
+        self.results: list[UpdateResult] = []
+
+    # the executor's side
+
+    def newest_version(self) -> int:
+        return self._version
+
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+        for family in self._buffers[stage]:
+            family.select_gradients(self._update_of(microbatch))
+            if last:
+                family.arm()
+
+    def reduce(self, stage: StageKey, update: int) -> None:
+        fault_point("grad_reduce", update=update)
+        for family in self._buffers[stage]:
+            family.select_gradients(update)
+            family.start_reduce()
+        if self._is_last("REDUCE", stage):
+            self._select(update)
+            tied = [gradient for family in self._everything for gradient in family.tied_gradients()]
+            self._tied[update] = self._shared.start_sum(tied)
+
+    def norm(self, stage: StageKey, update: int) -> None:
+        if self._is_last("NORM", stage):
+            self._select(update)
+            self._norm = self._start_norm(update)
+
+    def step(self, stage: StageKey, update: int) -> None:
+        """Takes the step when the last of this rank's stages has come to it."""
+        if not self._is_last("STEP", stage):
+            return
+        self._select(update)
+        norm = self._norm or self._start_norm(update)
+        self._norm = None
+        self._apply(update, self._policy(update), norm.wait())
+        for family in self._everything:
+            family.begin_batch()
+
+    def unshard(self, stage: StageKey) -> None:
+        for family in self._buffers[stage]:
+            family.unshard()
+
+    def reshard(self, stage: StageKey) -> None:
+        for family in self._buffers[stage]:
+            family.reshard()
+
+    # the update
+
+    def _is_last(self, event: str, stage: StageKey) -> bool:
+        """Whether all of this rank's stages have come to the event."""
+        arrived = self._arrived[event]
+        arrived.add(stage)
+        if len(arrived) < len(self._buffers):
+            return False
+        arrived.clear()
+        return True
+
+    def _select(self, update: int) -> None:
+        for family in self._everything:
+            family.select_gradients(update)
+
+    def _start_norm(self, update: int) -> PendingNorm:
+        # The sum of the next update may be under way already: at m = p-1 the last rank reduces t + 1 before step t.
+        self._tied.pop(update).wait()
+        for family in self._everything:
+            family.start_tied_reduce()
+        for family in self._everything:
+            family.finish_reduce()
+        return self._optimizer.start_grad_norm()
+
+    def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
+        norm = float(scaled_norm) / numbers.loss_scale
+        finite = math.isfinite(norm)
+        self.stuck = 0 if finite else self.stuck + self._scaler.at_minimum
+        self._scaler.update(found_non_finite=not finite)
+        if not finite and not self._scaler.skips_non_finite and self._nonfinite == "stop":
+            raise RuntimeFailure(
+                f"update {update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before the "
+                "update, the weights are as they were; look at the data and --lr, or go on with --nonfinite=skip"
+            )
+        if self.stuck >= self._max_skipped:
+            raise RuntimeFailure(f"update {update + 1}: {self.account_of_skips()}")
+        slot = (self._version + 1) % self._num_slots
+        if finite:
+            clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
+            fault_point("opt_step", update=update)
+            self._optimizer.step(
+                lr=numbers.learning_rate,
+                weight_decay=numbers.weight_decay,
+                grad_scale=clip / numbers.loss_scale,
+                version=slot,
+            )
+        elif self._num_slots > 1:
+            self._optimizer.write_weights(slot)  # the version number advances, the weights do not
+        self._version += 1
+        shown = norm if finite and self._norm_is_global else None
+        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
+
+    def account_of_skips(self) -> str:
+        """Why the latest updates came to nothing, in words."""
+        return (
+            f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
+            f"{self._scaler.scale:g} can not fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "
+            "the checkpoints before; go on from one of them with a lower --lr or --bf16, and look at the data"
+        )
+
+    def _where_not_finite(self) -> str:
+        """Which of this rank's gradients are not finite, in words."""
+        found = []
+        for family in self._everything:
+            for bucket in family.buckets:
+                for slot in bucket.plan.slots:
+                    begin = max(slot.start, bucket.owned_start) - bucket.owned_start
+                    end = min(slot.stop, bucket.owned_stop) - bucket.owned_start
+                    if begin < end and not bool(bucket.gradient[begin:end].isfinite().all()):
+                        found.append((slot.entry.index, slot.entry.name))
+        if not found:
+            return "from gradients of other ranks"
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return f"here in the gradient of {min(found)[1]}{more}"
+
+    def take_results(self) -> list[UpdateResult]:
+        results, self.results = self.results, []
+        return results

@@ -1,0 +1,103 @@
+"""Evaluation inside a training run: the summed loss of a split, through the same pipeline and with the newest
+weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Channel, ParallelMesh, all_reduce_
+from megalite.microbatch import Microbatch
+from megalite.observe import Record, evaluation_record
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly, Stage, StageKey, forward_program
+from megalite.schedule import Placement
+
+logger = logging.getLogger(__name__)
+
+
+Batches = Iterable[list[Microbatch]]
+"""This replica's micro-batches of one global batch after the other, equally many on all replicas; a sample that is
+not there has a loss mask of zeros."""
+
+
+class Validator:
+    """Evaluates splits.
+
+    newest_version: which weight version to use. token_bytes: int `[V]`, bytes of text that each token spells;
+    None where the tokenizer cannot say.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[StageKey, Stage],
+        placement: Placement,
+        channel: Channel,
+        mesh: ParallelMesh,
+        *,
+        device: torch.device,
+        newest_version: Callable[[], int],
+        token_bytes: Tensor | None = None,
+    ) -> None:
+        self._stages = dict(stages)
+        self._placement = placement
+        self._channel = channel
+        self._mesh = mesh
+        self._device = device
+        self._newest_version = newest_version
+        self._token_bytes = None if token_bytes is None else token_bytes.to(device)
+
+    def evaluate(self, kind: str, iteration: int, batches: Batches) -> Record:
+        """A `"valid"` or `"test"` record of all batches. Collective over the world."""
+        # summed loss, tokens that count, bytes that these tokens spell
+        total = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._train(False)
+        try:
+            for microbatches in batches:
+                local = [mb.to(self._device) for mb in microbatches]
+                losses = self._losses(local)
+                if self._mesh.coordinate("tp") == 0 and losses:
+                    total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
+        finally:
+            self._train(True)
+        all_reduce_(total, self._mesh.world)
+        loss_sum, tokens, num_bytes = total.tolist()
+        return evaluation_record(
+            kind, iteration, loss_sum=loss_sum, num_tokens=tokens, num_bytes=round(num_bytes) if num_bytes else None
+        )
+
+    def _sizes(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        tokens = torch.stack([mb.loss_mask.double().sum() for mb in microbatches]).sum()
+        if self._token_bytes is None:
+            return [tokens, torch.zeros_like(tokens)]
+        spelled = [(self._token_bytes[mb.labels].double() * mb.loss_mask.double()).sum() for mb in microbatches]
+        return [tokens, torch.stack(spelled).sum()]
+
+    def _losses(self, microbatches: list[Microbatch]) -> list[Tensor]:
+        """Summed losses of the micro-batches on the rank that computed them; an empty list elsewhere."""
+        program = forward_program(self._placement, len(microbatches))
+        version = self._newest_version()
+        stages = {key: ForwardOnly(stage, version) for key, stage in self._stages.items() if key[1] == 0}
+        rank = self._mesh.coordinate("pp")
+        executor = Executor(rank, stages, self._placement, self._channel, Events())
+        losses = executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), _Fixed(microbatches))
+        executor.finish()
+        return list(losses.values())
+
+    def _train(self, mode: bool) -> None:
+        for stage in self._stages.values():
+            for module in stage.modules:
+                module.train(mode)
+
+
+class _Fixed:
+    """A source of micro-batches that are all there."""
+
+    def __init__(self, microbatches: list[Microbatch]) -> None:
+        self._microbatches = microbatches
+
+    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
+        batch = self._microbatches[microbatch]
+        return batch, torch.ones((), device=batch.tokens.device)

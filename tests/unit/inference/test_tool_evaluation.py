@@ -1,0 +1,166 @@
+"""Scores of a loaded checkpoint against plain cross entropy, window by window."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.data.indexed import IndexedWriter
+from megalite.data.tokenizer import CharTokenizer
+from megalite.errors import CheckpointError, ConfigError, DataError
+from megalite.inference.evaluation import open_data_path, score_source, score_text
+from megalite.inference.loaded_model import LoadedModel, load_for_inference
+from megalite.inference.tasks import detokenize_wikitext, last_word_accuracy, score_continuations
+from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, tiny_model_config, write_checkpoint
+
+LONG = 16  # the model's sequence length
+
+
+def _naive_losses(stack: torch.nn.Module, ids: list[int], *, overlap: int = 0) -> list[float]:
+    """Loss of each label in windows of LONG inputs that share `overlap` of them; a label counts where it is new."""
+    losses: list[float] = []
+    start = 0
+    while len(losses) < len(ids) - 1:
+        window = ids[start : start + LONG + 1]
+        log_probabilities = all_logits(stack, window[:-1]).log_softmax(-1)  # type: ignore[arg-type]
+        every = [-float(log_probabilities[i, label]) for i, label in enumerate(window[1:])]
+        losses += every[overlap if start else 0 :]
+        start += LONG - overlap
+    return losses
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> tuple[LoadedModel, torch.nn.Module]:
+    _, stack = write_checkpoint(tmp_path)
+    return load_for_inference(tmp_path, device="cpu"), stack
+
+
+def test_weights_come_back_bit_for_bit_and_without_gradients(loaded: tuple) -> None:
+    model, stack = loaded
+    assert model.iteration == 7 and model.consumed_samples == 14
+    for (name, found), (_, saved) in zip(model.model.logical_parameters(), stack.logical_parameters(), strict=True):
+        rows = 257 if name.startswith("embedding.word") else None
+        assert torch.equal(found[:rows], saved[:rows]), name
+        assert not found.requires_grad
+    assert not model.model.training
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 9, 15])
+@pytest.mark.parametrize("length", [2, 16, 17, 18, 100])
+def test_text_windows(loaded: tuple, overlap: int, length: int) -> None:
+    model, stack = loaded
+    text = TEXT[:length].encode().decode("ascii", "ignore")
+    losses = _naive_losses(stack, list(text.encode()), overlap=overlap)
+    score = score_text(model, text, overlap=overlap, micro_batch_size=3)
+    assert score.num_tokens == score.num_bytes == len(text) - 1
+    assert score.loss_sum == pytest.approx(math.fsum(losses), rel=1e-12)
+
+
+def test_record_of_a_text_beyond_ascii(loaded: tuple) -> None:
+    model, stack = loaded
+    losses = _naive_losses(stack, list(TEXT.encode()))
+    record = score_text(model, TEXT).record()
+    assert record["loss"] == pytest.approx(math.fsum(losses) / len(losses))
+    assert record["bits_per_byte"] == pytest.approx(record["loss"] / math.log(2)), "one token is one byte here"
+    assert record["word_ppl"] == pytest.approx(math.exp(math.fsum(losses) / len(TEXT.split())))
+    assert record["num_bytes"] == len(TEXT.encode()) - 1
+
+
+def test_bytes_of_characters(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer("".join(sorted(set(TEXT))))
+    write_checkpoint(tmp_path, tokenizer=tokenizer)
+    model = load_for_inference(tmp_path, device="cpu")
+    assert isinstance(model.tokenizer, CharTokenizer)
+    score = score_text(model, TEXT)
+    assert score.num_tokens == len(TEXT) - 1
+    assert score.num_bytes == len(TEXT.encode()) - 1
+
+
+def test_data_path_whole_and_split(loaded: tuple, tmp_path: Path) -> None:
+    model, stack = loaded
+    documents = [list(TEXT[a:b].encode()) + [256] for a, b in ((0, 40), (40, 70), (70, 100), (100, 150))]
+    with IndexedWriter(tmp_path / "corpus", vocab_size=257) as writer:
+        for document in documents:
+            writer.add_document(np.array(document))
+
+    def score(split: str | None) -> float:
+        source = open_data_path(model, str(tmp_path / "corpus"), split=split, cache_path=str(tmp_path / "cache"))
+        return score_source(model, source, micro_batch_size=2).loss_sum
+
+    def naive(parts: list[list[int]]) -> float:
+        return math.fsum(_naive_losses(stack, [token for part in parts for token in part]))
+
+    assert score(None) == pytest.approx(naive(documents), rel=1e-12)
+    assert score("train") == pytest.approx(naive(documents[:2]), rel=1e-12)  # saved with --split 50,50,0
+    assert score("valid") == pytest.approx(naive(documents[2:]), rel=1e-12)
+    assert score("25,75,0") == pytest.approx(naive(documents[1:]), rel=1e-12)
+    with pytest.raises(DataError, match="--split=test"):
+        score("test")
+
+
+def test_data_path_may_be_text(loaded: tuple, tmp_path: Path) -> None:
+    model, _ = loaded
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    source = open_data_path(model, str(file), split=None, cache_path=str(tmp_path / "cache"))
+    assert score_source(model, source).loss_sum == pytest.approx(score_text(model, TEXT).loss_sum, rel=1e-12)
+
+
+def test_continuations_and_last_words(loaded: tuple) -> None:
+    model, stack = loaded
+    pairs = [([72, 105], [33]), ([1, 2, 3], [4, 5, 6]), (list(range(20)), [7, 8])]
+    for (context, continuation), found in zip(pairs, score_continuations(model, pairs), strict=True):
+        ids = [*context, *continuation][-17:]
+        log_probabilities = all_logits(stack, ids[:-1]).log_softmax(-1)
+        rows = range(len(ids) - 1 - len(continuation), len(ids) - 1)
+        expected = sum(float(log_probabilities[row, ids[row + 1]]) for row in rows)
+        assert found.log_likelihood == pytest.approx(expected, rel=1e-12)
+        assert not found.is_greedy
+    best = int(all_logits(stack, list(b"ab"))[-1].argmax())
+    (greedy,) = score_continuations(model, [(list(b"ab"), [best])])
+    assert greedy.is_greedy
+
+
+def test_last_word_accuracy_counts_whole_words(loaded: tuple) -> None:
+    model, _ = loaded
+    record = last_word_accuracy(model, ["once upon a time", "word", "x y"])
+    assert record["num_passages"] == 2 and record["accuracy"] == 0.0
+    (pair,) = score_continuations(model, [(list(b"x"), list(b" y"))])
+    (other,) = score_continuations(model, [(list(b"once upon a"), list(b" time"))])
+    total = pair.log_likelihood + other.log_likelihood
+    assert record["last_word_ppl"] == pytest.approx(math.exp(-total / 2))
+
+
+def test_wikitext_spacing_is_undone() -> None:
+    spaced = ' = = A title = = \n It \'s 1 @,@ 234 @.@ 5 m ( 9 ft ) long , the " big " one : 5 – 6 well @-@ known . \n'
+    assert detokenize_wikitext(spaced) == (
+        ' == A title == \n It\'s 1,234.5 m (9 ft) long, the "big" one: 5–6 well-known. \n'
+    )
+
+
+def test_errors(loaded: tuple, tmp_path: Path) -> None:
+    model, _ = loaded
+    with pytest.raises(DataError, match="1 tokens, at least 2"):
+        score_text(model, "a")
+    with pytest.raises(ConfigError, match=r"--overlap=16: must be between 0 and --seq-length - 1 = 15"):
+        score_text(model, TEXT, overlap=16)
+    with pytest.raises(DataError, match="can not be scored"):
+        list(score_continuations(model, [([], [1])]))
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        (tmp_path / "empty").mkdir()
+        load_for_inference(tmp_path / "empty")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="--device=cuda: torch sees no GPU"):
+            load_for_inference(tmp_path, device="cuda")
+
+
+def test_a_llama_checkpoint_loads(tmp_path: Path) -> None:
+    changes = {"position_embedding_type": "rope", "activation": "swiglu", "untie_embeddings_and_output_weights": True}
+    _, stack = write_checkpoint(tmp_path, model=tiny_model_config(**changes))
+    model = load_for_inference(tmp_path / "iter_0000007")
+    expected = math.fsum(_naive_losses(stack, list(b"some text")))
+    assert score_text(model, "some text").loss_sum == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,125 @@
+"""metrics.jsonl over kills and resumes, the profiler's window, and the search for a slow rank."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.comm.mesh import ParallelMesh
+from megalite.comm.world import World
+from megalite.observe.hooks import Hook, Hooks, TrainerView
+from megalite.observe.observers import JsonlHook, ProfileHook, StragglerHook, make_hooks, read_metrics
+from megalite.observe.stats import Record
+from megalite.testing import run_ranks
+from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
+
+
+def _run(path: Path, trainer: FakeTrainer, steps: int, **changes: Any) -> Hooks:
+    hooks = Hooks([JsonlHook(path)])
+    hooks.on_start(trainer)
+    for _ in range(steps):
+        hooks.after_step(trainer, trainer.step(**changes))
+    return hooks
+
+
+def test_every_line_is_strict_json_with_the_documented_keys(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    trainer = FakeTrainer(tiny_config(log_interval=1))
+    hooks = _run(path, trainer, 1, grad_norm=math.inf)
+    hooks.on_end(trainer, "completed")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    start, train, summary = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    assert start["kind"] == "start" and start["layout"] == "one process" and "Megatron" in start["flops_convention"]
+    keys = (
+        "iteration consumed_samples consumed_tokens lm_loss grad_norm learning_rate loss_scale skipped_iterations "
+        "iteration_time_ms tokens_per_second tflops_per_device peak_memory_bytes"
+    )
+    assert set(keys.split()) <= train.keys()
+    assert train["lm_loss"] == 2.0 and train["grad_norm"] is None
+    assert train["peak_memory_bytes"] > 10_000_000
+    assert summary["kind"] == "summary" and summary["status"] == "completed"
+
+
+def test_a_resumed_run_appends_and_the_later_line_holds(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _run(path, FakeTrainer(tiny_config(log_interval=1)), 4, lm_loss=1.0)
+    with path.open("a") as file:  # killed in the middle of a line
+        file.write('{"kind": "train", "iteration": 5, "lm_lo')
+    _run(path, FakeTrainer(tiny_config(log_interval=1), iteration=2), 3, lm_loss=0.5)
+    records = read_metrics(path)
+    assert [record["iteration"] for record in records if record["kind"] == "start"] == [0, 2]
+    losses = {record["iteration"]: record["lm_loss"] for record in records if record["kind"] == "train"}
+    assert losses == {1: 1.0, 2: 1.0, 3: 0.5, 4: 0.5, 5: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("start", "first", "steps", "name"),
+    [
+        (0, 3, 8, "trace_rank0_iterations_3-4.json"),
+        (3, 3, 8, "trace_rank0_iterations_4-4.json"),  # resumed inside the window
+        (0, 3, 3, "trace_rank0_iterations_3-3.json"),  # ended inside the window
+        (0, 0, 8, "trace_rank0_iterations_1-4.json"),
+    ],
+)
+def test_the_profiler_traces_its_window(tmp_path: Path, start: int, first: int, steps: int, name: str) -> None:
+    trainer = FakeTrainer(tiny_config(profile_step_start=first, profile_step_end=5), iteration=start)
+    hooks = Hooks([ProfileHook(tmp_path)])
+    hooks.on_start(trainer)
+    for _ in range(steps):
+        torch.ones(8, 8).mm(torch.ones(8, 8))
+        hooks.after_step(trainer, trainer.step())
+    hooks.on_end(trainer, "completed")
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    products = [e for e in json.loads((tmp_path / name).read_text())["traceEvents"] if e.get("name") == "aten::mm"]
+    window = name.removesuffix(".json").rsplit("_", 1)[1].split("-")
+    assert len(products) == int(window[1]) - int(window[0]) + 1
+
+
+def test_who_writes_what(tmp_path: Path) -> None:
+    config = tiny_config(save=str(tmp_path), profile=True, profile_ranks=(1,), tensorboard_dir=str(tmp_path))
+
+    def names(rank: int) -> list[str]:
+        return [type(hook).__name__ for hook in make_hooks(config, rank)._hooks]
+
+    assert names(0) == ["StragglerHook", "MemoryCheckHook", "ConsoleHook", "_Guarded", "_Guarded"]
+    assert names(1) == ["StragglerHook", "MemoryCheckHook", "_Guarded"]
+    assert names(2) == ["StragglerHook", "MemoryCheckHook"]
+
+
+class _Keep(Hook):
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        self.records.append(dict(record))
+
+
+def body_straggler(world: World, slow: int, work_s: float) -> list[Record]:
+    """All iterations take a second; rank `slow` works `work_s` of it, the others a third of a second."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size)
+    trainer, keep = FakeTrainer(tiny_config(log_interval=4), mesh=mesh), _Keep()
+    hooks = Hooks([StragglerHook(), keep])
+    hooks.on_start(trainer)
+    for _ in range(8):
+        waited = 1.0 - (work_s if world.rank == slow else 0.33)
+        hooks.after_step(trainer, trainer.step(iteration_time_s=1.0, wait_time_s=waited))
+    return keep.records
+
+
+def test_a_slow_rank_is_named_from_the_second_interval_on() -> None:
+    for records in run_ranks(body_straggler, 3, 1, 0.99):
+        assert [record.get("slowest_rank") for record in records] == [None, 1]
+        assert records[1]["slowest_rank_ratio"] == pytest.approx(3.0)
+
+
+def test_on_an_even_run_nobody_is_named() -> None:
+    for records in run_ranks(body_straggler, 3, 1, 0.36):
+        assert all("slowest_rank" not in record for record in records)

@@ -1,0 +1,37 @@
+"""The start-up table says what will run, and no torch is needed to print it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megalite.config import Config
+from megalite.observe.startup_table import format_table, in_units, start_up_table
+from megalite.schedule import build, lower
+from tests.unit.observe.fake_trainer import tiny_config
+
+
+def _config(*, training: dict[str, Any] | None = None, **parallel: Any) -> Config:
+    config = tiny_config()
+    return dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, **(training or {})),
+        parallel=dataclasses.replace(config.parallel, **parallel),
+    )
+
+
+def test_the_table_says_what_will_run() -> None:
+    config = _config(
+        pipeline_model_parallel_size=2, zero_stage=1, pipeline_schedule="2bw", training={"global_batch_size": 24}
+    )
+    cuts = [range(2), range(2, 4)]
+    text = format_table(start_up_table(config, 4, program=lower(build("2bw", 2, 4)), cuts=cuts))
+    assert "pp2 x dp2, schedule 2bw, ZeRO stage 1, on 4 x cpu" in text
+    assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
+    assert "1.87 k (1,872)" in text
+    assert "Megatron's convention" in text
+
+
+def test_units() -> None:
+    assert [in_units(n, "B") for n in (0, 999, 1000, 1234567, 5e18)] == ["0 B", "999 B", "1 kB", "1.23 MB", "5e+03 PB"]
+    assert in_units(12) == "12"

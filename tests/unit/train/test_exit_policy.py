@@ -1,0 +1,103 @@
+"""The decision to stop: by interval, duration and signal, one batch ahead and the same on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.world import World
+from megalite.config import TrainingConfig
+from megalite.testing import run_ranks
+from megalite.train.exits import ExitPolicy, ExitReason
+from tests.unit.observe.fake_trainer import tiny_config
+
+CPU = torch.device("cpu")
+
+
+def _config(**changes: Any) -> TrainingConfig:
+    return dataclasses.replace(tiny_config().training, **changes)
+
+
+def _policy(clock: Any = None, **changes: Any) -> ExitPolicy:
+    options = {} if clock is None else {"clock": clock}
+    return ExitPolicy(_config(**changes), Axis.single("world"), device=CPU, **options)
+
+
+def test_interval_stops_after_its_multiples() -> None:
+    policy = _policy(exit_interval=4)
+    decisions = [policy.decide(iteration) for iteration in range(1, 9)]
+    assert decisions == [None, None, None, ExitReason.INTERVAL] * 2
+
+
+def test_duration_counts_in_minutes() -> None:
+    now = [100.0]
+    policy = _policy(clock=lambda: now[0], exit_duration_in_mins=0.5)
+    now[0] = 129.9
+    assert policy.decide(1) is None
+    now[0] = 130.0
+    assert policy.decide(2) is ExitReason.DURATION
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_are_noted_inside_and_handlers_put_back_after(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with _policy() as policy:
+        assert policy.decide(1) is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # the second one changes nothing
+        assert policy.decide(2) is ExitReason.SIGNAL
+    assert signal.getsignal(number) == before
+
+
+def test_what_was_started_under_nohup_goes_on_without_the_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _policy() as policy:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert policy.decide(1) is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_without_the_handler_signals_keep_their_meaning() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with _policy(exit_signal_handler=False):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_does_not_interrupt_what_is_being_written() -> None:
+    written = []
+    with _policy() as policy:
+        for part in range(5):
+            os.kill(os.getpid(), signal.SIGTERM)
+            written.append(part)
+        assert written == [0, 1, 2, 3, 4]
+        assert policy.decide(1) is ExitReason.SIGNAL
+
+
+def body_one_rank_gets_a_signal(world: World, rank: int) -> list[str | None]:
+    axis = ParallelMesh.build(rank=world.rank, size=world.size).world
+    decisions = []
+    with ExitPolicy(_config(exit_interval=5), axis, device=CPU) as policy:
+        for iteration in range(1, 6):
+            decision = policy.decide(iteration)
+            decisions.append(None if decision is None else str(decision))
+            if decision is not None:
+                break
+            if iteration == 2 and world.rank == rank:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return decisions
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_iteration() -> None:
+    assert run_ranks(body_one_rank_gets_a_signal, 3, 1) == [[None, None, "exit_signal"]] * 3
+
+
+def test_without_a_signal_the_interval_holds() -> None:
+    assert run_ranks(body_one_rank_gets_a_signal, 2, -1) == [[None] * 4 + ["exit_interval"]] * 2
