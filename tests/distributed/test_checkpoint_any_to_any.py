@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from equivalence.layouts import TINY, Layout, assert_close, draw, train_body
-from equivalence.oracle import reference
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, latest
@@ -21,6 +20,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.testing import run_ranks
+from megalite.testing.oracle import reference
 from megalite.train.run import open_run
 
 BEFORE, AFTER = 2, 5

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from equivalence.oracle import Trajectory, reference
 from megalite.checkpoint import Checkpointer, resolve
 from megalite.checkpoint.storage import read_manifest
 from megalite.comm.mesh import Axis
@@ -20,6 +19,7 @@ from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.testing import run_ranks
 from megalite.testing.harness import PATIENCE_SECONDS
+from megalite.testing.oracle import Trajectory, reference
 from megalite.train.run import open_run
 
 VOCABULARY = 61

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from equivalence.layouts import TINY, Layout, assert_close, compare, saved_tensors, train, train_body
-from equivalence.oracle import pipedream_reference, reference
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.testing import run_ranks
+from megalite.testing.oracle import pipedream_reference, reference
 from megalite.train.run import open_run
 
 UNTIED = ("--num-layers", "4", "--untie-embeddings-and-output-weights", "--clip-grad", "0")

@@ -9,7 +9,6 @@ import pytest
 from torch import Tensor
 
 from equivalence.layouts import TINY, train_body
-from equivalence.oracle import reference
 from megalite.comm.mesh import Axis
 from megalite.comm.world import World
 from megalite.parallel.pipeline.shared_params import SharedGradient
@@ -17,6 +16,7 @@ from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
 from megalite.testing import run_ranks
+from megalite.testing.oracle import reference
 from megalite.train.batch_reader import Feed
 
 MODEL = ("--num-layers", "4", "--clip-grad", "0.5")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from equivalence.layouts import TINY, assert_close, saved_tensors
-from equivalence.oracle import reference
 
 from megalite.observe.observers import read_metrics
+from megalite.testing.oracle import reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,7 @@ No executor, no schedule, no flat buffer, no process group: what every layout mu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from megalite.comm.mesh import ParallelMesh
-from megalite.config import Config
-from megalite.config.cli import parse
-from megalite.gradient import GradSink, attach_sink
-from megalite.inventory.pipeline import stage_cuts
+from megalite.comm import ParallelMesh
+from megalite.config import Config, parse
+from megalite.gradient import GradSink, attach_sink, sink_of
+from megalite.inventory import Placement, stage_cuts
+from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.parallel.tensor.context import LayerContext
+from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -56,7 +57,7 @@ def reference(argv: tuple[str, ...], steps: int, delay: int = 0, synchronous_ste
             used = {name: _leaf(w) for name, w in weights.items()}
             losses.append(_accumulate(config, model, paths, used, loader.next_batch(samples)))
             for name, p in parameters.items():
-                p.grad = used[name].sink.grad
+                p.grad = gradient_of(used[name])
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad or 1e30)))
             optimizer.step()
             versions.append(_snapshot(parameters))
@@ -92,7 +93,7 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int) -> Traje
                 used = {n: _leaf(history[max(0, k - lag[n])][n]) for n in parameters}
                 total += _accumulate(config, model, paths, used, [microbatch], share=1 / len(batch))
                 for name, p in parameters.items():
-                    p.grad = used[name].sink.grad
+                    p.grad = gradient_of(used[name])
                 optimizer.step()
                 history.append(_snapshot(parameters))
             losses.append(total)
@@ -106,12 +107,26 @@ def _leaf(weight: Tensor) -> torch.nn.Parameter:
     return leaf
 
 
+def gradient_of(leaf: Tensor) -> Tensor:
+    """What has been accumulated for a leaf."""
+    sink = sink_of(leaf)
+    assert sink is not None
+    return sink.grad
+
+
 def _layer(name: str) -> str:
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
-def _accumulate(config: Config, model, paths, used, microbatches, share: float = 1.0) -> float:
+def _accumulate(
+    config: Config,
+    model: torch.nn.Module,
+    paths: Mapping[str, str],
+    used: Mapping[str, Tensor],
+    microbatches: Sequence[Microbatch],
+    share: float = 1.0,
+) -> float:
     total_tokens = sum(float(mb.loss_mask.sum()) for mb in microbatches)
     loss_of_batch = 0.0
     for batch in microbatches:
@@ -126,14 +141,20 @@ def _accumulate(config: Config, model, paths, used, microbatches, share: float =
 
 def _optimizer(config: Config, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
     settings = config.optimizer
-    decayed = [p for p in parameters.values() if p.placement.decay]
-    others = [p for p in parameters.values() if not p.placement.decay]
+    decayed = [p for p in parameters.values() if placement_of(p).decay]
+    others = [p for p in parameters.values() if not placement_of(p).decay]
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     betas = (settings.args.adam_beta1, settings.args.adam_beta2)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.args.adam_eps, fused=True)
+
+
+def placement_of(parameter: Tensor) -> Placement:
+    """Where the parameter lies in the model."""
+    placement: Placement = parameter.placement  # type: ignore[attr-defined]
+    return placement
 
 
 def _snapshot(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
@@ -144,7 +165,7 @@ def _tensors(parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.O
     """Under the names and in the shapes of a checkpoint: padding cut off."""
     found = {}
     for name, p in parameters.items():
-        inside = tuple(slice(0, extent) for extent in p.placement.global_shape)
+        inside = tuple(slice(0, extent) for extent in placement_of(p).global_shape)
         found[name] = p.detach()[inside].clone()
         for moment in ("exp_avg", "exp_avg_sq"):
             found[f"optimizer/{moment}/{name}"] = optimizer.state[p][moment][inside].clone()
