@@ -419,6 +419,17 @@ def test_no_notes_to_ourselves_and_no_machine_paths() -> None:
     _check(problems)
 
 
+def test_tests_mirror_the_product() -> None:
+    """A folder of tests/unit and tests/distributed has the name of the room, or of tools/, that it tests."""
+    problems = []
+    for kind in ("unit", "distributed"):
+        base = ROOT / "tests" / kind
+        for folder in sorted({path.parent.relative_to(base) for path in base.glob("**/*.py")}):
+            if not (folder.parts and ((ROOT / "megalite" / folder).is_dir() or str(folder) == "tools")):
+                problems.append(f"tests/{kind}/{folder}: no room of the product has this name")
+    _check(problems)
+
+
 def test_module_names_of_tests_are_unique() -> None:
     names = Counter(path.name for path in ROOT.glob("tests/**/*.py"))
     _check([f"{name}: {count} test modules have this name" for name, count in names.items() if count > 1])

@@ -24,7 +24,7 @@ Names: weights are stored under their logical name, optimizer state as `optimize
 weights of PipeDream-2BW as `previous/<logical name>`; scalars live in `meta` (JSON).
 
 Invariants: a directory without `.tmp-` in its name is whole; every byte loaded was checksummed; nothing that is read is
-executed; any layout loads what any other saved. Proved by tests/unit/checkpoint, tests/distributed/test_checkpoint_*.py
+executed; any layout loads what any other saved. Proved by tests/unit/checkpoint, tests/distributed/checkpoint
 and tests/faults/test_checkpoint_faults.py.
 """
 

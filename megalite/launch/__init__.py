@@ -8,7 +8,7 @@
     bandwidth.py    the local collective test of tools/doctor.py
 
 Nothing here imports torch before a rank needs it: the launcher's own process stays small and single-threaded, so that
-it can fork. Proof: `tests/distributed/test_launch*.py`, `tests/faults/test_launcher.py`, `test_outer_launchers.py`.
+it can fork. Proof: `tests/distributed/launch/`, `tests/faults/test_launcher.py`, `test_outer_launchers.py`.
 """
 
 from megalite.launch.bandwidth import measure_collectives

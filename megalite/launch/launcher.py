@@ -6,8 +6,8 @@
 One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and mpirun end in the same call. Variables
 that are read: the launchers' (see `environment`), OMP_NUM_THREADS and GLOO_SOCKET_IFNAME (kept if set).
 
-torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/test_launch.py`
-and `tests/faults/test_launcher.py`.
+torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/launch/` and
+`tests/faults/test_launcher.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     3. all-reduce  a sum whose value is known travels over the real network, then a second roll call
 
 The store is a plain key-value service that needs no collective, so a host that is missing can be named instead of
-waited for. The proof is `tests/distributed/test_launch_self_test.py`.
+waited for. The proof is `tests/distributed/launch/test_launch_self_test.py`.
 """
 
 from __future__ import annotations

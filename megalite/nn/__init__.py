@@ -14,7 +14,7 @@ turned round in the embedding and the head only.
     kv_cache.py            keys and values of generation
 
 What every layer is told is a `LayerContext` of `parallel.tensor`, and no collective is called here but through it; a
-layer computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/test_tensor_parallel.py`.
+layer computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
 """
 
 from megalite.nn.block import Block

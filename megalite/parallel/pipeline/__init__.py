@@ -10,7 +10,7 @@
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
 
 Invariant: the executor knows no schedule by name; the order that was validated and simulated is the order that runs.
-Proof: `tests/equivalence` (every schedule against one process), `tests/distributed/test_pipeline_memory.py` (peaks).
+Proof: `tests/equivalence` (every schedule against one process), `tests/distributed/parallel/pipeline/` (peaks).
 """
 
 from megalite.parallel.pipeline.executor import Events, Executor, StageKey

@@ -12,7 +12,7 @@ Public names: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbeddi
 `fused_cross_entropy`, `token_losses`, `VocabShard`, `LayerContext`, `new_parameter`.
 
 Invariant: for every t the layers compute what t = 1 computes, forward and backward, up to the order of additions;
-with t = 1 no process group is touched. Proof: `tests/distributed/test_tensor_parallel.py` (fp64, 1e-12, losses and
+with t = 1 no process group is touched. Proof: `tests/distributed/parallel/tensor/` (fp64, 1e-12, losses and
 every gradient).
 """
 

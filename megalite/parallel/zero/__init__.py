@@ -29,10 +29,10 @@ Where things are:
 
 Invariants: one master per element; every element is counted once in the norm and written by one rank; reductions start
 in the order of the plan, never in the order of arrival; an update between a forward and its backward is an error.
-Proof: `tests/distributed/test_zero_equality.py` (every stage equals plain torch in fp64, stage 1 is stage 0 bit for bit
-at dp=2), `test_zero_optimizers.py` (every rule at every stage), `test_zero_contract.py`, `test_zero_unshard.py`,
-`test_zero_memory.py` (bytes held equal the table; nothing grows), `test_parameter_families.py` (experts' axes, fp32
-inside bf16).
+Proof: `tests/distributed/parallel/zero/`: `test_zero_equality.py` (every stage equals plain torch in fp64, stage 1 is
+stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every stage), `test_zero_contract.py`,
+`test_zero_unshard.py`, `test_zero_memory.py` (bytes held equal the table; nothing grows), `test_parameter_families.py`
+(experts' axes, fp32 inside bf16).
 """
 
 from megalite.parallel.zero.activation_offload import ActivationOffload

@@ -95,7 +95,7 @@ def test_expand_tasks() -> None:
 
 
 def test_every_variable_is_documented() -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     source = "".join((root / "megalite" / "launch" / name).read_text() for name in ("environment.py", "launcher.py"))
     names = set(re.findall(r'"((?:[A-Z]+_)+[A-Z_]*[A-Z]|RANK)"', source)) - {"LOCAL_SIZE"}  # The end of a longer name.
     page = (root / "docs" / "launch.md").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import resource
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from megalite.comm.rectangles import TensorShard
 from megalite.comm.world import World
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks, run_single
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "checkpoint"))
-from checkpoint_layouts import holds, make_model, random_layout  # noqa: E402
+from tests.unit.checkpoint.checkpoint_layouts import holds, make_model, random_layout
 
 
 def checkpointer(world: World, directory: str, **options: object) -> Checkpointer:
