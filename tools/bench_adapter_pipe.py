@@ -36,7 +36,7 @@ class PipelineBench:
         self.program = Schedules(config).program(self.size, 1)
         model = build_model(config, mesh, self.program, stage_cuts(config, self.program), ctx["x"].device)
         numbers = Hyperparameters(ctx["lr"], 0.01, 1.0)
-        updater = Updater(
+        self.updater = Updater(
             model.buffers,
             model.optimizer,
             policy=lambda update: numbers,
@@ -50,7 +50,7 @@ class PipelineBench:
             update_of=lambda microbatch: microbatch // self.size,
         )
         channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"))
-        self.executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater)
+        self.executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, self.updater)
         self.microbatches = [
             microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size), strict=True)
         ]
@@ -69,7 +69,8 @@ class PipelineBench:
         for _ in range(self.batches):
             t = self.iteration
             batch = Batch(t, t * self.size, self.size, going_on, first=t == 0 or not self.program.asynchronous)
-            self.executor.run(self.program.actions_for_batch(self.executor.rank, batch), self)
+            for action in self.executor.run(self.program.actions_for_batch(self.executor.rank, batch), self):
+                self.updater.execute(action)
             self.iteration += 1
 
 

@@ -85,6 +85,11 @@ class Action(NamedTuple):
         return f"{stage}{self.kind}{self.microbatch}{version}{peer}"
 
     @property
+    def stage_key(self) -> tuple[int, int]:
+        """The stage, and which copy of it."""
+        return self.stage, self.replica
+
+    @property
     def label(self) -> str:
         """Short form for drawings: kind and micro-batch, `F3`; the stage and the version are left out."""
         return "+".join(part.label for part in self.parts) if self.parts else f"{self.kind}{self.microbatch}"

@@ -3,7 +3,7 @@
     until the training is long enough:
         decide  does the run end after this iteration? is it evaluated or saved?    (one batch ahead: a pipeline that
                                                                                      never drains must know)
-        step    the executor runs this rank's actions; REDUCE and STEP happen inside
+        step    the executor runs this rank's forwards, backwards and messages, the updater REDUCE, NORM and STEP
         tell    hooks see the step; evaluation; checkpoint
 
 The trainer knows neither schedules nor ZeRO stages nor hooks by name: `run.py` has put them together.
@@ -158,10 +158,11 @@ class Trainer:
         actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
         if self.tracer is not None:
             self.tracer.before(number, program, batch)
-        losses = self.executor.run(actions, self.feed)
+        for action in self.executor.run(actions, self.feed):  # those that concern weights: REDUCE, NORM, STEP ...
+            self.updater.execute(action)
         if self.tracer is not None:
             self.tracer.after(number, program)
-        self._add_losses(losses)
+        self._add_losses(self.executor.take_losses())
         self._drained = batch.next_size == 0 or not program.asynchronous
         if self._drained:
             self.executor.finish()

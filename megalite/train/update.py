@@ -18,14 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from megalite.comm import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Events, SharedGradient, StageKey
 from megalite.parallel.zero import ParameterBuffers, PendingNorm, ShardedOptimizer
+from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Policy(Protocol):
 
 
 class Updater(Events):
-    """The executor's `Events`: reduction and optimizer steps of this rank's stages.
+    """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
 
     policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. max_skipped:
     so many skipped in a row, at a loss scale that can not fall, end the run; `stuck` counts them. num_slots: weight
@@ -94,10 +93,17 @@ class Updater(Events):
         self._version = version
         self._update_of = update_of
         self._norm_is_global = norm_is_global
-        self._arrived: dict[str, set[StageKey]] = {"REDUCE": set(), "NORM": set(), "STEP": set()}
+        self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, Handle] = {}
         self._norm: PendingNorm | None = None
         self.results: list[UpdateResult] = []
+        self._handlers: dict[str, Callable[[StageKey, int], None]] = {
+            REDUCE: self._reduce,
+            NORM: self._send_norm,
+            STEP: self._step,
+            UNSHARD: self._unshard,
+            RESHARD: self._reshard,
+        }
 
     # the executor's side
 
@@ -110,37 +116,59 @@ class Updater(Events):
             if last:
                 family.arm()
 
-    def reduce(self, stage: StageKey, update: int) -> None:
+    def execute(self, action: Action) -> None:
+        """Carries out an action that the executor has handed over. Raises RuntimeFailure for one that nobody knows."""
+        handler = self._handlers.get(action.kind)
+        if handler is None:
+            raise RuntimeFailure(f"action {action} of the schedule: {action.kind!r} is an unknown kind of action")
+        handler(action.stage_key, action.microbatch)
+
+    def _reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
         for family in self._buffers[stage]:
             family.select_gradients(update)
             family.start_reduce()
-        if self._is_last("REDUCE", stage):
+        if self._is_last(REDUCE, stage):
             self._select(update)
             tied = [gradient for family in self._everything for gradient in family.tied_gradients()]
             self._tied[update] = self._shared.start_sum(tied)
 
-    def norm(self, stage: StageKey, update: int) -> None:
-        if self._is_last("NORM", stage):
+    def _send_norm(self, stage: StageKey, update: int) -> None:
+        if self._is_last(NORM, stage):
             self._select(update)
             self._norm = self._start_norm(update)
 
-    def step(self, stage: StageKey, update: int) -> None:
+    def _step(self, stage: StageKey, update: int) -> None:
         """Takes the step when the last of this rank's stages has come to it."""
-        if not self._is_last("STEP", stage):
+        if not self._is_last(STEP, stage):
             return
         self._select(update)
-        norm = self._norm or self._start_norm(update)
-        self._norm = None
-        self._apply(update, self._policy(update), norm.wait())
+        pending, self._norm = self._norm or self._start_norm(update), None
+        numbers = self._policy(update)
+        norm = float(pending.wait()) / numbers.loss_scale
+        slot = (self._version + 1) % self._num_slots
+        if finite := self._is_usable(norm, update):
+            clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
+            fault_point("opt_step", update=update)
+            self._optimizer.step(
+                lr=numbers.learning_rate,
+                weight_decay=numbers.weight_decay,
+                grad_scale=clip / numbers.loss_scale,
+                version=slot,
+            )
+        elif self._num_slots > 1:
+            self._optimizer.write_weights(slot)  # the version number advances, the weights do not
+        self._version += 1
+        shown = norm if finite and self._norm_is_global else None
+        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
         for family in self._everything:
             family.begin_batch()
 
-    def unshard(self, stage: StageKey) -> None:
+    def _unshard(self, stage: StageKey, batch: int) -> None:
         for family in self._buffers[stage]:
             family.unshard()
 
-    def reshard(self, stage: StageKey) -> None:
+    def _reshard(self, stage: StageKey, batch: int) -> None:
         for family in self._buffers[stage]:
             family.reshard()
 
@@ -168,8 +196,9 @@ class Updater(Events):
             family.finish_reduce()
         return self._optimizer.start_grad_norm()
 
-    def _apply(self, update: int, numbers: Hyperparameters, scaled_norm: Tensor) -> None:
-        norm = float(scaled_norm) / numbers.loss_scale
+    def _is_usable(self, norm: float, update: int) -> bool:
+        """Whether the step is taken: all gradients of all ranks are finite. Raises RuntimeFailure where a run ends for
+        want of that."""
         finite = math.isfinite(norm)
         self.stuck = 0 if finite else self.stuck + self._scaler.at_minimum
         self._scaler.update(found_non_finite=not finite)
@@ -180,21 +209,7 @@ class Updater(Events):
             )
         if self.stuck >= self._max_skipped:
             raise RuntimeFailure(f"update {update + 1}: {self.account_of_skips()}")
-        slot = (self._version + 1) % self._num_slots
-        if finite:
-            clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
-            fault_point("opt_step", update=update)
-            self._optimizer.step(
-                lr=numbers.learning_rate,
-                weight_decay=numbers.weight_decay,
-                grad_scale=clip / numbers.loss_scale,
-                version=slot,
-            )
-        elif self._num_slots > 1:
-            self._optimizer.write_weights(slot)  # the version number advances, the weights do not
-        self._version += 1
-        shown = norm if finite and self._norm_is_global else None
-        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
+        return finite
 
     def account_of_skips(self) -> str:
         """Why the latest updates came to nothing, in words."""

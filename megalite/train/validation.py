@@ -82,9 +82,11 @@ class Validator:
         stages = {key: ForwardOnly(stage, version) for key, stage in self._stages.items() if key[1] == 0}
         rank = self._mesh.coordinate("pp")
         executor = Executor(rank, stages, self._placement, self._channel, Events())
-        losses = executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), _Fixed(microbatches))
+        actions = program.actions_for_batch(rank, program.batch(0, last=True))
+        updates = list(executor.run(actions, _Fixed(microbatches)))
+        assert not updates, "an evaluation changes no weights"
         executor.finish()
-        return list(losses.values())
+        return list(executor.take_losses().values())
 
     def _train(self, mode: bool) -> None:
         for stage in self._stages.values():

@@ -1,7 +1,7 @@
 """Pipeline parallelism: one rank's list of actions, interpreted.
 
     program (megalite.schedule) ──> executor.py ──F──> stage.py: consecutive layers ──SEND──> the next stage's rank
-                                         └──REDUCE, NORM, STEP──> `Events`, given by megalite.train
+                                         └──REDUCE, NORM, STEP──> handed to the caller, megalite.train
 
     executor.py         one interpreter of actions for every schedule
     stage.py            consecutive layers, run forward and backward one micro-batch at a time

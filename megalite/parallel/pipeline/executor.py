@@ -6,16 +6,16 @@ behind (activations of forwards that were begun early, receives that were posted
 the executor, so the next batch's list continues where this one's ended: asynchronous schedules such as PipeDream-2BW
 need nothing special.
 
-What an action means outside the pipeline (gradient reduction, optimizer step, gathered weights) the executor is
-given as `Events`. Micro-batches come from a `Source` by their global number; the executor drops them after their
-last use.
+The actions that concern weights (REDUCE, NORM, STEP, UNSHARD, RESHARD) are not the pipeline's: `run` hands each to its
+caller in its turn. Micro-batches come from a `Source` by their global number; the executor drops them after their last
+use.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -33,15 +33,11 @@ from megalite.schedule import (
     BACKWARD_WEIGHT,
     FORWARD,
     NONE,
-    NORM,
     RECV_B,
     RECV_F,
     REDUCE,
-    RESHARD,
     SEND_B,
     SEND_F,
-    STEP,
-    UNSHARD,
     Action,
     Placement,
 )
@@ -61,7 +57,7 @@ class Source(Protocol):
 
 
 class Events:
-    """What the actions mean outside the pipeline. This one is that of forwards alone: nothing."""
+    """What the executor asks and tells the owner of the weights. This one is that of forwards alone."""
 
     def newest_version(self) -> int:
         """The version that an action without one uses: that of the newest weights."""
@@ -69,21 +65,6 @@ class Events:
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
         """The stage is about to add the micro-batch's gradient; `last`: it is the last contribution to its update."""
-
-    def reduce(self, stage: StageKey, update: int) -> None:
-        """Start the reduction of the update's gradient."""
-
-    def norm(self, stage: StageKey, update: int) -> None:
-        """Start the sum of the update's gradient norm."""
-
-    def step(self, stage: StageKey, update: int) -> None:
-        """Apply the update."""
-
-    def unshard(self, stage: StageKey) -> None:
-        """Gather the stage's weights."""
-
-    def reshard(self, stage: StageKey) -> None:
-        """Free what `unshard` gathered."""
 
 
 @dataclass(frozen=True)
@@ -144,40 +125,31 @@ class Executor:
             SEND_B: self._send,
             RECV_F: self._post,
             RECV_B: self._post,
-            REDUCE: lambda action, source: events.reduce(_key(action), action.microbatch),
-            NORM: lambda action, source: events.norm(_key(action), action.microbatch),
-            STEP: lambda action, source: events.step(_key(action), action.microbatch),
-            UNSHARD: lambda action, source: events.unshard(_key(action)),
-            RESHARD: lambda action, source: events.reshard(_key(action)),
         }
 
-    def run(self, actions: Sequence[Action], source: Source) -> dict[int, Tensor]:
-        """Runs the actions; returns the summed losses of the micro-batches whose last stage ran here, by number."""
+    def run(self, actions: Sequence[Action], source: Source) -> Iterator[Action]:
+        """Runs the actions in order; yields those that concern weights, to be carried out before the next one."""
         for index, action in enumerate(actions):
             for part in action.parts or (action,):
+                fault_point("action", kind=part.kind, stage=part.stage, microbatch=part.microbatch)
                 if part.kind in _BACKWARD_KINDS:
                     last = part is action and part.kind == BACKWARD and _reduces_next(actions, index)
-                    self._events.before_backward(_key(part), part.microbatch, last=last)
-                self._execute(part, source)
+                    self._events.before_backward(part.stage_key, part.microbatch, last=last)
+                start = self._clock()
+                if (handler := self._handlers.get(part.kind)) is not None:
+                    handler(part, source)
+                else:
+                    yield part
+                if self.trace is not None:
+                    self.trace.append(Span(part, max(start, self._arrival), self._clock()))
+
+    def take_losses(self) -> dict[int, Tensor]:
+        """The summed losses of the micro-batches whose last stage has run here since the last call, by number."""
         losses, self._losses = self._losses, {}
         return losses
 
-    def _execute(self, action: Action, source: Source) -> None:
-        handler = self._handlers.get(action.kind)
-        if handler is None:
-            raise RuntimeFailure(
-                f"the schedule has an action {action} of kind {action.kind!r} that nothing here can execute"
-            )
-        fault_point("action", kind=action.kind, stage=action.stage, microbatch=action.microbatch)
-        if self.trace is None:
-            handler(action, source)
-            return
-        start = self._clock()
-        handler(action, source)
-        self.trace.append(Span(action, max(start, self._arrival), self._clock()))
-
     def _clock(self) -> float:
-        if self._synchronize is not None:
+        if self.trace is not None and self._synchronize is not None:
             self._synchronize()
         return time.perf_counter()
 
@@ -197,7 +169,7 @@ class Executor:
     # one handler an action kind
 
     def _forward(self, action: Action, source: Source) -> None:
-        stage = self.stages[_key(action)]
+        stage = self.stages[action.stage_key]
         batch, factor = self._batch(action, source)
         version = action.version if action.version != NONE else self._events.newest_version()
         x = None if stage.is_first else self._take("F", action)
@@ -208,7 +180,7 @@ class Executor:
             self._pass_on("F", out, action, to=action.stage + 1)
 
     def _backward(self, action: Action, source: Source) -> None:
-        stage = self.stages[_key(action)]
+        stage = self.stages[action.stage_key]
         dy = None if stage.is_last else self._take("B", action)
         whole = action.kind == BACKWARD
         dx = (stage.backward if whole else stage.backward_input)(action.microbatch, dy)
@@ -216,7 +188,7 @@ class Executor:
             self._pass_on("B", dx, action, to=action.stage - 1)
 
     def _backward_weight(self, action: Action, source: Source) -> None:
-        self.stages[_key(action)].backward_weight(action.microbatch)
+        self.stages[action.stage_key].backward_weight(action.microbatch)
 
     def _send(self, action: Action, source: Source) -> None:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)
@@ -226,7 +198,7 @@ class Executor:
 
     def _post(self, action: Action, source: Source) -> None:
         kind = "F" if action.kind == RECV_F else "B"
-        spec = self.stages[_key(action)].spec
+        spec = self.stages[action.stage_key].spec
         label = Label(kind, action.stage, action.microbatch)
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
         self._state.posted[kind, action.stage, action.replica, action.microbatch] = incoming
@@ -261,14 +233,10 @@ class Executor:
         return state.batches.pop(number)
 
 
-def _key(action: Action) -> StageKey:
-    return action.stage, action.replica
-
-
 def _reduces_next(actions: Sequence[Action], index: int) -> bool:
     """Whether the gradient that the backward at `index` completes is reduced before anything else is computed."""
     for action in islice(actions, index + 1, None):
-        if action.kind == REDUCE and _key(action) == _key(actions[index]):
+        if action.kind == REDUCE and action.stage_key == actions[index].stage_key:
             return True
         if action.is_compute:
             return False
