@@ -21,9 +21,11 @@ Where things are:
     launches.py        when reductions start: in the order of the plan, never in that of arrival
     gradient_sync.py   one bucket's gradient, from the first contribution to the owned slice
     unshard.py         weights that come before their use and go after it (stage 3), or are waited for (1, 2)
-    segments.py, parts.py, sharded_optimizer.py
-                       `ShardedOptimizer`: any update rule over the owned slices, on the device or on the host
-    remainder.py       masters of bf16 weights in 16 bits
+    sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
+    master_shards.py   those master weights: flat tensors of one kind
+    sub_optimizers.py  masters and moments of one place (device, host) and the update rule over them
+    param_groups.py    what an update rule is told about its tensors
+    param_remainders.py    masters of bf16 weights in 16 bits
     host_memory.py     freed memory of a CPU rank, given back to the system (stages 2 and 3)
     activation_offload.py   `ActivationOffload`: activations of some layers in host memory
 
@@ -39,5 +41,5 @@ from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.families import stage_buffers
 from megalite.parallel.zero.options import ZeroOptions
-from megalite.parallel.zero.parts import MakeOptimizer, ParamGroup
+from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer

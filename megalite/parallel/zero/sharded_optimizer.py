@@ -3,7 +3,7 @@
     reduced gradient --scale--> update of the fp32 masters --cast--> compute weights of one version --all-gather--> all
 
 There is one master per element: where parameters already have the main dtype and one version, the compute buffer itself
-is the master. The optimizer sees flat segments, a few long tensors; any `torch.optim.Optimizer` whose update is
+is the master. The optimizer sees master shards, a few long flat tensors; any `torch.optim.Optimizer` whose update is
 elementwise works at any stage.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from torch import Tensor
 from megalite.comm import Axis, Handle, TensorShard, all_gather_into
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.gradient_sync import Bucket
-from megalite.parallel.zero.parts import MakeOptimizer, make_parts
-from megalite.parallel.zero.segments import Segment, cut_segments
+from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
+from megalite.parallel.zero.param_groups import MakeOptimizer
+from megalite.parallel.zero.sub_optimizers import make_sub_optimizers
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class ShardedOptimizer:
     ) -> None:
         self.buffers = list(buffers)
         self.norm_axis = norm_axis
-        self.segments = [s for b in self.buffers for s in cut_segments(b, offload_fraction, store_param_remainders)]
-        self.parts = make_parts(self.segments, make_optimizer)
-        self._counted = [s for s in self.segments if self._counts(s)]
+        self.masters = [m for b in self.buffers for m in cut_master_shards(b, offload_fraction, store_param_remainders)]
+        self.sub_optimizers = make_sub_optimizers(self.masters, make_optimizer)
+        self._sub_optimizer_of = {id(m): sub for sub in self.sub_optimizers for m in sub.masters}
+        self._counted = [m for m in self.masters if self._counts(m)]
         self.step_count = torch.zeros((), dtype=torch.float32)
         self._create_state()
 
@@ -85,43 +86,32 @@ class ShardedOptimizer:
         A step of zero gradients at learning rate 0 leaves every weight as it is and every moment zero; its count is
         taken back.
         """
-        for part in self.parts:
-            part.fetch()
-            part.update(lr=0.0, weight_decay=0.0, grad_scale=1.0)
+        self._update_masters(lr=0.0, weight_decay=0.0, grad_scale=1.0)
         self._set_step_count(0.0)
         for buffers in self.buffers:
             buffers.begin_batch()
 
     def memory(self) -> dict[str, int]:
         """Bytes of separate master weights and of optimizer state on the device, and of both in host memory."""
-        shared = {s.bucket.weights[0].shard.untyped_storage().data_ptr() for s in self.segments}
+        weights = {m.bucket.weights[0].shard.untyped_storage().data_ptr() for m in self.masters}
         held = {"master": 0, "state": 0, "offloaded": 0}
-        for segment in self.segments:
-            states = sum(t.numel() * t.element_size() for t in self._state_tensors(segment).values())
-            master = segment.master.numel() * segment.master.element_size()
-            if segment.offloaded:
-                held["offloaded"] += master + states
+        for master in self.masters:
+            moments = sum(t.nbytes for t in self._moments(master).values())
+            if master.offloaded:
+                held["offloaded"] += master.tensor.nbytes + moments
                 continue
-            held["state"] += states
-            if segment.remainder is not None:
-                held["master"] += 2 * segment.master.numel()
-                continue
-            if segment.master.untyped_storage().data_ptr() not in shared:
-                held["master"] += master
-        for part in self.parts:
-            there = "offloaded" if part.segments[0].offloaded else "state"
-            held[there] += sum(s.values.numel() * s.values.element_size() for s, _ in part.statistics())
+            held["state"] += moments
+            if master.remainders is not None:
+                held["master"] += 2 * master.tensor.numel()
+            elif master.tensor.untyped_storage().data_ptr() not in weights:
+                held["master"] += master.tensor.nbytes
+        for sub in self.sub_optimizers:
+            there = "offloaded" if sub.masters[0].offloaded else "state"
+            held[there] += sum(statistic.values.nbytes for statistic, _ in sub.statistics())
         return held
 
-    def _state_tensors(self, segment: Segment) -> dict[str, Tensor]:
-        """The optimizer's tensors with one value per element of the segment."""
-        states = [part.optimizer.state[segment.master] for part in self.parts if segment.master in part.optimizer.state]
-        state: dict[str, Any] = states[0] if states else {}
-        return {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and name != "step" and value.numel() == segment.master.numel()
-        }
+    def _moments(self, master: MasterShard) -> dict[str, Tensor]:
+        return self._sub_optimizer_of[id(master)].moments(master)
 
     # ---- step --------------------------------------------------------------------------------------------------------
 
@@ -137,7 +127,7 @@ class ShardedOptimizer:
         """This rank's share of `grad_norm` is on its way; `wait` gives the norm. The gradients may be scaled
         meanwhile."""
         device = self.buffers[0].device if self.buffers else torch.device("cpu")
-        gradients = [s.gradient for s in self._counted]
+        gradients = [master.gradient for master in self._counted]
         norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if norms:
@@ -150,12 +140,12 @@ class ShardedOptimizer:
             copies, inside = shard.size, second - first
         return PendingNorm(squares, work, copies, inside)
 
-    def _counts(self, segment: Segment) -> bool:
-        """Whether this rank counts the segment: the first of those on the norm axis that hold the same."""
-        buffers = segment.buffers
-        if buffers.replica or (segment.bucket.plan.tied and not buffers.counts_tied):
+    def _counts(self, master: MasterShard) -> bool:
+        """Whether this rank counts the gradient: the first of those on the norm axis that hold the same."""
+        buffers = master.buffers
+        if buffers.replica or (master.bucket.plan.tied and not buffers.counts_tied):
             return False
-        alike = buffers.axes.alike(segment.run.kind.sharded, everywhere=not buffers.options.stage)
+        alike = buffers.axes.alike(master.run.kind.sharded, everywhere=not buffers.options.stage)
         return all(axis.is_first for axis in alike if _within(axis, self.norm_axis))
 
     @torch.no_grad()
@@ -168,23 +158,28 @@ class ShardedOptimizer:
         """
         for buffers in self.buffers:  # a gather that no forward has waited for still reads the slices
             buffers.wait_weights()
-        for part in self.parts:  # transfers to the host run behind the device's update, which comes first
-            part.fetch()
-        for part in self.parts:
-            part.update(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+        self._update_masters(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
         self.step_count += 1
         self.write_weights(version)
+
+    def _update_masters(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        for sub in self.sub_optimizers:  # transfers to the host run behind the device's update, which comes first
+            sub.fetch_gradients()
+        for sub in self.sub_optimizers:
+            sub.begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+            sub.rule.step()
+            sub.end_step()
 
     @torch.no_grad()
     def write_weights(self, version: int = 0) -> None:
         """Masters -> compute weights of one version, on every rank."""
-        for segment in self.segments:
-            if segment.remainder is not None:
-                segment.remainder.split()
+        for master in self.masters:
+            if master.remainders is not None:
+                master.split()
                 continue
-            target = segment.weights(version)
-            if target.data_ptr() != segment.master.data_ptr():
-                target.copy_(segment.master, non_blocking=True)
+            target = master.weights(version)
+            if target.data_ptr() != master.tensor.data_ptr():
+                target.copy_(master.tensor, non_blocking=True)
         for buffers in self.buffers:
             buffers.gather_weights(version)
 
@@ -197,17 +192,16 @@ class ShardedOptimizer:
         Loading writes through the views; `after_load` must follow.
         """
         shards: list[TensorShard] = []
-        for segment in self.segments:
-            replica = self._replica(segment)
-            if segment.remainder is not None:
-                segment.remainder.join()  # until the next step or `after_load`
-            shards += segment.shards("", segment.master, replica)
-            for name, value in self._state_tensors(segment).items():
-                shards += segment.shards(f"optimizer/{name}/", value, replica)
-        for part in self.parts:
-            for statistic, home in part.statistics():
-                replica = replica_of(home.buffers, home.bucket, statistic.sharded, everywhere=True)
-                shards.append(statistic.shard(home.parameter, replica))
+        for master in self.masters:
+            replica = self._replica(master)
+            master.join()  # until the next step or `after_load`
+            shards += master.shards("", master.tensor, replica)
+            for name, value in self._moments(master).items():
+                shards += master.shards(f"optimizer/{name}/", value, replica)
+        for sub in self.sub_optimizers:
+            for statistic, where in sub.statistics():
+                replica = replica_of(where.buffers, where.bucket, statistic.sharded, everywhere=True)
+                shards.append(statistic.shard(where.parameter, replica))
         return [
             *shards,
             TensorShard("optimizer/step", (), (), self.step_count, self.norm_axis.ranks[self.norm_axis.rank]),
@@ -217,8 +211,8 @@ class ShardedOptimizer:
         """The owned compute weights of a version as `previous/<name>`: what 2BW's next batch will use."""
         return [
             shard
-            for segment in self.segments
-            for shard in segment.shards("previous/", segment.weights(version), self._replica(segment))
+            for master in self.masters
+            for shard in master.shards("previous/", master.weights(version), self._replica(master))
         ]
 
     def after_load(self, version: int = 0) -> None:
@@ -229,14 +223,14 @@ class ShardedOptimizer:
         self._set_step_count(float(self.step_count))
         self.write_weights(version)
 
-    def _replica(self, segment: Segment) -> int:
-        buffers = segment.buffers
-        return replica_of(buffers, segment.bucket, segment.run.kind.sharded, everywhere=not buffers.options.stage)
+    def _replica(self, master: MasterShard) -> int:
+        buffers = master.buffers
+        return replica_of(buffers, master.bucket, master.run.kind.sharded, everywhere=not buffers.options.stage)
 
     def _set_step_count(self, count: float) -> None:
         self.step_count.fill_(count)
-        for part in self.parts:
-            part.set_step_count(count)
+        for sub in self.sub_optimizers:
+            sub.set_step_count(count)
 
 
 def replica_of(buffers: ParameterBuffers, bucket: Bucket, sharded: frozenset[str], *, everywhere: bool) -> int:

@@ -101,8 +101,8 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
 
 def _masters(optimizer: ShardedOptimizer, config: Config) -> int:
     """Bytes of the storages that hold masters and nothing else."""
-    weights = {s.bucket.weights[0].shard.untyped_storage().data_ptr() for s in optimizer.segments}
-    storages = [s.master.untyped_storage() for s in optimizer.segments if not s.offloaded]
+    weights = {s.bucket.weights[0].shard.untyped_storage().data_ptr() for s in optimizer.masters}
+    storages = [s.tensor.untyped_storage() for s in optimizer.masters if not s.offloaded]
     return sum({st.data_ptr(): st.nbytes() for st in storages if st.data_ptr() not in weights}.values())
 
 

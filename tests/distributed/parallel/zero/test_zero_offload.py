@@ -13,7 +13,7 @@ from megalite.comm.world import World
 from megalite.optim import OPTIMIZERS, Hyperparameters
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.gradient_sync import Bucket
-from megalite.parallel.zero.parts import HostPart
+from megalite.parallel.zero.sub_optimizers import HostOptimizer
 from megalite.testing import run_ranks, run_single
 
 
@@ -49,7 +49,7 @@ def body(
         optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale)
     buffers.unshard()
     weights = {name: p.detach().clone() for name, p in named}
-    return weights, optimizer.memory(), sum(s.stop - s.start for s in optimizer.segments)
+    return weights, optimizer.memory(), sum(s.stop - s.start for s in optimizer.masters)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,13 +100,13 @@ def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.
         norm_axis=mesh.world,
         offload_fraction=1.0,
     )
-    (part,) = optimizer.parts
-    assert isinstance(part, HostPart) and buffers.memory()["gradients"] == 0
+    (part,) = optimizer.sub_optimizers
+    assert isinstance(part, HostOptimizer) and buffers.memory()["gradients"] == 0
     monkeypatch.setattr(part, "_stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     made: list[int] = []
     real = Bucket.gradient.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Bucket, "gradient", property(lambda self: (made.append(stream.entered), real(self))[1]))
-    part.fetch()
+    part.fetch_gradients()
     assert made == [0]

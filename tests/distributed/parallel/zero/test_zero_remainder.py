@@ -12,7 +12,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.optim import OPTIMIZERS, Hyperparameters
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.parallel.zero.remainder import join_bits, split_bits
+from megalite.parallel.zero.param_remainders import join_bits, split_bits
 from megalite.testing import run_ranks
 
 
@@ -74,7 +74,7 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
                 shard.local.copy_(values)
             optimizer.after_load()
     shards = {f"{shard.name}{shard.offset}": shard.local.clone() for shard in optimizer.shards()}
-    return shards, held, sum(s.stop - s.start for s in optimizer.segments)
+    return shards, held, sum(s.stop - s.start for s in optimizer.masters)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -6,7 +6,7 @@
 The weight is the master rounded to the nearest bf16 (halves away from zero), the remainder is the difference of the two
 bit patterns, so the master comes back bit for bit. It exists only while its bucket is being stepped or saved.
 
-Halves can not go to even: every even weight would then stand for 2^16 + 1 masters, which 16 bits do not tell apart.
+Halves cannot go to even: every even weight would then stand for 2^16 + 1 masters, which 16 bits do not tell apart.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 
 
-class RemainderMaster:
-    """The masters of one bucket's owned slice. values: fp32; has memory between `join` (or the start) and `split`
+class ParamRemainders:
+    """The masters of one bucket's owned slice. masters: fp32; has memory between `join` (or the start) and `split`
     only."""
 
     def __init__(self, weights: Tensor) -> None:
         assert weights.dtype == torch.bfloat16, "only a bf16 weight is the upper half of an fp32 number"
         self.weights = weights
         self.remainder = torch.zeros(weights.shape, dtype=torch.int16, device=weights.device)
-        self.values = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
+        self.masters = torch.empty(weights.shape, dtype=torch.float32, device=weights.device)
         self.resident = True
-        join_bits(self.weights, self.remainder, self.values)
+        join_bits(self.weights, self.remainder, self.masters)
 
     def join(self) -> None:
-        """Makes `values` readable and writable."""
+        """Makes `masters` readable and writable."""
         if not self.resident:
-            self.values.untyped_storage().resize_(4 * self.values.numel())
+            self.masters.untyped_storage().resize_(4 * self.masters.numel())
             self.resident = True
-            join_bits(self.weights, self.remainder, self.values)
+            join_bits(self.weights, self.remainder, self.masters)
 
     def split(self) -> None:
-        """Writes `values` into weights and remainder, and gives their memory back."""
+        """Writes `masters` into weights and remainder, and gives their memory back."""
         if self.resident:
-            split_bits(self.values, self.weights, self.remainder)
-            self.values.untyped_storage().resize_(0)
+            split_bits(self.masters, self.weights, self.remainder)
+            self.masters.untyped_storage().resize_(0)
             self.resident = False
 
 

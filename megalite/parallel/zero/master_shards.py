@@ -1,7 +1,11 @@
-"""What this rank owns, as the optimizer sees it: long flat tensors of one kind, or whole matrices.
+"""The master weights that this rank owns, as the optimizer sees them: long flat tensors of one kind, or whole matrices.
 
-A segment is a run of a bucket (`inventory.buckets.Run`) cut to the owned slice. It knows where its master, its gradient
-and its compute weights are, and which rectangles of which logical tensors it covers.
+    bucket      [ decayed weights                    | biases and norms      ]    runs of one kind
+    rank 0      [ master shard             ]
+    rank 1                                 [ shard   | master shard          ]    its slice, cut where the kind changes
+
+A master shard knows where its gradient and its compute weights are, and which rectangles of which logical tensors it
+covers.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ from megalite.comm import TensorShard, shards_of_range
 from megalite.inventory import Run, Slot
 from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.gradient_sync import Bucket
-from megalite.parallel.zero.remainder import RemainderMaster
+from megalite.parallel.zero.param_remainders import ParamRemainders
 
 
 @dataclass
-class Segment:
-    """A piece of a run that this rank owns: one tensor of the optimizer.
+class MasterShard:
+    """Elements `start .. stop` of a family's flat buffer: one tensor of the optimizer.
 
-    master: the one fp32 (or wider) copy; the compute weights themselves where they already have that dtype and one
-    version. offloaded: master and moments are in host memory. remainder: what the master is put together from, where it
-    is kept in 16 bits.
+    run: of the bucket that they lie in.
+    tensor: the one fp32 (or wider) copy; the compute weights themselves where they already have that dtype and one
+        version.
+    offloaded: master and moments are in host memory.
+    remainders: what the masters of the bucket are put together from, where they are kept in 16 bits.
     """
 
     buffers: ParameterBuffers
@@ -33,31 +39,41 @@ class Segment:
     run: Run
     start: int
     stop: int
-    master: Tensor
+    tensor: Tensor
     offloaded: bool = False
-    remainder: RemainderMaster | None = None
+    remainders: ParamRemainders | None = None
 
     @property
     def gradient(self) -> Tensor:
-        """The reduced gradient, in the gradient dtype, shaped like `master`."""
+        """The reduced gradient, in the gradient dtype, shaped like `tensor`."""
         flat = self.bucket.gradient[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
-        return flat.view(self.master.shape)
+        return flat.view(self.tensor.shape)
 
     def weights(self, version: int) -> Tensor:
-        """The owned compute weights of a version, shaped like `master`."""
+        """The owned compute weights of a version, shaped like `tensor`."""
         shard = self.bucket.weights[version].shard
         flat = shard[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
-        return flat.view(self.master.shape)
+        return flat.view(self.tensor.shape)
+
+    def join(self) -> None:
+        """Makes `tensor` readable and writable; of the whole bucket at once."""
+        if self.remainders is not None:
+            self.remainders.join()
+
+    def split(self) -> None:
+        """Writes the masters of the bucket, where they are kept in 16 bits, into weights and remainders."""
+        if self.remainders is not None:
+            self.remainders.split()
 
     def pieces(self) -> Iterator[tuple[Slot, int, int]]:
-        """(slot, start, stop) of every parameter's part of the segment, in elements of the flat buffer."""
+        """(slot, start, stop) of every parameter's part of the shard, in elements of the flat buffer."""
         for slot in self.run.slots:
             start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
             if start < stop:
                 yield slot, start, stop
 
     def shards(self, prefix: str, values: Tensor, replica: int) -> Iterator[TensorShard]:
-        """`values` (one per element of the segment) as rectangles of the logical tensors `prefix + name`."""
+        """`values` (one per element of the shard) as rectangles of the logical tensors `prefix + name`."""
         flat = values.view(-1)
         for slot, start, stop in self.pieces():
             part = flat[start - self.start : stop - self.start]
@@ -67,28 +83,29 @@ class Segment:
             )
 
 
-def cut_segments(
+def cut_master_shards(
     buffers: ParameterBuffers, offload_fraction: float = 0.0, store_param_remainders: bool = False
-) -> list[Segment]:
-    """The segments of one stage, in buffer order; whole buckets are offloaded until the fraction is reached.
+) -> list[MasterShard]:
+    """The master shards of one family of a stage, in buffer order. Whole buckets are offloaded until the fraction is
+    reached.
 
     (Matrices that need other tensor-parallel ranks for their update stay on the device.)
     """
     separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
     owned = sum(b.owned_stop - b.owned_start for b in buffers.buckets)
-    segments: list[Segment] = []
+    masters: list[MasterShard] = []
     moved = 0
     for bucket in buffers.buckets:
         whole = any(run.whole for run in bucket.plan.runs)
         offload = not whole and moved < offload_fraction * owned
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
-        remainder = None
+        remainders = None
         if offload:
             master = host_copy(master, buffers.main_dtype)
         elif store_param_remainders and buffers.dtype == torch.bfloat16 and buffers.num_versions == 1:
-            remainder = RemainderMaster(master)
-            master = remainder.values
+            remainders = ParamRemainders(master)
+            master = remainders.masters
         elif separate:
             master = master.to(buffers.main_dtype, copy=True)
         for run in bucket.plan.runs:
@@ -100,8 +117,8 @@ def cut_segments(
                 entry = run.slots[0].entry
                 stop = start + entry.numel
                 values = values[: entry.numel].view(entry.shape)
-            segments.append(Segment(buffers, bucket, run, start, stop, values, offload, remainder))
-    return segments
+            masters.append(MasterShard(buffers, bucket, run, start, stop, values, offload, remainders))
+    return masters
 
 
 def host_copy(x: Tensor, dtype: torch.dtype) -> Tensor:

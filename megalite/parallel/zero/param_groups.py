@@ -1,0 +1,72 @@
+"""Parameter groups: what an update rule is told about the master shards that it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megalite.comm import Axis, LocalParameter, Piece
+from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.gradient_sync import Bucket
+from megalite.parallel.zero.master_shards import MasterShard
+
+ParamGroup = dict[str, Any]
+"""params: list of tensors. decay: whether weight decay applies. whole: the tensors have their parameter's shape and
+must be updated as matrices; placements: then, their places in the logical tensors.
+
+For rules that keep statistics of a parameter: `parameters` (those of which some rank of `shard_axis` holds a part here:
+the same list on each of its ranks) and `pieces` (for each tensor, what lies in it). `cut_axes`: those that may cut the
+family's parameters."""
+
+MakeOptimizer = Callable[[list[ParamGroup]], Any]
+"""Builds an `UpdateRule` (or a `torch.optim.Optimizer`) over parameter groups."""
+
+
+class BucketParameter(NamedTuple):
+    """A parameter of which this rank may own a part, and the bucket that it lies in."""
+
+    parameter: LocalParameter
+    buffers: ParameterBuffers
+    bucket: Bucket
+
+
+def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
+    """All parameters of the shards' buckets: every rank of the shard axis has a slice of each bucket."""
+    buckets = {id(master.bucket): master for master in masters}
+    return [
+        BucketParameter(LocalParameter(slot.entry.name, slot.entry.shape, slot.entry.placement), m.buffers, m.bucket)
+        for m in buckets.values()
+        for slot in m.bucket.plan.slots
+    ]
+
+
+def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[BucketParameter]) -> list[ParamGroup]:
+    """One group for each combination of weight decay and whole matrices."""
+    groups: dict[tuple[bool, bool], list[MasterShard]] = {}
+    for master in masters:
+        groups.setdefault((master.run.kind.no_decay, master.run.whole), []).append(master)
+    numbers = {(id(p.bucket), p.parameter.name): number for number, p in enumerate(parameters)}
+    return [
+        {
+            "params": [m.tensor for m in members],
+            "decay": not no_decay,
+            "whole": whole,
+            "placements": [m.run.slots[0].entry.placement for m in members] if whole else [],
+            "parameters": [p.parameter for p in parameters],
+            "pieces": [list(_pieces_of(m, numbers)) for m in members],
+            "shard_axis": _shard_axis(members[0].buffers),
+            "cut_axes": members[0].buffers.axes.cut,
+        }
+        for (no_decay, whole), members in groups.items()
+    ]
+
+
+def _pieces_of(master: MasterShard, numbers: Mapping[tuple[int, str], int]) -> Iterator[Piece]:
+    for slot, start, stop in master.pieces():
+        number = numbers[id(master.bucket), slot.entry.name]
+        yield Piece(number, start - slot.start, stop - slot.start, start - master.start)
+
+
+def _shard_axis(buffers: ParameterBuffers) -> Axis:
+    """The ranks that own other slices of the same parameters."""
+    return buffers.axes.shard if buffers.options.stage else Axis.single("shard")

@@ -1,0 +1,175 @@
+"""Sub-optimizers: masters and moments of one place, and the update rule over them.
+
+    DeviceOptimizer       gradient ------------------------> rule.step()
+    RemainderOptimizer    weights, 16 bits --> masters ----> rule.step() ----> weights, 16 bits      a bucket at a time
+    HostOptimizer         gradient --copy to the host -----> rule.step()                             a bucket at a time
+
+A step of each is `begin_step`, `rule.step()`, `end_step`. Copies to the host run on a stream of their own: behind the
+device's update, and behind one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Statistic
+from megalite.parallel.zero.master_shards import MasterShard
+from megalite.parallel.zero.param_groups import BucketParameter, MakeOptimizer, bucket_parameters, make_param_groups
+
+
+class UpdateRule(Protocol):
+    """What a step needs of an optimizer; `torch.optim.Optimizer` has it."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]: ...
+
+    def step(self) -> Any: ...
+
+
+class DeviceOptimizer:
+    """Masters where their gradients are."""
+
+    def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
+        self.masters = masters
+        self.parameters = bucket_parameters(masters)
+        self.rule: UpdateRule = make_optimizer(make_param_groups(masters, self.parameters))
+
+    def fetch_gradients(self) -> None:
+        """Starts to bring the gradients to where the masters are."""
+
+    def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        """Gives the rule its numbers, and every master `grad_scale` x gradient."""
+        for group in self.rule.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+        for master in self.masters:
+            gradient = self._gradient(master)
+            if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
+                gradient.mul_(grad_scale)
+            master.tensor.grad = gradient.to(master.tensor.dtype)
+
+    def end_step(self) -> None:
+        """Forgets the gradients."""
+        for master in self.masters:
+            master.tensor.grad = None
+
+    def moments(self, master: MasterShard) -> dict[str, Tensor]:
+        """The rule's tensors with one value per element of the master."""
+        state = self.rule.state[master.tensor] if master.tensor in self.rule.state else {}
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and name != "step" and value.numel() == master.tensor.numel()
+        }
+
+    def statistics(self) -> Iterator[tuple[Statistic, BucketParameter]]:
+        """State that is not one number an element: the rule's own tensors, which all ranks of the shard axis hold."""
+        if hasattr(self.rule, "statistics"):
+            for statistic in self.rule.statistics():
+                yield statistic, self.parameters[statistic.parameter]
+
+    def set_step_count(self, count: float) -> None:
+        """How many steps have been made, as the rule remembers it."""
+        for state in self.rule.state.values():
+            if "step" in state:
+                state["step"] = state["step"].fill_(count) if isinstance(state["step"], Tensor) else count
+        for group in self.rule.param_groups:
+            if "step" in group:  # apex counts per group
+                group["step"] = int(count)
+
+    def _gradient(self, master: MasterShard) -> Tensor:
+        """The gradient where the master is, in any float dtype; may be written."""
+        return master.gradient
+
+
+class HostOptimizer(DeviceOptimizer):
+    """Masters and moments of one bucket in host memory."""
+
+    def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
+        super().__init__(masters, make_optimizer)
+        device = masters[0].buffers.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrived: Any = None
+        self._received: dict[int, Tensor] = {}
+
+    def fetch_gradients(self) -> None:
+        # A gradient that is not in memory is made here, and would belong to the other stream for good.
+        sources = [master.gradient for master in self.masters]
+        if self._stream is None:
+            self._copy(sources)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(sources)
+            self._arrived = self._stream.record_event()
+
+    def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        if isinstance(grad_scale, Tensor):
+            grad_scale = grad_scale.cpu()
+        super().begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._stream is None:
+            self._received.clear()
+
+    def _gradient(self, master: MasterShard) -> Tensor:
+        return self._received[id(master)]
+
+    def _copy(self, sources: Sequence[Tensor]) -> None:
+        for master, source in zip(self.masters, sources, strict=True):
+            if id(master) not in self._received:
+                pinned = source.is_cuda
+                self._received[id(master)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+            self._received[id(master)].copy_(source, non_blocking=True)
+
+
+class RemainderOptimizer(DeviceOptimizer):
+    """Masters of one bucket that are put together for the step (`ParamRemainders`)."""
+
+    def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+        self.masters[0].join()
+        super().begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.masters[0].split()
+
+
+def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> list[DeviceOptimizer]:
+    """What is on the device first, each family in one piece, or a bucket at a time where something exists for the step
+    only (masters that are put together, gradients that are widened); then one a bucket for the host."""
+    here = [m for m in masters if not m.offloaded]
+    plain = [m for m in here if m.remainders is None and m.bucket.dtype == m.tensor.dtype]
+    widened = [m for m in here if m.remainders is None and m.bucket.dtype != m.tensor.dtype]
+    joined = [m for m in here if m.remainders is not None]
+    away = [m for m in masters if m.offloaded]
+    return [
+        *(DeviceOptimizer(group, make_optimizer) for group in _grouped(plain, _family)),
+        *(DeviceOptimizer(group, make_optimizer) for group in _grouped(widened, _bucket)),
+        *(RemainderOptimizer(group, make_optimizer) for group in _grouped(joined, _bucket)),
+        *(HostOptimizer(group, make_optimizer) for group in _grouped(away, _bucket)),
+    ]
+
+
+def _family(master: MasterShard) -> Hashable:
+    return master.buffers.axes.name, master.tensor.dtype
+
+
+def _bucket(master: MasterShard) -> Hashable:
+    return id(master.bucket)
+
+
+def _grouped(masters: Iterable[MasterShard], key: Callable[[MasterShard], Hashable]) -> list[list[MasterShard]]:
+    groups: dict[Hashable, list[MasterShard]] = {}
+    for master in masters:
+        groups.setdefault(key(master), []).append(master)
+    return list(groups.values())
