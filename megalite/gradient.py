@@ -150,7 +150,7 @@ def attach_sink(parameter: nn.Parameter, sink: GradSink) -> None:
     """Routes all of the parameter's gradient into `sink`, whether a layer adds it itself or autograd accumulates it."""
     if sink_of(parameter) is None:
         parameter.register_post_accumulate_grad_hook(_move_into_sink)
-    parameter.sink = sink  # type: ignore[attr-defined]
+    parameter.sink = sink  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 
 
 def _move_into_sink(parameter: Tensor) -> None:

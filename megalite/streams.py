@@ -69,7 +69,7 @@ def keep_streams() -> None:
     out = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     err = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     if not isinstance(out, Stream):
-        sys.stdout, sys.stderr = (  # type: ignore[assignment]
+        sys.stdout, sys.stderr = (
             Stream(out, "standard output", err),
             Stream(err, "standard error", out),
         )

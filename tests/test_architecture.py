@@ -392,6 +392,17 @@ def test_public_functions_have_type_hints() -> None:
     _check(problems)
 
 
+def test_what_the_type_checker_must_not_see_has_a_reason() -> None:
+    """`type: ignore[code]  # why`; benchmarks hold other people's code."""
+    ignore, reason = "# type: " + "ignore", re.compile(r"# type: " + r"ignore\[[\w, -]+\]  # \w.+")
+    problems = []
+    for path in _sources():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if ignore in line and not reason.search(line) and "bench" not in path.name:
+                problems.append(f"{path.relative_to(ROOT)}:{number}: an ignore without its code or its reason")
+    _check(problems)
+
+
 def test_schedules_and_optimizers_are_named_in_their_rooms_alone() -> None:
     """Who asks what a schedule or an optimizer is like asks its entry, not its name."""
     schedule = pytest.importorskip("megalite.schedule", reason="megalite.schedule is not there")

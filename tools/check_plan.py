@@ -162,7 +162,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     if n < 2:
         return 1.0
     ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
-    distance = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
+    distance: int = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
     return 1 - 6 * distance / (n * (n * n - 1))
 
 

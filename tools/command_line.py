@@ -21,7 +21,9 @@ class ToolParser(argparse.ArgumentParser):
             description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+    def parse_args(  # type: ignore[override]  # argparse allows namespaces of other types, which no tool has
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
         """Parse `args`, in whose flags `_` may stand for `-`.
 
         Raises:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
@@ -151,6 +151,7 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
 
     from megalite.inference import load_for_inference
     from megalite.microbatch import Microbatch
+    from megalite.nn import Head
 
     transformers = optional_package("--verify", "transformers")
     loaded = load_for_inference(ours, ckpt_step=ckpt_step, device="cpu")
@@ -169,8 +170,8 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
         peer = transformers.AutoModelForCausalLM.from_pretrained(theirs, local_files_only=True, dtype=dtype).eval()
         for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:
             parameter.copy_(parameter.to(written))
-        head = loaded.model.get_submodule("head")
-        logits = head.logits(loaded.model.body(None, batch)).transpose(0, 1)  # type: ignore[operator]
+        head = cast(Head, loaded.model.get_submodule("head"))
+        logits = head.logits(loaded.model.body(None, batch)).transpose(0, 1)
         expected = peer(input_ids=tokens).logits
     largest, difference = expected.abs().max().item(), (logits - expected).abs().max().item()
     print(f"verify: largest difference of logits {difference:.3g}, largest logit {largest:.3g} ({dtype})")

@@ -102,7 +102,7 @@ def harness_model(loaded: LoadedModel, *, micro_batch_size: int = 16) -> Any:
     base: Any = optional_package("lm-evaluation-harness", "lm_eval.api.model").LM
     scorer = HarnessScorer(loaded, micro_batch_size=micro_batch_size)
 
-    class MegaliteLM(base):
+    class MegaliteLM(base):  # type: ignore[misc]  # a class of an optional package has no type
         """Takes the harness's requests apart and hands them to the scorer."""
 
         def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -19,7 +19,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -205,6 +207,16 @@ def _turn_of_layers(stage: Stage, buffers: ParameterBuffers, bench: Bench) -> Wo
     return turn
 
 
+def update_seconds(bench: Bench, optimizer: ShardedOptimizer) -> dict[str, float]:
+    """One update as a run makes it: the norm, then the step with what clipping leaves."""
+
+    def update() -> None:
+        norm = float(optimizer.grad_norm())
+        optimizer.step(lr=1e-3, weight_decay=0.1, grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
+
+    return {"step": bench.clock(update)}
+
+
 def optimizer_seconds(bench: Bench) -> list[float]:
     """[Seconds of an update beside, and per owned element of] norm, clipping and step."""
     points = []
@@ -216,11 +228,7 @@ def optimizer_seconds(bench: Bench) -> list[float]:
             [buffers], make_optimizer=optimizer_factory(bench.config), norm_axis=single("model")
         )
 
-        def update(optimizer: ShardedOptimizer = optimizer) -> None:
-            norm = float(optimizer.grad_norm())
-            optimizer.step(lr=1e-3, weight_decay=0.1, grad_scale=min(1.0, 1.0 / (norm + 1e-6)))
-
-        seconds = bench.medians(lambda update=update: {"step": bench.clock(update)})["step"]  # type: ignore[misc]
+        seconds = bench.medians(partial(update_seconds, bench, optimizer))["step"]
         points.append((buffers.numel, seconds))
     (small, less), (large, more) = points[0], points[-1]
     rate = max(0.0, (more - less) / (large - small)) if large > small else more / large
@@ -300,7 +308,7 @@ def _there_and_back(channel: Channel, x: Tensor, rank: int) -> None:
     channel.flush()
 
 
-def measure(config: Config, world: World, micro_batches: Sequence[int], repeats: int) -> dict[str, object]:
+def measure(config: Config, world: World, micro_batches: Sequence[int], repeats: int) -> dict[str, Any]:
     """The content of a profile file. Collective."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size)
     bench = Bench(config, mesh.world, world.device, repeats)
@@ -358,7 +366,7 @@ def main(argv: list[str]) -> int:
         found = measure(alone, world, [int(size) for size in sizes], repeats)
         if world.is_first:
             Path(args.output).write_text(json.dumps(found, indent=1))
-            print(f"{args.output}: {len(found['points'])} points on {found['device']}")  # type: ignore[arg-type]
+            print(f"{args.output}: {len(found['points'])} points on {found['device']}")
         return 0
 
     return launch(replace(config, parallel=parallel), body)

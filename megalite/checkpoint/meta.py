@@ -10,12 +10,15 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalite.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 LARGEST = 2**62
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class Meta:
@@ -62,7 +65,7 @@ class Meta:
     def build(self, cls: type[T]) -> T:
         """A dataclass whose fields are whole numbers >= 0, numbers and texts; of a `Literal` one of its values."""
         hints = typing.get_type_hints(cls)
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]
         if set(names) != set(self.raw):
             odd = sorted(set(names) ^ set(map(str, self.raw)))
             raise CheckpointError(f"{self.where}: written by another version of megalite ({', '.join(odd)[:80]})")

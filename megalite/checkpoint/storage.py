@@ -83,7 +83,7 @@ def flat_bytes(values: Tensor) -> memoryview:
     if not flat.numel():
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
-    array.tensor = flat  # type: ignore[attr-defined]  # alive as long as the view
+    array.tensor = flat  # type: ignore[attr-defined]  # ours: alive as long as the view
     return memoryview(array).cast("B")
 
 

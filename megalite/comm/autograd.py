@@ -10,7 +10,8 @@ the identity. The linear layers' own collectives are in their backward (`paralle
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.autograd import Function
@@ -20,6 +21,8 @@ from megalite.comm.mesh import Axis
 
 
 class _ReduceFromAxis(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         return collectives.all_reduce(x, axis)
@@ -30,6 +33,8 @@ class _ReduceFromAxis(Function):
 
 
 class _ScatterSumSequence(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ class SharedExchange:
         step = SLOT_BYTES // flat.element_size()
         for begin in range(0, flat.numel(), step):
             part = flat[begin : begin + step]
-            self._post(part, lambda parts, part=part: _reduce(parts, part, op))  # type: ignore[misc]
+            self._post(part, partial(_reduce, out=part, op=op))
         message = Message(self, self._posted)
         if whole is not x:
             message.wait()
@@ -88,7 +89,7 @@ class SharedExchange:
         step = SLOT_BYTES // flat.element_size()
         for begin in range(0, flat.numel(), step):
             targets = rows[:, begin : begin + step]
-            self._post(flat[begin : begin + step], lambda parts, targets=targets: _gather(parts, targets))  # type: ignore[misc]
+            self._post(flat[begin : begin + step], partial(_gather, targets=targets))
         return Message(self, self._posted)
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor) -> Message:
@@ -98,10 +99,7 @@ class SharedExchange:
         step = max(1, SLOT_BYTES // (flat.element_size() * self._size))
         for begin in range(0, flat.numel(), step):
             part = flat[begin : begin + step]
-            self._post(
-                rows[:, begin : begin + step],
-                lambda parts, part=part: _reduce([p.view(self._size, -1)[self._rank] for p in parts], part, "sum"),  # type: ignore[misc]
-            )
+            self._post(rows[:, begin : begin + step], partial(_sum_of_rows, rank=self._rank, out=part))
         return Message(self, self._posted)
 
     def _post(self, values: Tensor, finish: Finish) -> None:
@@ -147,6 +145,11 @@ def _reduce(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)
+
+
+def _sum_of_rows(parts: Sequence[Tensor], rank: int, out: Tensor) -> None:
+    """out = the sum of this rank's row of every part."""
+    _reduce([part.view(len(parts), -1)[rank] for part in parts], out, "sum")
 
 
 def _gather(parts: Sequence[Tensor], targets: Tensor) -> None:

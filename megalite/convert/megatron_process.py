@@ -7,9 +7,10 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,9 +73,9 @@ class Unpickler:
         self._ask(path, {"open": str(path), "model": model, "name": name})
         values = torch.empty(shape, dtype=DTYPES[dtype])
         into = flat_bytes(values)
-        assert self._process.stdout is not None
+        stdout = cast(BufferedReader, self._process.stdout)
         while into:
-            count = self._process.stdout.readinto(into)  # type: ignore[attr-defined]
+            count = stdout.readinto(into)
             if not count:
                 raise self._ended(path)
             into = into[count:]

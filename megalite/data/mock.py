@@ -34,7 +34,7 @@ class MockStore:
             raise IndexError(f"tokens {start}:{stop} of document {sequence}, which has {length}")
         # One generator per document: no document depends on which others were read before.
         first, step = np.random.default_rng((self.seed, sequence)).integers(0, self.vocab_size, 2).tolist()
-        ids = (first + np.arange(start, stop, dtype=np.int64) * (step % 7 + 1)) % self.vocab_size
+        ids: NDArray[np.int64] = (first + np.arange(start, stop, dtype=np.int64) * (step % 7 + 1)) % self.vocab_size
         if self.eod_id is not None and stop == length and stop > start:
             ids[-1] = self.eod_id
         return ids

@@ -168,7 +168,8 @@ class CharTokenizer:
         return ids
 
     def encode(self, text: str) -> list[int]:
-        return self._lookup(text).tolist()
+        ids: list[int] = self._lookup(text).tolist()
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [self._lookup(text) for text in texts]

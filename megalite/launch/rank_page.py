@@ -30,7 +30,7 @@ class _Header(ctypes.Structure):
     phase_since: float
     phase_bytes: int
     error_bytes: int
-    _fields_ = (  # type: ignore[assignment]
+    _fields_ = (
         ("beat", ctypes.c_double),
         ("phase_since", ctypes.c_double),
         ("phase_bytes", ctypes.c_uint32),

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ def register_operator() -> None:
 
 
 class _BlockedAttention(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(ctx: Any, qkv: Tensor) -> Tensor:
         y, weights = attend(qkv)

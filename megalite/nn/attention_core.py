@@ -69,7 +69,8 @@ class AttentionCore:
             return fused_attention(q, k, v, document_ids, window).to(narrow)
         inputs = (q, k, v, document_ids, sample_ids, drop, window)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._plain, *inputs, use_reentrant=False, preserve_rng_state=False).to(narrow)
+            y: Tensor = checkpoint(self._plain, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return y.to(narrow)
         return self._plain(*inputs).to(narrow)
 
     def _prefers_blocked(self, q: Tensor, k: Tensor, document_ids: Tensor | None, drop: float) -> bool:

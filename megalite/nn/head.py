@@ -32,7 +32,7 @@ class OutputLayer(nn.Module):
             config.vocab_size, padded, config.hidden_size, init_std=config.init_method_std, ctx=ctx
         )
         if not config.untie_embeddings_and_output_weights:
-            self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]
+            self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 
 
 class Head(nn.Module):

@@ -24,7 +24,7 @@ from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
-from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.kv_cache import KeyValueCache, LayerCache
 from megalite.nn.naming import named_logical_parameters
 
 
@@ -51,7 +51,7 @@ class LayerStack(nn.Module):
         if tied and "embedding" in self.names and "head" in self.names:
             head, embedding = cast(Head, self.get_submodule("head")), cast(Embedding, self.get_submodule("embedding"))
             head.output.weight = embedding.word_embeddings.weight
-            head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # gradients that a micro-batch brings
+            head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: gradients that a micro-batch brings
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
         self.segments = recompute_segments(len(self.names), places, config)
 
@@ -71,7 +71,7 @@ class LayerStack(nn.Module):
         """All layers but the head, without recomputation; `cache` (one entry for each block here) is extended by the
         batch's tokens.
         """
-        entries: Iterator = iter(cache.layers) if cache is not None else iter(())
+        entries: Iterator[LayerCache] = iter(cache.layers) if cache is not None else iter(())
         for layer in self.ordered():
             if isinstance(layer, Head):
                 break

@@ -12,6 +12,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ WATCHED = 3
 LEAST_ITERATIONS = 10
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[misc]  # torch does not export its type
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of CPU tensors that are alive while it is entered; `peak` is the most.
 
     A storage counts once, however many tensors look at it.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.now = 0
         self.peak = 0
@@ -89,6 +90,7 @@ class MemoryCheckHook(Hook):
 
     def __init__(self) -> None:
         self._counter: LiveBytes | None = None
+        self._watching = ExitStack()
         self._until = 0
         self._predicted: RankMemory | None = None
         self._measured: float | None = None
@@ -108,7 +110,7 @@ class MemoryCheckHook(Hook):
         if on_cpu:
             self._counter = LiveBytes()
             self._counter.add_everything()
-            self._counter.__enter__()
+            self._watching.enter_context(self._counter)
         else:
             torch.cuda.reset_peak_memory_stats(trainer.device)
 
@@ -142,5 +144,5 @@ class MemoryCheckHook(Hook):
 
     def _stop(self) -> None:
         if self._counter is not None:
-            self._counter.__exit__(None, None, None)
+            self._watching.close()
             self._peak, self._counter = self._counter.peak, None

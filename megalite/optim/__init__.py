@@ -7,6 +7,6 @@ Nothing here knows about ranks: sharding is `parallel/zero`, which hands an upda
 Proof: `tests/unit/optim/`.
 """
 
-from megalite.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.optim.optimizers import OPTIMIZERS, Hyperparameters
 from megalite.optim.precision import ConstantLossScaler, DynamicLossScaler, LossScaler

@@ -211,7 +211,8 @@ def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x).to(torch.float64).square()
+    norm: Tensor = torch.linalg.vector_norm(x)
+    return norm.to(torch.float64).square()
 
 
 def _rectangles(flat: Tensor | None, piece: Piece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:

@@ -59,7 +59,7 @@ class LearningRateSchedule:
             return 1.0
         ratio = _ratio(samples - start, self.wsd_decay_samples)
         if self.wsd_style == "exponential":
-            return 2.0 * 0.5**ratio - 1.0
+            return 2.0 * math.pow(0.5, ratio) - 1.0
         if self.wsd_style == "minus_sqrt":
             return 1.0 - math.sqrt(ratio)
         return 1.0 - ratio if self.wsd_style == "linear" else _half_cosine(ratio)

@@ -90,9 +90,9 @@ class Muon(UpdateRule):
 def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
     """See `Muon.scale_mode`."""
     if mode == "spectral":
-        return max(rows, columns) ** 0.5
+        return float(max(rows, columns) ** 0.5)
     ratio = rows / columns
-    return max(1.0, ratio) ** 0.5 if mode == "shape_scaling" else ratio**0.5
+    return float(max(1.0, ratio) ** 0.5 if mode == "shape_scaling" else ratio**0.5)
 
 
 def gather_matrix(local: Tensor, placement: Placement, cut_axes: Sequence[Axis]) -> tuple[Tensor, int, Axis | None]:
@@ -114,7 +114,7 @@ def orthogonalise(x: Tensor, steps: int) -> Tensor:
     given dtype elsewhere.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    y = x.to(torch.bfloat16) if x.is_cuda else x
+    y: Tensor = x.to(torch.bfloat16) if x.is_cuda else x
     tall = y.shape[-2] > y.shape[-1]
     if tall:
         y = y.mT

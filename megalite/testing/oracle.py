@@ -153,7 +153,7 @@ def _optimizer(config: Config, parameters: dict[str, torch.nn.Parameter]) -> tor
 
 def placement_of(parameter: Tensor) -> Placement:
     """Where the parameter lies in the model."""
-    placement: Placement = parameter.placement  # type: ignore[attr-defined]
+    placement: Placement = parameter.placement  # type: ignore[attr-defined]  # ours, on a tensor of torch's
     return placement
 
 

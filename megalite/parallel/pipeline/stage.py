@@ -73,7 +73,7 @@ class Stage:
         """
         if x is not None:
             x = x.detach().requires_grad_()
-        out = self.module(version)(x, batch)
+        out: Tensor = self.module(version)(x, batch)
         if self.is_last:
             self._in_flight[microbatch] = _InFlight(x, out * factor)
             return out.detach()

@@ -45,5 +45,5 @@ class LayerContext:
 def new_parameter(local_shape: tuple[int, ...], placement: Placement, ctx: LayerContext) -> nn.Parameter:
     """An uninitialised parameter of `local_shape` that knows its place (`param.placement`); deferred: no memory."""
     parameter = nn.Parameter(torch.empty(local_shape, dtype=ctx.dtype, device="meta" if ctx.deferred else ctx.device))
-    parameter.placement = placement  # type: ignore[attr-defined]
+    parameter.placement = placement  # type: ignore[attr-defined]  # ours, on a tensor of torch's
     return parameter

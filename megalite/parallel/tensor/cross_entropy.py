@@ -13,8 +13,9 @@ size tokens x V is kept): backward only scales them by the gradient of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -107,6 +108,8 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard
 
 
 class _FusedCrossEntropy(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(
         ctx: Any,

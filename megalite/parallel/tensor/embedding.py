@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
         self.weight = vocab_parameter(vocab_size, padded_size, hidden_size, init_std=init_std, ctx=ctx)
-        self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]
+        self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 `[s, b]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
@@ -61,6 +62,8 @@ def lookup(ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
 
 
 class _Lookup(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
         ctx.sink, ctx.queue, ctx.rows = sink_of(weight), queue, weight.shape[0]

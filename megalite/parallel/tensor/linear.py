@@ -17,7 +17,7 @@ backward (4 of 21 s b h with GELU at 512 tokens), and costs an elementwise pass 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +119,8 @@ class RowParallelLinear(nn.Module):
 
 
 class _ColumnLinear(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
         _remember(ctx, x, weight, bias, layer)
@@ -153,6 +155,8 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -319,7 +319,7 @@ class ParameterBuffers:
 
 def placement_of(name: str, parameter: Tensor) -> Placement:
     """The parameter's `.placement`; a parameter without one is whole, replicated, and decays if it is a matrix."""
-    placement = getattr(parameter, "placement", None)
+    placement: Placement | None = getattr(parameter, "placement", None)
     if placement is None:
         shape = tuple(parameter.shape)
         return Placement(shape, (0,) * len(shape), decay=len(shape) > 1)
