@@ -49,7 +49,7 @@ class PipelineBench:
             version=0,
             update_of=lambda microbatch: microbatch // self.size,
         )
-        channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"))
+        channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), model.placement.neighbours)
         self.executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, self.updater)
         self.microbatches = [
             microbatch(x, y) for x, y in zip(ctx["x"].chunk(self.size), ctx["y"].chunk(self.size), strict=True)

@@ -269,7 +269,7 @@ def link_seconds(bench: Bench, world: World) -> dict[str, list[float]]:
         return {}
     dp = ParallelMesh.build(rank=world.rank, size=world.size)["dp"]
     line = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
-    channel = Channel(line.over("pp", apart="down"), line.over("pp", apart="up"))
+    channel = Channel(line.over("pp", apart="down"), line.over("pp", apart="up"), [(0, 1)])
     points: dict[str, list[float]] = {"all_reduce": [], "gather": [], "send": []}
     for nbytes in LINK_BYTES:
         whole = torch.zeros(nbytes // 4 // world.size * world.size, device=bench.device)

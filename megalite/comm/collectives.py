@@ -63,7 +63,7 @@ def _wait(work: Handle) -> Handle:
 def _by_messages(whole: Tensor, axis: Axis) -> bool:
     """gloo scatters and gathers large tensors slower than direct messages do."""
     large = whole.numel() * whole.element_size() >= 1 << 20
-    return large and dist.get_backend(axis.group) == "gloo"
+    return large and whole.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
 
 
 def _through_memory(x: Tensor, axis: Axis) -> bool:
@@ -142,10 +142,11 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Returns when every rank of the axis has come here."""
+    """Returns when every rank of the axis has come here: the host waits, not its device's stream alone."""
     if axis.size > 1:
         token = torch.zeros(1, device=device_of(axis))
         all_reduce_(token, axis)
+        token.item()
 
 
 class GatheredJson:

@@ -15,6 +15,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,20 +71,20 @@ def _check(header: Tensor, label: Label, shape: tuple[int, ...], *, rank: int, p
         )
 
 
-def connect(axis: Axis) -> None:
-    """Exchange one small message between every two ranks. Collective over the axis.
+def connect(axis: Axis, pairs: Iterable[tuple[int, int]]) -> None:
+    """Exchange one small message between the two ranks (lower, higher) of every pair. Collective over the axis.
 
     A library may open the line between two ranks at its first use, and both then wait for each other: a rank that
-    posts an early receive would stand still before it has sent what its peer needs to get that far.
+    posts an early receive would stand still before it has sent what its peer needs to get that far. NCCL makes a
+    communicator a pair and line, each with device memory of its own, so no pair is connected that sends nothing.
     """
     token = torch.zeros(1, device=device_of(axis))
-    for low in range(axis.size):
-        for high in range(low + 1, axis.size):
-            if axis.rank in (low, high):
-                peer = axis.ranks[low + high - axis.rank]
-                first, second = (dist.send, dist.recv) if axis.rank == low else (dist.recv, dist.send)
-                first(token, peer, group=axis.group)
-                second(token, peer, group=axis.group)
+    for low, high in sorted(pairs):
+        if axis.rank in (low, high):
+            peer = axis.ranks[low + high - axis.rank]
+            first, second = (dist.send, dist.recv) if axis.rank == low else (dist.recv, dist.send)
+            first(token, peer, group=axis.group)
+            second(token, peer, group=axis.group)
 
 
 @dataclass
@@ -117,12 +118,13 @@ class Incoming:
 class Channel:
     """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones).
 
-    Made by all ranks of the pipeline at the same time.
+    Made by all ranks of the pipeline at the same time. pairs: the ranks (lower, higher) that send to each other
+    (`Placement.neighbours`).
     """
 
-    def __init__(self, down: Axis, up: Axis, *, headers: bool = False) -> None:
+    def __init__(self, down: Axis, up: Axis, pairs: Collection[tuple[int, int]], *, headers: bool = False) -> None:
         for line in (down, up):
-            connect(line)
+            connect(line, pairs)
         self._down, self._up, self._headers = down, up, headers
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)

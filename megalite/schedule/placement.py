@@ -10,6 +10,7 @@ asks `rank_of` and `stages_of`, nobody computes `stage % p`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 
@@ -34,6 +35,12 @@ class Placement:
     def chunks_per_rank(self) -> int:
         """v: number of stages over number of ranks (replicas not counted)."""
         return self.num_stages // self.num_ranks
+
+    @property
+    def neighbours(self) -> frozenset[tuple[int, int]]:
+        """Pairs of ranks (lower, higher) that hold consecutive stages: all that ever send to each other."""
+        steps = ((a, b) for ranks in self.ranks for a, b in itertools.pairwise(ranks))
+        return frozenset((min(a, b), max(a, b)) for a, b in steps if a != b)
 
     def rank_of(self, stage: int, replica: int = 0) -> int:
         return self.ranks[replica][stage]

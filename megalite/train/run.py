@@ -180,8 +180,8 @@ def assemble(
         late = model.num_slots > 1 and updater.newest_version() == batch
         return scaler.previous if late else scaler.scale
 
-    directions = [mesh.over("pp", apart=direction) for direction in ("down", "up")]
-    channel = Channel(*directions, headers=config.parallel.check_pipeline_messages)
+    down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
+    channel = Channel(down, up, model.placement.neighbours, headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -14,11 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.comm import p2p
 from megalite.comm.collectives import all_reduce_
 from megalite.comm.mesh import Axis, ParallelMesh
+from megalite.comm.p2p import Channel
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
+from megalite.schedule.placement import loop
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 
@@ -179,3 +183,21 @@ def body_silent_peer(world: World) -> float:
 
 def test_every_group_keeps_the_timeout_of_the_run() -> None:
     assert 0.4 < run_ranks(body_silent_peer, 2)[0] < 20
+
+
+@pytest.mark.parametrize("size", [2, 5, 64])
+def test_pipeline_ranks_connect_to_their_neighbours_alone(size: int) -> None:
+    """NCCL makes a communicator, with device memory of its own, for every pair that ever sends."""
+    used: list[tuple[int, int]] = []
+    with (
+        patch.object(p2p, "device_of", lambda axis: torch.device("cpu")),
+        patch.object(dist, "send", lambda token, peer, group: used.append((group, peer))),
+        patch.object(dist, "recv", lambda token, peer, group: None),
+    ):
+        for rank in range(size):
+            axis = Axis("pp", size, rank, tuple(range(size)), group=rank)
+            Channel(axis, axis, loop(size).neighbours)
+    lines = Counter(pair for pair in used)
+    assert set(lines) == {(a, b) for a in range(size) for b in (a - 1, a + 1) if 0 <= b < size}
+    assert set(lines.values()) == {2}, "once for messages down, once for messages up"
+    assert max(Counter(rank for rank, _ in used).values()) <= 4

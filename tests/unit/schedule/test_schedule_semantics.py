@@ -107,3 +107,17 @@ def test_2bw_version_rule() -> None:
             for action in actions:
                 if action.is_compute:
                     assert action.version == max(action.microbatch // m - 1, 0)
+
+
+def test_neighbours_are_who_the_messages_go_between() -> None:
+    for name, shape in random_shapes(48, seed=5, largest_rank=5):
+        program = lower(build_shape(name, shape))
+        lists = program.unroll(program.batches(3))
+        pairs = {
+            (min(rank, part.peer), max(rank, part.peer))
+            for rank, actions in enumerate(lists)
+            for action in actions
+            for part in (action.parts or (action,))
+            if part.kind.startswith(("SEND", "RECV"))
+        }
+        assert pairs == program.placement.neighbours, (name, shape)
