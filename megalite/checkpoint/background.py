@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -77,7 +76,7 @@ class BackgroundSave:
         self.job = job
         self._world_size = world_size
         self._after_commit = after_commit
-        self._written = threading.Event()
+        self._written, self._finishing = threading.Event(), threading.Event()
         self._report: Report = {}
         self._handed_over: list[Report] | None = None
         self._problem: str | None = None
@@ -101,6 +100,7 @@ class BackgroundSave:
     def finish(self, reports: list[Report]) -> str | None:
         """Waits for the end, given all ranks' reports. Returns this rank's problem, None if all is well."""
         self._handed_over = reports
+        self._finishing.set()
         self._thread.join()
         return self._problem
 
@@ -123,15 +123,19 @@ class BackgroundSave:
     def _collect(self) -> list[Report]:
         """Rank 0's writer: all ranks' reports, from their files or from `finish`, whichever is first."""
         found: dict[int, Report] = {0: self._report}
+        pause = 0.005
         while len(found) < self._world_size:
             if self._handed_over is not None:
                 return self._handed_over
-            for rank in range(1, self._world_size):
-                path = _report_path(self.job.staging, rank)
-                if rank not in found and path.exists():
+            for path in self.job.staging.glob(_REPORTS):  # one listing, however many ranks: shared file systems
+                if (rank := int(path.stem.rpartition("_")[2])) not in found:
                     found[rank] = json.loads(path.read_bytes())
-            time.sleep(0.01)
+            pause = min(1.0, 2 * pause)
+            self._finishing.wait(pause)
         return [found[rank] for rank in range(self._world_size)]
+
+
+_REPORTS = "report_*.json"
 
 
 def _report_path(staging: Path, rank: int) -> Path:

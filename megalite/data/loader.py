@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import torch
@@ -114,7 +115,12 @@ class Loader:
             reset_attention_mask,
             eod_mask_loss,
         )
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="megalite-data") if num_workers else None
+        self._pool = None
+        if num_workers:
+            # A thread that pins memory for a device other than the first must be told so.
+            device = torch.cuda.current_device() if pin_memory and torch.cuda.is_initialized() else None
+            choose = partial(torch.cuda.set_device, device) if device is not None else None
+            self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="megalite-data", initializer=choose)
         self._ahead = num_workers * DEPTH
         self._queue: deque[tuple[int, Future[Microbatch]]] = deque()
 

@@ -227,6 +227,8 @@ def _join(config: Config, world: World, place: Place, rendezvous: Path | None, w
     self_test.check_same_config(store, world, self_test.fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
+    # Without `device_id`: bound to a device, all messages of a pipeline rank in one direction would share a stream, and
+    # a send would queue behind the receive that was posted early.
     dist.init_process_group(
         choose_backend(config.parallel, world.device),
         store=dist.PrefixStore("group", store),
@@ -316,5 +318,16 @@ def _set_threads(place: Place) -> None:
     import torch
 
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // place.local_size))
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(
+            threads_of(place, cores, len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores)
+        )
+
+
+def threads_of(place: Place, cores: int, allowed: int) -> int:
+    """How many threads a rank gets on a host with so many cores, of which it may use `allowed`.
+
+    srun and mpirun may have bound it to its share already; --nprocs and torchrun leave the sharing to us.
+    """
+    bound = place.launcher in ("srun", "mpirun") and allowed < cores
+    return max(1, allowed if bound else allowed // place.local_size)

@@ -63,7 +63,13 @@ def test_scripts_are_executable_and_fail_on_the_first_error(script: Path) -> Non
             "torchrun --nproc-per-node 8 --nnodes 4 --node-rank 3 --master-addr n0 --master-port 6000",
             32,
         ),
-        ("slurm.sbatch", ["out", *MODEL.split(), "--train-iters", "1"], {}, "srun --kill-on-bad-exit=1 python", 8),
+        (
+            "slurm.sbatch",
+            ["out", *MODEL.split(), "--train-iters", "1"],
+            {},
+            "srun --kill-on-bad-exit=1 --cpus-per-task=8 python",
+            8,
+        ),
         (
             "mpirun.sh",
             [*MODEL.split(), "--train-iters", "1"],

@@ -16,7 +16,7 @@ from megalite.config.parallel import Hardware
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
 from megalite.launch.environment import Place
-from megalite.launch.launcher import check_devices, choose_backend, launch
+from megalite.launch.launcher import check_devices, choose_backend, launch, threads_of
 from megalite.testing import run_single
 
 MODEL = (
@@ -67,6 +67,14 @@ def test_nprocs_starts_local_ranks_that_share_the_cores(tmp_path: Path) -> None:
     assert _launch(tmp_path, "main_writes", ["--nprocs", "3"]) == 0
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
     assert [(tmp_path / f"{r}.txt").read_text() for r in range(3)] == [f"{r} 3 {r} 3 6 {threads}" for r in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "allowed", "threads"),
+    [("nprocs", 64, 8), ("torchrun", 64, 8), ("srun", 8, 8), ("srun", 64, 8), ("mpirun", 1, 1), ("torchrun", 4, 1)],
+)
+def test_cores_that_a_launcher_has_shared_out_are_not_shared_again(launcher: str, allowed: int, threads: int) -> None:
+    assert threads_of(Place(launcher, 0, 8, 0, 8), 64, allowed) == threads
 
 
 def test_omp_num_threads_wins(tmp_path: Path) -> None:
