@@ -276,7 +276,15 @@ def make_axis(
         if len(ranks) < 2:
             continue
         whole_world = len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks)
-        group = dist.group.WORLD if whole_world and share else dist.new_group(list(ranks), timeout=timeout)
+        group = dist.group.WORLD if whole_world and share else _new_group(list(ranks), timeout)
         if rank in ranks:
             mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
     return mine
+
+
+def _new_group(ranks: list[int], timeout: timedelta | None) -> Any:
+    """A process group for device tensors alone where there are devices: the world's gloo, which opens a socket to every
+    other rank, is not made again for each axis."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config(dist.group.WORLD)):
+        return dist.new_group(ranks, timeout=timeout, backend="nccl")
+    return dist.new_group(ranks, timeout=timeout)

@@ -28,8 +28,8 @@ from megalite.comm.mesh import Axis, WaitClock
 from megalite.errors import PeerLost, RuntimeFailure
 
 _HEADER_LENGTH = 8
+#: Messages whose memory is held because they may not have left yet.
 _MOST_IN_FLIGHT = 16
-"""Messages whose memory is held because they may not have left yet."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,13 @@ def connect(axis: Axis, pairs: Iterable[tuple[int, int]]) -> None:
 
 @dataclass
 class Incoming:
-    """A receive that has been posted."""
+    """A receive that has been posted.
+
+    target: where the tensor is wanted, if it arrives elsewhere.
+    """
 
     buffer: Tensor
+    target: Tensor | None
     work: Any
     header: Tensor | None
     header_work: Any
@@ -112,7 +116,7 @@ class Incoming:
             raise PeerLost(
                 f"pipeline rank {self.rank}: waiting for {self.label} from pipeline rank {self.peer} failed: {reason}"
             ) from error
-        return self.buffer
+        return self.buffer if self.target is None else self.target.copy_(self.buffer, non_blocking=True)
 
 
 class Channel:
@@ -129,6 +133,8 @@ class Channel:
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
+        # gloo reads and writes host memory: tensors of a device pass through it (ranks that share one GPU).
+        self._host_only = down.size > 1 and device_of(down).type == "cpu"
 
     def _line(self, source: int, target: int) -> Axis:
         return self._down if target > source else self._up
@@ -140,21 +146,27 @@ class Channel:
         self._isend(x.contiguous(), peer)
         # gloo says of a send that it is complete only after somebody has waited for it; without this every activation
         # that was ever sent would stay in memory. Programs are proved to be free of deadlock even if each send waits.
+        # NCCL frees the memory in stream order: to wait would hold up the stream behind an old message.
+        while self._in_flight and not self._host_only and self._in_flight[0][0].is_completed():
+            self._in_flight.popleft()
         while len(self._in_flight) > _MOST_IN_FLIGHT:
             self._in_flight.popleft()[0].wait()
 
     def _isend(self, x: Tensor, peer: int) -> None:
         line = self._line(self._down.rank, peer)
+        x = x.cpu() if self._host_only else x
         self._sent[peer] += 1
         work = dist.isend(x, line.ranks[peer], group=line.group, tag=self._sent[peer])
         self._in_flight.append((work, x))
 
     def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming:
-        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=spec.device) if self._headers else None
+        device = torch.device("cpu") if self._host_only else spec.device
+        header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=device) if self._headers else None
         header_work = self._irecv(header, peer) if header is not None else None
-        buffer = spec.empty()
+        target = spec.empty() if device != spec.device else None
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         work, line = self._irecv(buffer, peer), self._line(peer, self._down.rank)
-        return Incoming(buffer, work, header, header_work, label, self._down.rank, peer, line.waits)
+        return Incoming(buffer, target, work, header, header_work, label, self._down.rank, peer, line.waits)
 
     def _irecv(self, buffer: Tensor, peer: int) -> Any:
         line = self._line(peer, self._down.rank)
