@@ -16,15 +16,17 @@ they are opened only with --trust-pickle, in a process of their own, which calls
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.extras import optional_package
+from megalite.progress import OnProgress, ProgressBar
 
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
@@ -104,12 +106,34 @@ def main(argv: list[str]) -> None:
     load, save = Path(flags.load), Path(flags.save)
     if flags.verify:
         optional_package("--verify", "transformers")  # before the work of writing
-    written = _write(flags, _open(flags, load), save)
+    with ProgressBar("converting", "parameters") as bar:
+        written = _write(flags, Watched(_open(flags, load), bar), save)
     print(f"wrote {written}")
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
         verify(ours, theirs, step, _dtype(flags))
+
+
+class Watched:
+    """A `Source` that tells how much of it has been read: writers read every tensor, some in turn for several files."""
+
+    def __init__(self, source: Source, on_progress: OnProgress) -> None:
+        from megalite.inventory import parameter_shapes
+
+        self._source, self._on_progress = source, on_progress
+        self._left = {name: math.prod(shape) for name, shape in parameter_shapes(source.model).items()}
+        self._total = sum(self._left.values())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `Source`."""
+        values = self._source.read(name)
+        self._left.pop(name, None)
+        self._on_progress(self._total - sum(self._left.values()), self._total, "")
+        return values
 
 
 def _open(flags: argparse.Namespace, load: Path) -> Source:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError
+from megalite.progress import OnProgress, ProgressBar, untold
 
 if TYPE_CHECKING:
     from megalite.inference import LoadedModel
@@ -91,7 +92,9 @@ def main(argv: list[str]) -> None:
     from megalite.inference import load_for_inference
 
     loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
-    record = evaluate(loaded, flags) | {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
+    with ProgressBar("evaluating", "passages" if flags.task == "lambada" else "samples") as bar:
+        record = evaluate(loaded, flags, bar)
+    record |= {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
     if flags.json:
         print(json.dumps(record))
         return
@@ -101,7 +104,7 @@ def main(argv: list[str]) -> None:
             print(f" {name:<18} {format(record[key], form)}")
 
 
-def evaluate(loaded: LoadedModel, flags: argparse.Namespace) -> Record:
+def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = untold) -> Record:
     """Do what the flags ask for. Raises MegaliteError."""
     from megalite.inference import (
         detokenize_wikitext,
@@ -115,15 +118,23 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace) -> Record:
 
     if flags.data_path is not None:
         source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)
-        return score_source(loaded, source, micro_batch_size=flags.micro_batch_size).record()
+        size = flags.micro_batch_size
+        return score_source(loaded, source, micro_batch_size=size, on_progress=on_progress).record()
     path = Path(flags.text_file)
     if flags.task == "lambada":
-        return last_word_accuracy(loaded, read_passages(path))
+        return last_word_accuracy(loaded, read_passages(path), on_progress=on_progress)
     text = read_text(path)
     words = len(text.split())
     if flags.task == "wikitext":
         text = detokenize_wikitext(text)
-    score = score_text(loaded, text, num_words=words, overlap=flags.overlap, micro_batch_size=flags.micro_batch_size)
+    score = score_text(
+        loaded,
+        text,
+        num_words=words,
+        overlap=flags.overlap,
+        micro_batch_size=flags.micro_batch_size,
+        on_progress=on_progress,
+    )
     return score.record()
 
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser
 from megalite.errors import CheckpointError, MegaliteError
+from megalite.progress import ProgressBar
 
 Json = dict[str, Any]
 
@@ -61,13 +62,18 @@ def inspect(arguments: argparse.Namespace) -> Json:
         report["run"] = summarize_run(arguments.directory)
     path = find(arguments.directory, arguments.ckpt_step)
     if arguments.verify:
-        report["damaged"] = verify(path)
+        with ProgressBar("verifying", "B") as bar:
+            report["damaged"] = verify(path, on_progress=bar)
         if report["damaged"]:
             return report
     report["checkpoint"] = summarize(path)
     if arguments.tensors:
         reader = CheckpointReader(path)
-        report["tensors"] = {name: statistics(reader, name) for name in reader.names}
+        report["tensors"] = {}
+        with ProgressBar("reading", "tensors") as bar:
+            for name in reader.names:
+                report["tensors"][name] = statistics(reader, name)
+                bar(len(report["tensors"]), len(reader.names))
     if arguments.diff is not None:
         found = differences(path, find(arguments.diff, None))
         told = {key: value for key, value in found.items() if key not in ("paths", "equal_tensors", "meta")}

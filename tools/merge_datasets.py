@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from command_line import ToolParser, run_tool
 from megalite.data import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.errors import DataError
+from megalite.progress import ProgressBar
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -50,9 +51,10 @@ def main(argv: list[str]) -> None:
                 f"--input={part.prefix}: holds {part.dtype.name} tokens, {parts[0].prefix} {parts[0].dtype.name}; "
                 "merge only what one tokenizer wrote"
             )
-    with IndexedWriter(output, dtype=parts[0].dtype) as writer:
+    total = sum(int(part.lengths.sum(dtype="int64")) for part in parts)
+    with ProgressBar("merging", "tokens") as bar, IndexedWriter(output, dtype=parts[0].dtype) as writer:
         for part in parts:
-            writer.append(part)
+            writer.append(part, lambda: bar(writer.tokens, total))
     print(f"wrote {output}.bin and .idx: {writer.tokens:,} tokens of {len(parts)} data sets")
 
 

@@ -37,6 +37,7 @@ from megalite.planner import (
     search,
     summary,
 )
+from megalite.progress import ProgressBar
 from plan_fit import explain, remedy
 from plan_plot import check, draw
 from what_if import QUESTIONS, sweep, table
@@ -115,7 +116,11 @@ def _run(argv: list[str]) -> None:
     if args.what_if:
         _answer(args, config, hardware, source, given)
         return
-    found = search(config, args.num_devices, hardware, source, given=given, stale=args.allow_2bw, top=args.top)
+    with ProgressBar("planning", "%") as bar:
+        found = search(
+            config, args.num_devices, hardware, source,
+            given=given, stale=args.allow_2bw, top=args.top, on_progress=bar,
+        )  # fmt: skip
     if not found.predictions:
         why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
         if given and any(line.startswith("world size") for line in why):
@@ -148,7 +153,10 @@ def _check(args: argparse.Namespace) -> None:
 def _answer(
     args: argparse.Namespace, config: Config, hardware: Hardware, source: TimeSource, given: frozenset[str]
 ) -> None:
-    answer = sweep(args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw)
+    with ProgressBar("planning", "clusters") as bar:
+        answer = sweep(
+            args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw, on_progress=bar
+        )
     print(table(answer))
     if args.plot is not None:
         draw(answer, args.plot)

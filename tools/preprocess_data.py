@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
 from megalite.config import TOKENIZERS
-from megalite.data import Progress, Tokenizer, make_tokenizer, preprocess, read_unit, units_of
+from megalite.data import Tokenizer, make_tokenizer, preprocess, read_unit, units_of
 from megalite.errors import ConfigError
+from megalite.progress import LINES, ProgressBar
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -48,7 +48,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--skip-bad-lines", action="store_true", help="leave out broken JSONL lines instead of stopping"
     )
-    parser.add_argument("--log-interval", type=float, default=5.0, help="seconds between progress lines; 0: none")
+    parser.add_argument(
+        "--log-interval", type=float, default=LINES, help="seconds between progress lines in a log; 0: none, and no bar"
+    )
     args = parser.parse_args(argv)
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: must be at least 1")
@@ -88,38 +90,25 @@ def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-class Reporter:
-    """Prints a progress line at most every `interval` seconds."""
-
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._last = time.monotonic()
-
-    def __call__(self, progress: Progress) -> None:
-        """Called after every unit of work."""
-        if self._interval and time.monotonic() - self._last >= self._interval:
-            self._last = time.monotonic()
-            print(progress.line(), file=sys.stderr, flush=True)
-
-
 def main(argv: list[str]) -> None:
     """Raises MegaliteError."""
     args = parse(argv)
     tokenizer = tokenizer_of(args)
     print(f"{tokenizer.describe()}, {args.workers} workers")
-    summary = preprocess(
-        args.input,
-        args.output_prefix,
-        tokenizer,
-        json_keys=args.json_keys,
-        append_eod=args.append_eod,
-        workers=args.workers,
-        skip_bad_lines=args.skip_bad_lines,
-        on_progress=Reporter(args.log_interval),
-    )
-    print(summary.progress.line())
-    if summary.progress.skipped:
-        print(f"left out {summary.progress.skipped:,} broken lines")
+    with ProgressBar("tokenising", "B", lines=args.log_interval) as bar:
+        summary = preprocess(
+            args.input,
+            args.output_prefix,
+            tokenizer,
+            json_keys=args.json_keys,
+            append_eod=args.append_eod,
+            workers=args.workers,
+            skip_bad_lines=args.skip_bad_lines,
+            on_progress=bar,
+        )
+    print(summary.totals.line())
+    if summary.totals.skipped:
+        print(f"left out {summary.totals.skipped:,} broken lines")
     if tokenizer.eod_id is not None and not args.append_eod:
         print("note: documents have no end-of-document token; --append-eod adds it")
     for prefix in summary.prefixes:

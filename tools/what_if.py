@@ -11,6 +11,7 @@ Each answer is a sweep of whole searches: a table, and a picture of it (`plan_pl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -32,6 +33,7 @@ from megalite.planner import (
     time_text,
     tokens_text,
 )
+from megalite.progress import OnProgress, untold
 from plan_fit import shortage
 
 BAR = 24
@@ -73,10 +75,13 @@ def sweep(
     given: frozenset[str],
     *,
     stale: bool = False,
+    on_progress: OnProgress = untold,
 ) -> Sweep:
     """The answer to one of `QUESTIONS`."""
+    tried = itertools.count()
 
     def attempt(name: str, value: float, changed: Config, devices: int, machine: Hardware, times: TimeSource) -> Row:
+        on_progress(next(tried), None, name)
         found = search(changed, devices, machine, times, given=given, stale=stale, top=1)
         if found.predictions:
             return Row(name, value, found.predictions[0])

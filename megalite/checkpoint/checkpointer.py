@@ -22,6 +22,7 @@ from megalite.checkpoint.verify import verify
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.progress import LINES, ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,9 @@ class Checkpointer:
             return candidates[0] if candidates else None
         damaged = []
         for path in candidates:
-            share = patiently(partial(verify, path, share=self._world.rank, shares=self._world.size), self._world)
+            with ProgressBar("verifying", "B", lines=LINES if self._world.is_first else 0) as bar:
+                look = partial(verify, path, share=self._world.rank, shares=self._world.size, on_progress=bar)
+                share = patiently(look, self._world)
             problems = [line for lines in all_gather_json(share, self._world) for line in lines]
             if not problems:
                 return path

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.format import Manifest
 from megalite.checkpoint.storage import ShardReader, read_extra, read_manifest
 from megalite.errors import CheckpointError
+from megalite.progress import OnProgress, untold
 
 
-def verify(path: Path | str, *, share: int = 0, shares: int = 1) -> list[str]:
+def verify(path: Path | str, *, share: int = 0, shares: int = 1, on_progress: OnProgress = untold) -> list[str]:
     """What is wrong with a checkpoint: one line a damaged file, empty if it is whole.
 
     With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files.
@@ -20,9 +22,17 @@ def verify(path: Path | str, *, share: int = 0, shares: int = 1) -> list[str]:
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    for name in sorted(manifest.files)[share::shares]:
+    names = sorted(manifest.files)[share::shares]
+    done, total = 0, sum(manifest.files[name].nbytes for name in names)
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(done, total, "")
+
+    for name in names:
         try:
-            _verify_file(root, manifest, name)
+            _verify_file(root, manifest, name, read)
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
@@ -35,7 +45,7 @@ def verify(path: Path | str, *, share: int = 0, shares: int = 1) -> list[str]:
     return problems
 
 
-def _verify_file(root: Path, manifest: Manifest, name: str) -> None:
+def _verify_file(root: Path, manifest: Manifest, name: str, on_read: Callable[[int], None]) -> None:
     stored = manifest.files[name]
     buffer = memoryview(bytearray(manifest.block_bytes))
     with ShardReader(root / name, stored, manifest.block_bytes) as reader:
@@ -44,3 +54,4 @@ def _verify_file(root: Path, manifest: Manifest, name: str) -> None:
             for index in range(len(shard.checksums)):
                 size = min(manifest.block_bytes, nbytes - index * manifest.block_bytes)
                 reader.read_block(shard, index, buffer[:size])
+                on_read(size)

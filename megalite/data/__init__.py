@@ -26,7 +26,7 @@ from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
-from megalite.data.preprocess import Progress, preprocess
+from megalite.data.preprocess import preprocess
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
 from megalite.data.survey import Survey, differences, to_meta
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.errors import DataError
+from megalite.progress import OnProgress, ProgressBar, untold
 
 # The last epoch is shuffled apart from the others where less than this part of it is used.
 FINAL_EPOCH_SHARE = 0.80
@@ -88,7 +89,8 @@ def build_order(
     separate, before = separate_final_epoch(tokens, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
     document_index = _document_index(begin, end, epochs, random, separate)
-    sample_index = build_sample_index(lengths, document_index, seq_length, total=epochs * tokens)
+    with ProgressBar("indexing samples", "documents") as bar:
+        sample_index = build_sample_index(lengths, document_index, seq_length, total=epochs * tokens, on_progress=bar)
     total = len(sample_index) - 1
     shuffle_index = _shuffle_index(before if separate else total, total, random)
     return SampleOrder(document_index, sample_index, shuffle_index, epochs)
@@ -124,14 +126,18 @@ def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> NDA
 
 
 def build_sample_index(
-    lengths: NDArray[np.int32], document_index: NDArray[np.integer], seq_length: int, *, total: int | None = None
+    lengths: NDArray[np.int32],
+    document_index: NDArray[np.integer],
+    seq_length: int,
+    *,
+    total: int | None = None,
+    on_progress: OnProgress = untold,
 ) -> NDArray[np.integer]:
     """Where every sample begins: rows (position in `document_index`, offset), `[n + 1, 2]`, n = (total - 1) // S.
 
     Row k is the place of stream token k * S. Nothing is searched: of a document that covers the stream tokens a to b
     the samples ceil(a / S) to ceil(b / S) - 1 begin in it, so its row is repeated that often. The work goes in
-    blocks that stay in a core's cache: memory is read once and written once, which is what the time of a compiled
-    loop is made of as well.
+    blocks that stay in a core's cache: memory is read once and written once, all that a compiled loop would cost.
 
     Args:
         lengths: tokens of every sequence, int32 `[N]`. document_index: order of the sequences in the stream.
@@ -175,6 +181,7 @@ def build_sample_index(
             index[done:until, 0] = np.repeat(row[:count, 0], repeats)
             index[done:until, 1] = offset - np.repeat(ends - size, repeats)
         stream, done = stream + tokens, until
+        on_progress(first + count, len(document_index), "")
     # The stream begins with the first entry of document_index, even where that one is empty.
     index[0] = 0
     return index

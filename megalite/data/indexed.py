@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -282,10 +282,12 @@ class IndexedWriter:
         self.write(array)
         self.extend(np.array([array.size], np.int32))
 
-    def append(self, other: IndexedDataset) -> None:
+    def append(self, other: IndexedDataset, on_write: Callable[[], None] | None = None) -> None:
         """Append all documents of another pair, in order; its sequences and document boundaries are kept."""
         for tokens in other.chunks():
             self.write(tokens)
+            if on_write is not None:
+                on_write()
         self._lengths.append(np.array(other.lengths, np.int32))
         self._documents.append(other.document_indices[1:] + self._sequences)
         self._sequences += len(other)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -21,14 +21,15 @@ from megalite.data.file_chunks import Unit, input_size, read_unit, units_of
 from megalite.data.indexed import IndexedWriter
 from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.errors import DataError, RuntimeFailure
+from megalite.progress import OnProgress, amount, untold
 
 # Units that may wait for their turn to be written, for each worker.
 BACKLOG = 4
 
 
 @dataclass
-class Progress:
-    """Where the work stands: `seconds` since its begin, `done` of `size` input bytes (size 0: not known)."""
+class Totals:
+    """What has been done: `done` of `size` input bytes (size 0: not known), in `seconds` since the begin."""
 
     size: int
     done: int = 0
@@ -42,15 +43,14 @@ class Progress:
     def seconds(self) -> float:
         return max(time.monotonic() - self.started, 1e-9)
 
+    def counts(self) -> str:
+        """`1,234 documents, 3,210,987 tokens`."""
+        return f"{self.documents:,} documents, {self.tokens:,} tokens"
+
     def line(self) -> str:
-        """`12.3 MB of 45.6 MB (27 %), 8.4 MB/s, 1,234 documents, 3,210,987 tokens, 4 s left`."""
-        share = self.done / self.size if self.size else 0.0
-        parts = [f"{self.done / 1e6:,.1f} MB" + (f" of {self.size / 1e6:,.1f} MB ({share:.0%})" if self.size else "")]
-        parts.append(f"{self.text_bytes / 1e6 / self.seconds:,.2f} MB/s of text")
-        parts.append(f"{self.documents:,} documents, {self.tokens:,} tokens")
-        if 0 < share < 1:
-            parts.append(f"{self.seconds * (1 / share - 1):,.0f} s left")
-        return ", ".join(parts)
+        """`45.6 MB, 8.40 MB/s of text, 1,234 documents, 3,210,987 tokens`."""
+        speed = amount(self.text_bytes / self.seconds, "B")
+        return f"{amount(self.done, 'B')}, {speed}/s of text, {self.counts()}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Summary:
     """What `preprocess` wrote: the prefixes and the totals."""
 
     prefixes: tuple[str, ...]
-    progress: Progress
+    totals: Totals
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     skip_bad_lines: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress = untold,
 ) -> Summary:
     """Tokenise `inputs` into `PREFIX_KEY_document.bin/.idx` for every key.
 
@@ -97,7 +97,7 @@ def preprocess(
             f"--append-eod: {tokenizer.kind} has no end-of-document token; drop it or use another tokenizer"
         )
     job = _Job(tokenizer, tuple(json_keys), append_eod, skip_bad_lines)
-    progress = Progress(input_size(inputs))
+    totals = Totals(input_size(inputs))
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     units = (unit for path in inputs for unit in units_of(path, json_keys))
     with ExitStack() as stack:
@@ -106,18 +106,17 @@ def preprocess(
         results = _in_processes(job, units, workers) if workers > 1 else ((unit, job.run(unit)) for unit in units)
         for unit, result in results:
             merge.add(unit, result)
-            progress.done += unit.input_bytes
-            progress.text_bytes += result.text_bytes
-            progress.skipped += result.skipped
-            progress.documents, progress.tokens = merge.documents, sum(writer.tokens for writer in writers)
-            if on_progress is not None:
-                on_progress(progress)
+            totals.done += unit.input_bytes
+            totals.text_bytes += result.text_bytes
+            totals.skipped += result.skipped
+            totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in writers)
+            on_progress(totals.done, totals.size or None, totals.counts())
         for writer in writers:
             if not writer.tokens:
                 raise DataError(
                     f"--input={' '.join(inputs)}: 0 tokens for {writer.prefix}; give a text that is not empty"
                 )
-    return Summary(prefixes, progress)
+    return Summary(prefixes, totals)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,13 +22,13 @@ from numpy.typing import NDArray
 from megalite.data.indexed import IndexedWriter, token_dtype
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
+from megalite.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
 PIECE = 1 << 20
 BATCH_BYTES = 4 << 20
 PART_BYTES = 32 << 20
-REMIND_SECONDS = 30.0
 
 
 def text_pieces(text: str, size: int = PIECE) -> Iterator[str]:
@@ -75,9 +74,11 @@ def write_documents(
     for torn in folder.glob("*.tmp-*"):
         torn.unlink()
     eod = np.array([tokenizer.eod_id] if ends_documents and tokenizer.eod_id is not None else [], np.int64)
+    documents = list(documents)  # of a corpus that is read whole; so it is known how much there is to do
+    watch = _Watch(sum(map(utf8_length, documents)))
     total = length = 0
-    with IndexedWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
-        for part in _parts(_pieces(documents, tokenizer), tokenizer, folder):
+    with watch.bar, IndexedWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
+        for part in _parts(_pieces(documents, tokenizer), tokenizer, folder, watch):
             total += part.nbytes
             at = 0
             for count, ends in zip(part.lengths.tolist(), part.ends.tolist(), strict=True):
@@ -97,15 +98,30 @@ def write_documents(
     return writer.tokens, total
 
 
+class _Watch:
+    """Tells how far the work is. total: bytes of text."""
+
+    def __init__(self, total: int) -> None:
+        self.bar, self._done, self._total = ProgressBar("tokenising", "B"), 0, total
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self.bar(self._done, self._total)
+
+
+def utf8_length(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
 def _pieces(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Piece]:
     for text in documents:
         cut = list(text_pieces(text)) if tokenizer.splits_at_newline else [text]
         yield from (Piece(piece, number == len(cut)) for number, piece in enumerate(cut, 1))
 
 
-def _parts(pieces: Iterator[Piece], tokenizer: Tokenizer, folder: Path) -> Iterator[Part]:
+def _parts(pieces: Iterator[Piece], tokenizer: Tokenizer, folder: Path, watch: _Watch) -> Iterator[Part]:
     """The parts in order, from their files where an earlier process has left them."""
-    told, total = time.monotonic(), 0
     following = next(_grouped(pieces, PART_BYTES), None)
     for number in itertools.count():
         group, following = following, next(_grouped(pieces, PART_BYTES), None)
@@ -114,15 +130,13 @@ def _parts(pieces: Iterator[Piece], tokenizer: Tokenizer, folder: Path) -> Itera
         path = folder / f"part_{number:05d}.npz"
         part = _read(path)
         if part is None or len(part.lengths) != len(group):
-            part = _encode(group, tokenizer)
+            part = _encode(group, tokenizer, watch)
             if following is not None:
                 _keep(part, path)
-        elif number == 0:
-            logger.info("goes on with what an earlier process has tokenised")
-        total += part.nbytes
-        if time.monotonic() - told > REMIND_SECONDS:
-            told = time.monotonic()
-            logger.info("tokenised %.1f GB so far", total / 1e9)
+        else:
+            watch.add(part.nbytes)
+            if number == 0:
+                logger.info("goes on with what an earlier process has tokenised")
         yield part
 
 
@@ -140,16 +154,19 @@ def _grouped(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _encode(group: list[Piece], tokenizer: Tokenizer) -> Part:
+def _encode(group: list[Piece], tokenizer: Tokenizer, watch: _Watch) -> Part:
     dtype = token_dtype(tokenizer.vocab_size)
     ids: list[NDArray[np.integer]] = [np.empty(0, dtype)]
     lengths: list[int] = []
+    nbytes = 0
     for batch in _grouped(iter(group), BATCH_BYTES):
         for array in tokenizer.encode_batch([piece.text for piece in batch]):
             fits = not array.size or int(array.max()) <= np.iinfo(dtype).max
             ids.append(array.astype(dtype, copy=False) if fits else array)  # the writer refuses what is too large
             lengths.append(len(array))
-    nbytes = sum(len(piece.text.encode("utf-8", "surrogatepass")) for piece in group)
+        size = sum(utf8_length(piece.text) for piece in batch)
+        nbytes += size
+        watch.add(size)
     return Part(np.concatenate(ids), np.array(lengths, np.int64), np.array([piece.ends for piece in group]), nbytes)
 
 

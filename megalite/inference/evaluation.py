@@ -25,6 +25,7 @@ from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
 from megalite.observe import Record, perplexity
+from megalite.progress import OnProgress, untold
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def score_text(
     num_words: int | None = None,
     overlap: int = 0,
     micro_batch_size: int | None = None,
+    on_progress: OnProgress = untold,
 ) -> Score:
     """Score `text` as one document. Its first token has no context and is not scored.
 
@@ -97,7 +99,7 @@ def score_text(
     if len(ids) < 2:
         raise DataError(f"the text has {len(ids)} tokens, at least 2 are needed: one to see and one to predict")
     windows = TextWindows(ids, seq_length=seq_length, stride=seq_length - overlap)
-    score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size)
+    score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size, on_progress=on_progress)
     if score.num_bytes is None and not isinstance(loaded.tokenizer, NullTokenizer):
         # The ids do not spell all of the text, but here the text itself is at hand.
         unscored = loaded.tokenizer.decode([int(ids[0])])
@@ -106,7 +108,12 @@ def score_text(
 
 
 def score_source(
-    loaded: LoadedModel, source: SampleSource, *, overlap: int = 0, micro_batch_size: int | None = None
+    loaded: LoadedModel,
+    source: SampleSource,
+    *,
+    overlap: int = 0,
+    micro_batch_size: int | None = None,
+    on_progress: OnProgress = untold,
 ) -> Score:
     """Score every label of `source`; with `overlap`, of all samples but the first only labels from that one on."""
     size = micro_batch_size or max(1, 8192 // source.seq_length)
@@ -125,7 +132,7 @@ def score_source(
         reset_position_ids=data.reset_position_ids and eod_id is not None,
         reset_attention_mask=data.reset_attention_mask and eod_id is not None,
     )
-    for batch in (microbatch for batches_of_one in batches for microbatch in batches_of_one):
+    for number, batch in enumerate((one for batches_of_one in batches for one in batches_of_one), 1):
         mask = batch.loss_mask.clone()
         mask[batch.sample_ids > 0, :overlap] = 0
         losses = token_losses(loaded, batch).double().cpu()
@@ -133,6 +140,7 @@ def score_source(
         num_tokens += int(mask.sum())
         if widths is not None:
             num_bytes += int((_widths_of(batch.labels, widths) * mask.bool()).sum())
+        on_progress(min(number * size, len(source)), len(source), "")
     return Score(loss_sum, num_tokens, num_bytes if widths is not None else None)
 
 

@@ -22,6 +22,7 @@ from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
 from megalite.observe import Record
+from megalite.progress import OnProgress, untold
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _score_padded(loaded: LoadedModel, rows: list[tuple[list[int], int]]) -> lis
     return results
 
 
-def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str]) -> Record:
+def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress: OnProgress = untold) -> Record:
     """LAMBADA's measure (arXiv 1606.06031): how often greedy decoding gives the whole last word of a passage.
 
     Context and last word are tokenised apart, the word with the space before it. A passage of one word is left out.
@@ -94,7 +95,10 @@ def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str]) -> Record:
     pairs = [(encode(parts[0]), encode(" " + parts[1])) for parts in split if len(parts) == 2]
     if not pairs:
         raise DataError("no passage with at least two words; give a JSONL file with a field 'text' in each line")
-    results = list(score_continuations(loaded, pairs))
+    results = []
+    for result in score_continuations(loaded, pairs):
+        results.append(result)
+        on_progress(len(results), len(pairs), "")
     return {
         "accuracy": sum(result.is_greedy for result in results) / len(results),
         "last_word_ppl": math.exp(-math.fsum(result.log_likelihood for result in results) / len(results)),

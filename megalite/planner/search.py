@@ -23,6 +23,7 @@ from megalite.planner.model_states import stage_elements
 from megalite.planner.predict import Prediction, memory_of, predict, program_of
 from megalite.planner.search_space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
 from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
+from megalite.progress import OnProgress, untold
 from megalite.schedule import Shape, default_schedule, find
 
 #: Simulated layouts: at least so many, whatever `top` is.
@@ -234,6 +235,7 @@ def search(
     stale: bool = False,
     top: int = 10,
     even: bool = False,
+    on_progress: OnProgress = untold,
 ) -> Found:
     """The fastest layouts that fit.
 
@@ -243,29 +245,33 @@ def search(
         stale: also schedules whose gradients are older than the weights (2BW, PipeDream).
         top: how many predictions are wanted.
         even: no other cuts than those that a run makes by itself.
+        on_progress: is told percents.
     """
     quick = Quick(config, world_size, hardware, source)
-    ranked = _ranked(quick, given, stale)
+    ranked = _ranked(quick, given, stale, on_progress)
     ranked.sort(key=lambda item: (item[0], item[1], str(item[2])))
     fitting = [item for item in ranked if item[1] <= hardware.usable_bytes]
     wanted = max(LEAST_SIMULATED, top)
-    predictions, rejected, why = _simulate(quick, _spread(fitting), wanted, given)
+    predictions, rejected, why = _simulate(quick, _spread(fitting), wanted, given, on_progress)
     if not predictions and not rejected:  # nothing may fit: the leanest, for the explanation
         lean = sorted(ranked, key=lambda item: item[1])[:60]
-        predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3, given)
+        predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3, given, on_progress)
     predictions += [] if even else _cut_anew(quick, predictions, rejected, given)
     predictions.sort(key=lambda prediction: (prediction.step_time, prediction.memory_bytes))
     rejected.sort(key=lambda misfit: misfit.fullest.total)
     return Found(len(ranked), tuple(predictions), tuple(rejected), tuple(why))
 
 
-def _ranked(quick: Quick, given: frozenset[str], stale: bool) -> list[tuple[float, float, Layout]]:
+def _ranked(
+    quick: Quick, given: frozenset[str], stale: bool, on_progress: OnProgress
+) -> list[tuple[float, float, Layout]]:
     """(Seconds, lower bound of bytes, layout) of all that is worth a look."""
     ranked: list[tuple[float, float, Layout]] = []
     best = float("inf")
     usable = quick.hardware.usable_bytes
     sizes = sorted(shapes(quick.config, quick.world_size, given), key=lambda s: (s.micro, s.tensor * s.pipeline))
-    for shape in sizes:
+    for number, shape in enumerate(sizes):
+        on_progress(50 * number / len(sizes), 100, f"{len(ranked):,} layouts estimated")
         seconds, nbytes = quick.least(shape, given)
         if ranked and (nbytes > 2 * usable or seconds > TOO_SLOW * best):
             continue
@@ -301,7 +307,7 @@ def _spread(ranked: list[tuple[float, float, Layout]]) -> list[Layout]:
 
 
 def _simulate(
-    quick: Quick, ordered: Iterable[Layout], wanted: int, given: frozenset[str]
+    quick: Quick, ordered: Iterable[Layout], wanted: int, given: frozenset[str], on_progress: OnProgress
 ) -> tuple[list[Prediction], list[Misfit], list[str]]:
     """(What fits of the first so many, what does not, why nothing was legal)."""
     predictions: list[Prediction] = []
@@ -309,6 +315,8 @@ def _simulate(
     why: list[str] = []
     simulated = 0
     for layout in ordered:
+        share = max(simulated / wanted, len(rejected) / MOST_REJECTED)
+        on_progress(50 + 50 * share, 100, f"{simulated} layouts simulated")
         config = apply(quick.config, layout)
         reasons = reasons_against(quick.config, quick.world_size, layout)
         if reasons:

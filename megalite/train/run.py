@@ -257,7 +257,7 @@ def evaluation(
     def evaluate(iteration: int, final: bool) -> list[Record]:
         splits = {"valid": data.datasets.valid, "test": data.datasets.test if final else None}
         return [
-            validator.evaluate(kind, iteration, data.evaluation(dataset))
+            validator.evaluate(kind, iteration, data.evaluation(dataset), data.evaluation_batches(dataset))
             for kind, dataset in splits.items()
             if dataset is not None and config.training.eval_iters > 0
         ]

@@ -69,6 +69,12 @@ class DataFlow:
             return full_pass(dataset.sequential(), samples, **self._shape(), **self._masks())
         return islice(self._batches(dataset, samples), self.config.training.eval_iters)
 
+    def evaluation_batches(self, dataset: Dataset) -> int:
+        """How many these are."""
+        if self.config.training.full_validation:
+            return -(-len(dataset.sequential()) // self.config.global_batch_size(self.mesh.size("world")))
+        return self.config.training.eval_iters
+
     def token_bytes(self) -> Tensor | None:
         """int32 `[V]`: bytes of text that each token spells; None where the tokenizer can not say."""
         table = self.tokenizer.token_bytes()

@@ -13,6 +13,7 @@ from megalite.comm import Channel, ParallelMesh, all_reduce_
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, Stage, StageKey, forward_program
+from megalite.progress import LINES, ProgressBar
 from megalite.schedule import Placement
 
 logger = logging.getLogger(__name__)
@@ -49,18 +50,21 @@ class Validator:
         self._newest_version = newest_version
         self._token_bytes = None if token_bytes is None else token_bytes.to(device)
 
-    def evaluate(self, kind: str, iteration: int, batches: Batches) -> Record:
+    def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int | None = None) -> Record:
         """A `"valid"` or `"test"` record of all batches. Collective over the world."""
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._train(False)
+        bar = ProgressBar(f"evaluating {kind}", "batches", lines=LINES if self._mesh.world.is_first else 0)
         try:
-            for microbatches in batches:
+            for number, microbatches in enumerate(batches):
+                bar(number, num_batches)
                 local = [mb.to(self._device) for mb in microbatches]
                 losses = self._losses(local)
                 if self._mesh.coordinate("tp") == 0 and losses:
                     total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
         finally:
+            bar.close()
             self._train(True)
         all_reduce_(total, self._mesh.world)
         loss_sum, tokens, num_bytes = total.tolist()

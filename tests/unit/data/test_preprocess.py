@@ -43,11 +43,11 @@ def test_any_number_of_workers_writes_the_same_bytes(
     summary = preprocess([source, source], str(tmp_path / "out"), tokenizer, append_eod=True, workers=workers)
     assert summary.prefixes == (str(tmp_path / "out_text_document"),)
     data = IndexedDataset(summary.prefixes[0])
-    assert len(data) == summary.progress.documents == 2 * len(TEXTS)
+    assert len(data) == summary.totals.documents == 2 * len(TEXTS)
     for number, text in enumerate(TEXTS + TEXTS):
         assert data.get(number).tolist() == [*tokenizer.encode(text), tokenizer.eod_id]
-    assert summary.progress.done == summary.progress.size == 2 * Path(source).stat().st_size
-    assert summary.progress.text_bytes == 2 * sum(len(text.encode()) for text in TEXTS)
+    assert summary.totals.done == summary.totals.size == 2 * Path(source).stat().st_size
+    assert summary.totals.text_bytes == 2 * sum(len(text.encode()) for text in TEXTS)
 
 
 def test_empty_documents_are_written_as_megatron_does(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_broken_lines_are_named_or_left_out(workers: int, tmp_path: Path, monkey
         preprocess([str(path)], str(tmp_path / "out"), ByteTokenizer(), workers=workers)
     assert list(tmp_path.glob("out*")) == []
     summary = preprocess([str(path)], str(tmp_path / "out"), ByteTokenizer(), workers=workers, skip_bad_lines=True)
-    assert (summary.progress.skipped, summary.progress.documents) == (2, 27)
+    assert (summary.totals.skipped, summary.totals.documents) == (2, 27)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_tools_as_users_call_them(tmp_path: Path) -> None:
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tok", "--append-eod", "--workers", "2"]
     made = run("preprocess_data.py", "--input", "a.jsonl", "--output-prefix", "d/a", *flags)
     assert made.returncode == 0, made.stderr
-    assert "MB/s" in made.stdout and "train with --data-path d/a_text_document" in made.stdout
+    assert "B/s of text" in made.stdout and "train with --data-path d/a_text_document" in made.stdout
     merged = run("merge_datasets.py", "--input", "d", "--output-prefix", "d/all")
     assert merged.returncode == 0, merged.stderr
     assert len(IndexedDataset(tmp_path / "d" / "all")) == len(TEXTS)

@@ -1,0 +1,133 @@
+"""How far a long piece of work is: a bar on a terminal, lines in a log.
+
+    tokenising [#######-------------] 35 %, 1.02 GB of 2.90 GB, 35.1 MB/s, 54 s left
+
+A library function that may take long takes an `on_progress` and knows nothing of terminals; who calls it gives it a
+`ProgressBar`. It writes to standard error, so that what a tool prints stays data, and nothing at all about work of less
+than two seconds. Of tqdm's few hundred settings this needs four, and lines for a log it does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+OnProgress = Callable[[float, float | None, str], None]
+"""Called with (done, total or None, a note) as the work goes on."""
+
+
+def untold(done: float, total: float | None = None, note: str = "") -> None:
+    """The `OnProgress` that tells nobody."""
+
+
+#: Seconds of work that nobody needs to be told about, between two drawings of a bar, between two lines of a log.
+SILENT, REDRAW, LINES = 2.0, 0.1, 10.0
+WIDTH = 20
+NARROW = 80
+ERASE = "\r\x1b[K"
+
+
+class ProgressBar:
+    """An `OnProgress` that tells people; as a context it takes its bar away at the end.
+
+    what: is being done. unit: of `done`; "B" becomes kB, MB ... lines: seconds between two lines of a log, 0: none,
+    nor a bar.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        unit: str,
+        *,
+        lines: float = LINES,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what, self._unit, self._lines, self._clock = what, unit, lines, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._begin = clock()
+        self._next = self._begin + SILENT if lines else float("inf")
+        self._drawn = False
+
+    def __call__(self, done: float, total: float | None = None, note: str = "") -> None:
+        """`done` of `total`; without a total there is a rate and no bar."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next = now + (REDRAW if self._terminal else self._lines)
+        text = self._text(done, total, note, now - self._begin)
+        if self._terminal:
+            text = ERASE + text[: self._columns() - 1]
+            self._drawn = True
+        self._write(text if self._terminal else text + "\n")
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._drawn:
+            self._write(ERASE)
+            self._drawn = False
+
+    def _text(self, done: float, total: float | None, note: str, seconds: float) -> str:
+        rate = done / seconds
+        parts = [amount(done, self._unit)]
+        bar = ""
+        if total:
+            done = min(done, total)
+            full = int(WIDTH * done / total)
+            bar = f" [{'#' * full}{'-' * (WIDTH - full)}]" if self._terminal else ":"
+            parts = [f"{int(100 * done / total)} %"]
+            parts += [of(done, total, self._unit)] if self._unit != "%" else []
+        parts.append(f"{amount(rate, self._unit if self._unit in 'B%' else '')}/s")
+        if total and rate and done < total:
+            parts.append(f"{duration((total - done) / rate)} left")
+        if note:  # last: a narrow terminal may not have room for it
+            parts.append(note)
+        return f"{self._what}{bar or ':'} {', '.join(parts)}"
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or NARROW
+        except (OSError, ValueError):
+            return NARROW
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more; the work goes on
+            self._next = float("inf")
+
+
+def amount(value: float, unit: str) -> str:
+    """`1.02 GB`, `35 tensors`, `0.8 samples`."""
+    if unit == "B":
+        for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
+            if value >= 10**power:
+                scaled = value / 10**power
+                return f"{scaled:,.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {prefix}B"
+        return f"{value:.0f} B"
+    return (f"{value:,.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}").rstrip()
+
+
+def of(done: float, total: float, unit: str) -> str:
+    """`1.02 GB of 2.90 GB`, `3 of 35 tensors`."""
+    return f"{amount(done, unit)} of {amount(total, unit)}" if unit == "B" else f"{done:,.0f} of {amount(total, unit)}"
+
+
+def duration(seconds: float) -> str:
+    """`54 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
