@@ -92,7 +92,8 @@ AT_IMPORT = re.compile(
 # Who may name a schedule or an optimizer: the table and the options of optimizers (default, aliases), published runs,
 # benchmarks, which name what they measure, and the oracle, which computes by itself what each of them means.
 NAMES_ITS_SUBJECT = re.compile(
-    r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|bench\w+)|megalite\.testing\.oracle"
+    r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|bench\w+)"
+    r"|megalite\.testing\.(oracle|update_rules)"
 )
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(

@@ -1,4 +1,5 @@
-"""The single-process oracle: the same layers in a plain loop, with torch's own autograd, clipping and AdamW.
+"""The single-process oracle: the same layers in a plain loop, with torch's own autograd and clipping and update rules
+of its own (`update_rules.py`).
 
 No executor, no schedule, no flat buffer, no process group: what every layout must equal.
 
@@ -9,8 +10,8 @@ No executor, no schedule, no flat buffer, no process group: what every layout mu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -18,93 +19,144 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megalite.comm import ParallelMesh
-from megalite.config import Config, parse
+from megalite.config import parse
 from megalite.gradient import GradSink, attach_sink, sink_of
-from megalite.inventory import Placement, stage_cuts
+from megalite.inventory import stage_cuts
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
+from megalite.nn import placement_of
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build
+from megalite.testing.update_rules import RULES, decay_of, learning_rate
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses and gradient norms (before clipping) of each step, weights and moments after the last."""
+    """Losses and gradient norms (before clipping) of each step, weights and moments after the last.
+
+    unsettled: elements whose update followed the sign of a rounding.
+    """
 
     losses: list[float]
     norms: list[float]
     tensors: dict[str, Tensor]
+    unsettled: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Pupil:
+    """The model, its data, its masters and the rule that steps them."""
+
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        self.config, tokenizer = resolve_tokenizer(parse(list(argv)))
+        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
+        self.dtype = parameter_dtype(self.config)
+        context = LayerContext(dtype=self.dtype, seed=self.config.training.seed)
+        self.specs = layer_specs(self.config.model)
+        self.model = build_stack(self.config.model, self.specs, context, init_seed=self.config.training.seed)
+        self.parameters = dict(self.model.logical_parameters())
+        named = self.model.named_parameters()
+        self.paths = {name: path for path, p in named for name, q in self.parameters.items() if p is q}
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.masters = {n: self.logical(n, p.detach()).to(wide, copy=True) for n, p in self.parameters.items()}
+        settings = self.config.optimizer
+        decayed = frozenset(n for n, p in self.parameters.items() if placement_of(p).decay)
+        self.rule = RULES[settings.optimizer](self.masters, decayed, settings)
+        self.samples = self.config.global_batch_size(1)
+        self.whole = self.config.train_iterations(1) * self.samples
+
+    def logical(self, name: str, x: Tensor) -> Tensor:
+        """The parameter without padding."""
+        return x[tuple(slice(0, extent) for extent in placement_of(self.parameters[name]).global_shape)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """What computes: the masters, padded and rounded."""
+        found = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
+        away = self.config.optimizer.store_param_remainders
+        for name, master in self.masters.items():
+            self.logical(name, found[name]).copy_(halves_away_from_zero(master) if away else master)
+        return found
+
+    def gradients(
+        self, weights: dict[str, Tensor], batch: Sequence[Microbatch], part: slice = slice(None)
+    ) -> tuple[float, dict[str, Tensor]]:
+        """What a part of a batch's samples adds to its loss at these weights (mean over samples, or over tokens), and
+        to its gradient."""
+        used = {name: self._leaf(w) for name, w in weights.items()}
+        by_path: dict[str, Tensor] = {self.paths[name]: leaf for name, leaf in used.items()}
+        tokens = [float(sample.loss_mask.sum()) for sample in batch]
+        per_token = self.config.training.calculate_per_token_loss
+        total = 0.0
+        for sample, own in list(zip(batch, tokens, strict=True))[part]:
+            loss = functional_call(self.model, by_path, (None, sample))
+            loss = loss * (1 / sum(tokens) if per_token else 1 / (own * len(batch)))
+            loss.backward()
+            total += float(loss.detach())
+        return total, {name: self.logical(name, gradient_of(leaf)) for name, leaf in used.items()}
+
+    def _leaf(self, weight: Tensor) -> torch.nn.Parameter:
+        """A copy that accumulates its gradient as the product's layers do, so that sums are rounded alike."""
+        leaf = torch.nn.Parameter(weight.clone())
+        attach_sink(leaf, GradSink(torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))))
+        return leaf
+
+    def update(self, gradients: dict[str, Tensor], consumed: int) -> float:
+        """Clips and steps with the numbers after `consumed` samples; the norm before clipping."""
+        settings = self.config.optimizer
+        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+        if settings.clip_grad:
+            torch._foreach_mul_(list(gradients.values()), torch.clamp(settings.clip_grad / (norm + 1e-6), max=1.0))
+        lr = learning_rate(settings, consumed, self.samples, self.whole)
+        self.rule.step(gradients, lr, decay_of(settings, consumed, self.whole))
+        return float(norm)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Under the names and in the shapes of a checkpoint."""
+        moments = {f"optimizer/{label}/{name}": value.clone() for label, name, value in self.rule.moments()}
+        return {name: master.clone() for name, master in self.masters.items()} | moments
 
 
 @cache
 def reference(argv: tuple[str, ...], steps: int, delay: int = 0, synchronous_steps: int = 0) -> Trajectory:
     """Trains the one-process configuration `argv` for `steps` iterations, the first of them without delay if asked."""
-    config, tokenizer = resolve_tokenizer(parse(list(argv)))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
-    context = LayerContext(dtype=parameter_dtype(config), seed=config.training.seed)
-    model = build_stack(config.model, layer_specs(config.model), context, init_seed=config.training.seed)
-    parameters = dict(model.logical_parameters())
-    paths = {name: path for path, p in model.named_parameters() for name, q in parameters.items() if p is q}
-    optimizer = _optimizer(config, parameters)
-    versions = deque([_snapshot(parameters)] * (delay + 1), maxlen=delay + 1)
-    samples = config.global_batch_size(1)
+    pupil = Pupil(argv)
+    versions = deque([pupil.weights()] * (delay + 1), maxlen=delay + 1)
     losses, norms = [], []
-    with data.train_loader(0) as loader:
+    with pupil.data.train_loader(0) as loader:
         for step in range(steps):
             weights = versions[-1] if step < synchronous_steps else versions[0]
-            used = {name: _leaf(w) for name, w in weights.items()}
-            losses.append(_accumulate(config, model, paths, used, loader.next_batch(samples)))
-            for name, p in parameters.items():
-                p.grad = gradient_of(used[name])
-            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.optimizer.clip_grad or 1e30)))
-            optimizer.step()
-            versions.append(_snapshot(parameters))
-    return Trajectory(losses, norms, _tensors(parameters, optimizer))
+            loss, gradients = pupil.gradients(weights, loader.next_batch(pupil.samples))
+            losses.append(loss)
+            norms.append(pupil.update(gradients, step * pupil.samples))
+            versions.append(pupil.weights())
+    return Trajectory(losses, norms, pupil.tensors(), pupil.rule.unsettled)
 
 
 @cache
-def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int) -> Trajectory:
+def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together: int = 1) -> Trajectory:
     """PipeDream with weight stashing (Narayanan et al., SOSP 2019), micro-batch after micro-batch.
 
     Stage r computes micro-batch k, forward and backward, on the weights that it had after `k - (p-1-r)` updates, and
-    then updates its newest ones with that gradient.
+    then updates its newest ones with that gradient. together: samples of an update (micro-batch size x replicas).
     """
-    config, tokenizer = resolve_tokenizer(parse(list(argv)))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
-    context = LayerContext(dtype=parameter_dtype(config), seed=config.training.seed)
-    specs = layer_specs(config.model)
-    model = build_stack(config.model, specs, context, init_seed=config.training.seed)
-    parameters = dict(model.logical_parameters())
-    paths = {name: path for path, p in model.named_parameters() for name, q in parameters.items() if p is q}
-    program = build("pipedream", stages, 4)
-    cuts = stage_cuts(config, program)
-    stage_of = {specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
-    lag = {name: stages - 1 - stage_of[_layer(name)] for name in parameters}
-    history = [_snapshot(parameters)]
-    optimizer = _optimizer(config, parameters)
-    samples, losses = config.global_batch_size(1), []
-    with data.train_loader(0) as loader:
-        for _ in range(steps):
-            batch, total = loader.next_batch(samples), 0.0
-            for microbatch in batch:
+    pupil = Pupil(argv)
+    cuts = stage_cuts(pupil.config, build("pipedream", stages, 4))
+    stage_of = {pupil.specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
+    lag = {name: stages - 1 - stage_of[_layer(name)] for name in pupil.parameters}
+    history, losses = [pupil.weights()], []
+    with pupil.data.train_loader(0) as loader:
+        for step in range(steps):
+            batch, total = loader.next_batch(pupil.samples), 0.0
+            for begin in range(0, len(batch), together):
                 k = len(history) - 1
-                used = {n: _leaf(history[max(0, k - lag[n])][n]) for n in parameters}
-                total += _accumulate(config, model, paths, used, [microbatch], share=1 / len(batch))
-                for name, p in parameters.items():
-                    p.grad = gradient_of(used[name])
-                optimizer.step()
-                history.append(_snapshot(parameters))
+                weights = {n: history[max(0, k - lag[n])][n] for n in pupil.parameters}
+                loss, gradients = pupil.gradients(weights, batch, slice(begin, begin + together))
+                total += loss
+                pupil.update(gradients, step * pupil.samples)
+                history.append(pupil.weights())
             losses.append(total)
-    return Trajectory(losses, [], _tensors(parameters, optimizer))
-
-
-def _leaf(weight: Tensor) -> torch.nn.Parameter:
-    """A copy that accumulates its gradient as the product's layers do, so that sums are rounded alike."""
-    leaf = torch.nn.Parameter(weight.clone())
-    attach_sink(leaf, GradSink(torch.zeros_like(weight)))
-    return leaf
+    return Trajectory(losses, [], pupil.tensors(), pupil.rule.unsettled)
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
@@ -119,54 +171,9 @@ def _layer(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
-def _accumulate(
-    config: Config,
-    model: torch.nn.Module,
-    paths: Mapping[str, str],
-    used: Mapping[str, Tensor],
-    microbatches: Sequence[Microbatch],
-    share: float = 1.0,
-) -> float:
-    total_tokens = sum(float(mb.loss_mask.sum()) for mb in microbatches)
-    loss_of_batch = 0.0
-    for batch in microbatches:
-        own = float(batch.loss_mask.sum())
-        weight = 1 / total_tokens if config.training.calculate_per_token_loss else 1 / (own * len(microbatches))
-        weight *= share
-        loss = functional_call(model, {paths[name]: w for name, w in used.items()}, (None, batch)) * weight
-        loss.backward()
-        loss_of_batch += float(loss.detach())
-    return loss_of_batch
-
-
-def _optimizer(config: Config, parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    decayed = [p for p in parameters.values() if placement_of(p).decay]
-    others = [p for p in parameters.values() if not placement_of(p).decay]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    betas = (settings.args.adam_beta1, settings.args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.args.adam_eps, fused=True)
-
-
-def placement_of(parameter: Tensor) -> Placement:
-    """Where the parameter lies in the model."""
-    placement: Placement = parameter.placement  # type: ignore[attr-defined]  # ours, on a tensor of torch's
-    return placement
-
-
-def _snapshot(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in parameters.items()}
-
-
-def _tensors(parameters: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Under the names and in the shapes of a checkpoint: padding cut off."""
-    found = {}
-    for name, p in parameters.items():
-        inside = tuple(slice(0, extent) for extent in placement_of(p).global_shape)
-        found[name] = p.detach()[inside].clone()
-        for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"optimizer/{moment}/{name}"] = optimizer.state[p][moment][inside].clone()
-    return found
+def halves_away_from_zero(master: Tensor) -> Tensor:
+    """An fp32 number as the nearest bf16, of two the one further from zero."""
+    toward_zero = (master.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    away = (toward_zero.view(torch.int32) + (1 << 16)).view(torch.float32)
+    nearer = (away - master).abs() <= (master - toward_zero).abs()
+    return torch.where(nearer, away, toward_zero).to(torch.bfloat16)
