@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megalite.config import Config, Parsed, parse_with_origins
 from megalite.errors import MegaliteError
-from megalite.launch import INTERRUPTED, Place, launch, print_error, print_interrupted, read_place
+from megalite.launch import INTERRUPTED, LaunchEnvironment, launch, print_error, print_interrupted, read_environment
 from megalite.streams import keep_streams
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Parses, launches, trains; returns the exit status."""
-    place = Place()
+    place = LaunchEnvironment()
     try:
-        place = read_place()
+        place = read_environment()
         parsed = parse_with_origins(argv, world_size=place.size if place.launcher else None, read_offer=read_offer)
     except MegaliteError as error:
         if place.rank == 0:
@@ -45,7 +45,7 @@ def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
     return offer_of(load, ckpt_step)
 
 
-def tell(parsed: Parsed, place: Place) -> int:
+def tell(parsed: Parsed, place: LaunchEnvironment) -> int:
     """`--dry-run`: prints what would be run."""
     from megalite.train import dry_run
 

@@ -410,7 +410,7 @@ def test_schedules_and_optimizers_are_named_in_their_rooms_alone() -> None:
     """Who asks what a schedule or an optimizer is like asks its entry, not its name."""
     schedule = pytest.importorskip("megalite.schedule", reason="megalite.schedule is not there")
     rules = pytest.importorskip("megalite.config.update_rules", reason="megalite.config is not there")
-    names = {*schedule.SCHEDULES, *schedule.ALIASES, *rules.UPDATE_RULES}
+    names = {*schedule.SCHEDULES, *schedule.ALIASES, *rules.OPTIMIZER_SPECS}
     assert {"1f1b", "zbv", "adam"} <= names
     problems = []
     for module, tree in SOURCES.items():

@@ -18,7 +18,7 @@ from megalite.comm import ParallelMesh, share_axis
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 
@@ -73,7 +73,7 @@ def build(
     if compiled:
         stack.compile_blocks()
     buffers = ParameterBuffers([stack.logical_parameters()], axes=mesh.family(), options=ZeroOptions())
-    settings = Hyperparameters(adam_beta1=0.9, adam_beta2=0.95)
+    settings = OptimizerSettings(adam_beta1=0.9, adam_beta2=0.95)
     optimizer = ShardedOptimizer(
         [buffers], make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, settings), norm_axis=mesh["tp"]
     )

@@ -20,7 +20,7 @@ from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn import fill
-from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 
@@ -90,7 +90,7 @@ def build(ctx: dict[str, Any], stage: int) -> Step:
     buffers.attach(stack.ordered())
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
         norm_axis=mesh.world,
     )
     batch = microbatch(ctx["x"], ctx["y"])

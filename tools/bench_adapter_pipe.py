@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megalite.comm import Channel, ParallelMesh
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
-from megalite.inventory import stage_cuts
+from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.optim import ConstantLossScaler
 from megalite.parallel.pipeline import Executor
-from megalite.schedule import Batch, resolve_chunks
-from megalite.train import Hyperparameters, Schedules, Updater, build_model
+from megalite.schedule import BatchRange, resolve_chunks
+from megalite.train import Hyperparameters, ProgramCache, Updater, build_model
 
 
 class PipelineBench:
@@ -33,8 +33,8 @@ class PipelineBench:
         self.size = ctx["m"]
         mesh = ParallelMesh.build(rank=ctx["rank"], size=ctx["world"], pp=ctx["world"])
         config = bench_config(ctx, schedule)
-        self.program = Schedules(config).program(self.size, 1)
-        model = build_model(config, mesh, self.program, stage_cuts(config, self.program), ctx["x"].device)
+        self.program = ProgramCache(config).program(self.size, 1)
+        model = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), ctx["x"].device)
         numbers = Hyperparameters(ctx["lr"], 0.01, 1.0)
         self.updater = Updater(
             model.buffers,
@@ -68,7 +68,7 @@ class PipelineBench:
         going_on = self.size if self.program.asynchronous else 0
         for _ in range(self.batches):
             t = self.iteration
-            batch = Batch(t, t * self.size, self.size, going_on, first=t == 0 or not self.program.asynchronous)
+            batch = BatchRange(t, t * self.size, self.size, going_on, first=t == 0 or not self.program.asynchronous)
             for action in self.executor.run(self.program.actions_for_batch(self.executor.rank, batch), self):
                 self.updater.execute(action)
             self.iteration += 1

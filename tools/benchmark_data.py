@@ -138,10 +138,12 @@ def reading(workers: list[int], rounds: int) -> None:
 
 def read_batches(dataset: GPTDataset, workers: list[int], rounds: int) -> None:
     """Prints tokens/s of each number of threads."""
-    from megalite.data import Loader  # torch comes with it
+    from megalite.data import BatchLoader  # torch comes with it
 
     for count in [0, *workers]:
-        with Loader(dataset, consumed_samples=0, micro_batch_size=8, dp_rank=0, dp_size=1, num_workers=count) as loader:
+        with BatchLoader(
+            dataset, consumed_samples=0, micro_batch_size=8, dp_rank=0, dp_size=1, num_workers=count
+        ) as loader:
             seconds = measure({"read": lambda loader=loader: loader.next_batch(32)}, 4 * rounds)["read"]  # type: ignore[misc]
         print(f"read batches   {f'{count} threads':28s} {32 * SEQ_LENGTH / seconds / 1e6:8.2f} million tokens/s")
 

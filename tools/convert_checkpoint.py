@@ -31,7 +31,7 @@ from megalite.progress import OnProgress, ProgressBar
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
 
-    from megalite.convert import Source
+    from megalite.convert import ModelSource
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
@@ -116,9 +116,9 @@ def main(argv: list[str]) -> None:
 
 
 class Watched:
-    """A `Source` that tells how much of it has been read: writers read every tensor, some in turn for several files."""
+    """A `ModelSource` that reports how much of it has been read (writers may read a tensor more than once)."""
 
-    def __init__(self, source: Source, on_progress: OnProgress) -> None:
+    def __init__(self, source: ModelSource, on_progress: OnProgress) -> None:
         from megalite.inventory import parameter_shapes
 
         self._source, self._on_progress = source, on_progress
@@ -129,14 +129,14 @@ class Watched:
         return getattr(self._source, name)
 
     def read(self, name: str) -> torch.Tensor:
-        """See `Source`."""
+        """See `ModelSource`."""
         values = self._source.read(name)
         self._left.pop(name, None)
         self._on_progress(self._total - sum(self._left.values()), self._total, "")
         return values
 
 
-def _open(flags: argparse.Namespace, load: Path) -> Source:
+def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
     from megalite.convert import CheckpointSource, HuggingFaceSource, MegatronSource
 
     if flags.source == "megatron":
@@ -144,7 +144,7 @@ def _open(flags: argparse.Namespace, load: Path) -> Source:
     return HuggingFaceSource(load) if flags.source == "hf" else CheckpointSource(load, flags.ckpt_step)
 
 
-def _write(flags: argparse.Namespace, source: Source, save: Path) -> Path:
+def _write(flags: argparse.Namespace, source: ModelSource, save: Path) -> Path:
     from megalite.convert import write_checkpoint, write_huggingface, write_megatron
 
     dtype = _dtype(flags)

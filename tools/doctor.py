@@ -103,9 +103,9 @@ def _version(name: str) -> str | None:
 
 def print_launcher() -> None:
     """What the environment says about who starts the ranks."""
-    from megalite.launch import read_place
+    from megalite.launch import read_environment
 
-    place = read_place()
+    place = read_environment()
     print("\nlauncher")
     if place.launcher:
         _line(place.launcher, f"rank {place.rank} of {place.size}, local rank {place.local_rank} of {place.local_size}")

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def inspect(arguments: argparse.Namespace) -> Json:
     """All that was asked for, as one JSON object. Raises CheckpointError."""
     from checkpoint_contents import differences, statistics, summarize, summarize_run
-    from megalite.checkpoint import COMMITTED, CheckpointReader, verify
+    from megalite.checkpoint import COMMITTED, CheckpointReader, verify_checkpoint
 
     report: Json = {}
     if not (arguments.directory / COMMITTED).is_file():
@@ -63,7 +63,7 @@ def inspect(arguments: argparse.Namespace) -> Json:
     path = find(arguments.directory, arguments.ckpt_step)
     if arguments.verify:
         with ProgressBar("verifying", "B") as bar:
-            report["damaged"] = verify(path, on_progress=bar)
+            report["damaged"] = verify_checkpoint(path, on_progress=bar)
         if report["damaged"]:
             return report
     report["checkpoint"] = summarize(path)
@@ -84,9 +84,9 @@ def inspect(arguments: argparse.Namespace) -> Json:
 
 def find(directory: Path, step: int | None) -> Path:
     """The checkpoint that a directory means."""
-    from megalite.checkpoint import resolve
+    from megalite.checkpoint import resolve_checkpoint
 
-    return resolve(directory, step, flag="", advice="give a run's --save, or one of its checkpoints")
+    return resolve_checkpoint(directory, step, flag="", advice="give a run's --save, or one of its checkpoints")
 
 
 def as_text(report: Json) -> str:
@@ -107,30 +107,30 @@ def as_text(report: Json) -> str:
 
 
 def run_lines(run: Json) -> list[str]:
-    from megalite.checkpoint import in_words
+    from megalite.checkpoint import bytes_text
 
     lines = [f"run {run['path']}"]
     for row in run["checkpoints"]:
-        lines.append(f"  {row['name']:14} {row['error'] if 'error' in row else in_words(row['bytes'])}")
+        lines.append(f"  {row['name']:14} {row['error'] if 'error' in row else bytes_text(row['bytes'])}")
     return lines + [f"  {name} (interrupted; swept when the run goes on)" for name in run["interrupted"]]
 
 
 def checkpoint_lines(checkpoint: Json) -> list[str]:
-    from megalite.checkpoint import in_words
+    from megalite.checkpoint import bytes_text
 
     lines = [
         f"checkpoint {checkpoint['path']}",
-        f"  step {checkpoint['step']}, {in_words(checkpoint['bytes'])}, "
+        f"  step {checkpoint['step']}, {bytes_text(checkpoint['bytes'])}, "
         f"saved by {checkpoint['saved_by_ranks']} rank(s), save id {checkpoint['save_id']}",
     ]
     for name, group in checkpoint["groups"].items():
         lines.append(
-            f"  {name:28} {group['tensors']:5} tensors {group['elements']:>15,} elements {in_words(group['bytes']):>9} "
-            f"{', '.join(group['dtypes'])}"
+            f"  {name:28} {group['tensors']:5} tensors {group['elements']:>15,} elements "
+            f"{bytes_text(group['bytes']):>9} {', '.join(group['dtypes'])}"
         )
     for name, row in checkpoint["files"].items():
-        lines.append(f"  {name:28} {row['rectangles']:5} rectangles {in_words(row['bytes']):>9}")
-    lines += [f"  {name:28} {in_words(size):>9}" for name, size in checkpoint["extra_files"].items()]
+        lines.append(f"  {name:28} {row['rectangles']:5} rectangles {bytes_text(row['bytes']):>9}")
+    lines += [f"  {name:28} {bytes_text(size):>9}" for name, size in checkpoint["extra_files"].items()]
     for key, value in checkpoint["meta"].items():
         text = json.dumps(value)
         lines.append(f"  {key}: {text if len(text) <= 100 else text[:97] + '...'}")

@@ -23,9 +23,9 @@ from megalite.config import Config, StageLayout, dump_yaml, parse, read_unjudged
 from megalite.errors import ConfigError
 from megalite.planner import (
     SEARCHED,
-    Found,
     Hardware,
     Roofline,
+    SearchResult,
     TimeSource,
     as_json,
     available,
@@ -162,7 +162,7 @@ def _answer(
         draw(answer, args.plot)
 
 
-def _json(found: Found, args: argparse.Namespace, hardware: Hardware) -> str:
+def _json(found: SearchResult, args: argparse.Namespace, hardware: Hardware) -> str:
     shown = found.predictions[: args.top]
     front = pareto(shown)
     return json.dumps(
@@ -178,7 +178,7 @@ def _json(found: Found, args: argparse.Namespace, hardware: Hardware) -> str:
 
 
 def _why_nothing(
-    found: Found, config: Config, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool
+    found: SearchResult, config: Config, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool
 ) -> list[str]:
     """Lines about a search that found nothing."""
     if not found.rejected:

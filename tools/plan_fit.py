@@ -9,10 +9,10 @@ from megalite.config import Config, HostOffload
 from megalite.planner import (
     SEARCHED,
     TERMS,
+    FastEstimator,
     Hardware,
     Layout,
-    Misfit,
-    Quick,
+    OverBudget,
     TimeSource,
     apply,
     layout_of,
@@ -21,7 +21,7 @@ from megalite.planner import (
     reasons_against,
     search,
 )
-from megalite.schedule import default_schedule, find
+from megalite.schedule import default_schedule, find_schedule
 
 GIB = 2**30
 
@@ -60,7 +60,7 @@ def _flag(name: str, value: object) -> str:
     return f"(and no --{name})" if value is None else f"--{name}={value}"
 
 
-def explain(misfit: Misfit, world_size: int, hardware: Hardware) -> str:
+def explain(misfit: OverBudget, world_size: int, hardware: Hardware) -> str:
     """One line: by how much it does not fit, and on which term."""
     rank = misfit.memory.index(misfit.fullest)
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
@@ -73,7 +73,7 @@ def explain(misfit: Misfit, world_size: int, hardware: Hardware) -> str:
     )
 
 
-def shortage(misfit: Misfit, hardware: Hardware) -> str:
+def shortage(misfit: OverBudget, hardware: Hardware) -> str:
     """A few words: by how much it does not fit, and on which term."""
     over = misfit.fullest.total - hardware.usable_bytes
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
@@ -81,7 +81,7 @@ def shortage(misfit: Misfit, hardware: Hardware) -> str:
 
 
 def remedy(
-    misfit: Misfit, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool = False
+    misfit: OverBudget, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool = False
 ) -> Remedy | None:
     """The smallest change: the fewest flags, then the least intrusive, then the fastest, of the layout, or to keep
     optimizer states on the host; if nothing fits this cluster, the smallest one (in doublings) on which a layout does.
@@ -90,9 +90,9 @@ def remedy(
     offloaded = replace(config, optimizer=replace(config.optimizer, offload=HostOffload(optimizer_cpu_offload=True)))
     moved: dict[str, object] = {"optimizer_cpu_offload": True}
     may_move = not hardware.on_cpu and not config.optimizer.offload.optimizer_cpu_offload
-    changes = _smallest(Quick(config, world_size, hardware, source), stale)
+    changes = _smallest(FastEstimator(config, world_size, hardware, source), stale)
     if may_move and (changes is None or len(changes) > 1):
-        host = Quick(offloaded, world_size, hardware, source)
+        host = FastEstimator(offloaded, world_size, hardware, source)
         if _fits(host, layout_of(config)):
             changes = moved
         elif changes is None and (more := _smallest(host, stale)) is not None:
@@ -106,7 +106,7 @@ def remedy(
     return None
 
 
-def _smallest(quick: Quick, stale: bool) -> dict[str, object] | None:
+def _smallest(quick: FastEstimator, stale: bool) -> dict[str, object] | None:
     """The smallest change of the layout that fits."""
     ranked = sorted(_changes(quick, layout_of(quick.config), stale), key=lambda item: item[:3])
     for *_, layout, changed in ranked[:400]:
@@ -115,7 +115,7 @@ def _smallest(quick: Quick, stale: bool) -> dict[str, object] | None:
     return None
 
 
-def _fits(quick: Quick, layout: Layout) -> bool:
+def _fits(quick: FastEstimator, layout: Layout) -> bool:
     if reasons_against(quick.config, quick.world_size, layout):
         return False
     _, memory = quick.exact_memory(apply(quick.config, layout))
@@ -145,9 +145,11 @@ def _roomy(config: Config, world_size: int) -> Config:
     return replace(config, training=training)
 
 
-def _changes(quick: Quick, here: Layout, stale: bool) -> Iterator[tuple[int, int, float, Layout, tuple[str, ...]]]:
+def _changes(
+    quick: FastEstimator, here: Layout, stale: bool
+) -> Iterator[tuple[int, int, float, Layout, tuple[str, ...]]]:
     """(Number of changed fields, how intrusive, seconds, layout, fields) of what may fit."""
-    stale = stale or find(here.pipeline_schedule).asynchronous
+    stale = stale or find_schedule(here.pipeline_schedule).asynchronous
     for layout in layouts(quick.config, quick.world_size, frozenset(), stale=stale):
         changed = tuple(name for name in SEARCHED if getattr(layout, name) != getattr(here, name))
         if layout.pipeline_model_parallel_size * layout.tensor_model_parallel_size == quick.world_size:

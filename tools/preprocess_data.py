@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from megalite.config import TOKENIZERS
-from megalite.data import Tokenizer, make_tokenizer, preprocess, read_unit, units_of
+from megalite.data import Tokenizer, input_units, make_tokenizer, preprocess, read_unit
 from megalite.errors import ConfigError
 from megalite.progress import LINES, ProgressBar
 
@@ -65,7 +65,7 @@ def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
     """
 
     def texts() -> list[str]:
-        units = (unit for path in args.input for unit in units_of(path, args.json_keys))
+        units = (unit for path in args.input for unit in input_units(path, args.json_keys))
         return [
             text
             for unit in units

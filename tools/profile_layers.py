@@ -34,7 +34,7 @@ from megalite.comm import (
     Axis,
     Channel,
     FamilyAxes,
-    Label,
+    MessageLabel,
     ParallelMesh,
     TensorSpec,
     World,
@@ -299,12 +299,12 @@ def _there_and_back(channel: Channel, x: Tensor, rank: int) -> None:
     """Ranks 0 and 1 pass a message to each other once; the others rest."""
     spec = TensorSpec(tuple(x.shape), x.dtype, x.device)
     if rank == 0:
-        back = channel.post_recv(spec, peer=1, label=Label("B", 0, 0))
-        channel.send(x, peer=1, label=Label("F", 1, 0))
+        back = channel.post_recv(spec, peer=1, label=MessageLabel("B", 0, 0))
+        channel.send(x, peer=1, label=MessageLabel("F", 1, 0))
         back.wait()
     elif rank == 1:
-        channel.post_recv(spec, peer=0, label=Label("F", 1, 0)).wait()
-        channel.send(x, peer=0, label=Label("B", 0, 0))
+        channel.post_recv(spec, peer=0, label=MessageLabel("F", 1, 0)).wait()
+        channel.send(x, peer=0, label=MessageLabel("B", 0, 0))
     channel.flush()
 
 

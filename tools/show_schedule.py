@@ -31,17 +31,17 @@ from megalite.schedule import (
     Costs,
     Program,
     Timeline,
-    build,
+    build_program,
     dump_program,
-    find,
+    find_schedule,
     load_program,
     render_html,
     render_svg,
     render_text,
     render_trace,
+    schedule_warnings,
     simulate,
     validate,
-    warnings,
 )
 from schedule_figures import comparison, figures, summary
 
@@ -87,10 +87,10 @@ def _costs(args: argparse.Namespace) -> Costs:
 def _program(name: str, args: argparse.Namespace) -> Program:
     # Schedules that have no choice of chunks ignore the flag in a comparison, where it is meant for the others.
     chunks = args.virtual_pipeline_model_parallel_size
-    if args.compare and find(name).num_chunks is not None:
+    if args.compare and find_schedule(name).num_chunks is not None:
         chunks = None
-    pairs = 1 if args.compare and not find(name).paired else args.chimera_pairs
-    return build(name, args.pipeline_model_parallel_size, args.num_microbatches, chunks, num_pairs=pairs)
+    pairs = 1 if args.compare and not find_schedule(name).paired else args.chimera_pairs
+    return build_program(name, args.pipeline_model_parallel_size, args.num_microbatches, chunks, num_pairs=pairs)
 
 
 def _show(args: argparse.Namespace) -> str:
@@ -129,7 +129,7 @@ def _show(args: argparse.Namespace) -> str:
 def _compare(args: argparse.Namespace) -> str:
     """The table, or its JSON rows, or the pictures of all schedules on one page."""
     names = list(SCHEDULES) if args.compare == "all" else [name.strip() for name in args.compare.split(",")]
-    schedules = [find(name) for name in names]
+    schedules = [find_schedule(name) for name in names]
     batches = args.num_batches or (2 * ASYNCHRONOUS_BATCHES if any(s.asynchronous for s in schedules) else 1)
     rows: list[dict[str, Any] | tuple[str, str]] = []
     timelines: list[Timeline] = []
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser().parse_args(argv)
         text = _compare(args) if args.compare else _show(args)
         if args.schedule:
-            for line in warnings(
+            for line in schedule_warnings(
                 args.schedule,
                 args.pipeline_model_parallel_size,
                 args.num_microbatches,

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.data import read_unit, stdlib_corpus, units_of
+from megalite.data import input_units, read_unit, stdlib_corpus
 from megalite.errors import ConfigError
 from tokenizer_training import MODEL_TYPES, train_bpe, train_sentencepiece
 
@@ -48,7 +48,7 @@ def texts_of(args: argparse.Namespace) -> Iterator[str]:
         yield from stdlib_corpus().documents(None, "train")
         return
     for path in args.input:
-        for unit in units_of(path, args.json_keys):
+        for unit in input_units(path, args.json_keys):
             for column in read_unit(unit, args.json_keys, skip_bad_lines=args.skip_bad_lines)[0]:
                 yield from column
 

@@ -18,7 +18,7 @@
     lock.py         one run, one directory
     checkpointer.py Checkpointer: the collective face of all that
 
-Public: `Checkpointer`, `CheckpointReader`, `RunLock`, `latest`, `committed`, `resolve`, `verify`.
+Public: `Checkpointer`, `CheckpointReader`, `RunLock`, `latest`, `committed`, `resolve_checkpoint`, `verify_checkpoint`.
 
 Names: weights are stored under their logical name, optimizer state as `optimizer/<state>/<logical name>`, the older
 weights of PipeDream-2BW as `previous/<logical name>`; scalars live in `meta` (JSON).
@@ -37,7 +37,7 @@ from megalite.checkpoint.discovery import (
     interrupted,
     is_huggingface,
     latest,
-    resolve,
+    resolve_checkpoint,
     write_tracker,
 )
 from megalite.checkpoint.format import (
@@ -56,9 +56,9 @@ from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.meta import Meta
 from megalite.checkpoint.reshard import Box
 from megalite.checkpoint.run_dir import clear_completed, in_the_way, mark_completed, set_aside_newer
-from megalite.checkpoint.saving import check_space, first_problem, in_words
+from megalite.checkpoint.saving import bytes_text, check_space, first_problem
 from megalite.checkpoint.storage import (
-    Part,
+    TensorPart,
     flat_bytes,
     fsync_directory,
     publish,
@@ -69,4 +69,4 @@ from megalite.checkpoint.storage import (
     write_proof,
     write_shard_file,
 )
-from megalite.checkpoint.verify import verify
+from megalite.checkpoint.verify import verify_checkpoint

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.saving import Report, SaveJob
-from megalite.checkpoint.storage import Part
+from megalite.checkpoint.saving import SaveJob, SaveReport
+from megalite.checkpoint.storage import TensorPart
 
 _ALIGN = 64
 
@@ -34,7 +34,7 @@ class StagingMemory:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, parts: Sequence[Part]) -> list[Part]:
+    def copy(self, parts: Sequence[TensorPart]) -> list[TensorPart]:
         """The parts with their values as they are now; later changes of the originals do not show."""
         starts, at = [], 0
         for part in parts:
@@ -48,7 +48,7 @@ class StagingMemory:
         for part, start in zip(parts, starts, strict=True):
             space = self._bytes[start : start + part.nbytes].view(part.values.dtype).view(part.values.shape)
             space.copy_(part.values, non_blocking=cuda)
-            copies.append(Part(part.name, part.global_shape, part.box, space))
+            copies.append(TensorPart(part.name, part.global_shape, part.box, space))
         if cuda:
             torch.cuda.current_stream().synchronize()
         return copies
@@ -77,8 +77,8 @@ class BackgroundSave:
         self._world_size = world_size
         self._after_commit = after_commit
         self._written, self._finishing = threading.Event(), threading.Event()
-        self._report: Report = {}
-        self._handed_over: list[Report] | None = None
+        self._report: SaveReport = {}
+        self._handed_over: list[SaveReport] | None = None
         self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
         self._thread.start()
@@ -92,12 +92,12 @@ class BackgroundSave:
     def in_flight(self) -> bool:
         return self._thread.is_alive()
 
-    def wait_written(self) -> Report:
+    def wait_written(self) -> SaveReport:
         """Waits for this rank's own part, for nobody else; returns its report."""
         self._written.wait()
         return self._report
 
-    def finish(self, reports: list[Report]) -> str | None:
+    def finish(self, reports: list[SaveReport]) -> str | None:
         """Waits for the end, given all ranks' reports. Returns this rank's problem, None if all is well."""
         self._handed_over = reports
         self._finishing.set()
@@ -120,9 +120,9 @@ class BackgroundSave:
             if self._problem is None:
                 self._after_commit()
 
-    def _collect(self) -> list[Report]:
+    def _collect(self) -> list[SaveReport]:
         """Rank 0's writer: all ranks' reports, from their files or from `finish`, whichever is first."""
-        found: dict[int, Report] = {0: self._report}
+        found: dict[int, SaveReport] = {0: self._report}
         pause = 0.005
         while len(found) < self._world_size:
             if self._handed_over is not None:
@@ -142,7 +142,7 @@ def _report_path(staging: Path, rank: int) -> Path:
     return staging / f"report_{rank:05d}.json"
 
 
-def _post(staging: Path, rank: int, report: Report) -> None:
+def _post(staging: Path, rank: int, report: SaveReport) -> None:
     """Leaves a report for rank 0, whole or not at all.
 
     A failure is no loss: `finish` hands the reports over as well.

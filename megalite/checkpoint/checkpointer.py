@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
-from megalite.checkpoint.discovery import directory_name, resolve, retain, sweep
+from megalite.checkpoint.discovery import directory_name, remove_interrupted, resolve_checkpoint, retain
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
 from megalite.checkpoint.loading import RankLoad, unused_names
 from megalite.checkpoint.run_dir import decide_start
-from megalite.checkpoint.saving import SaveJob, SavePlan, check_space, describe, first_problem, in_words, make_plan
+from megalite.checkpoint.saving import SaveJob, SavePlan, bytes_text, check_space, describe, first_problem, make_plan
 from megalite.checkpoint.storage import read_extra, read_manifest
-from megalite.checkpoint.verify import verify
+from megalite.checkpoint.verify import verify_checkpoint
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -143,7 +143,7 @@ class Checkpointer:
 
     def _sweep(self) -> None:
         if not self._swept:
-            sweep(self.directory)
+            remove_interrupted(self.directory)
             self._swept = True
 
     @property
@@ -222,7 +222,7 @@ class Checkpointer:
 
     def _after_commit(self, job: SaveJob, started: float) -> None:
         seconds = time.perf_counter() - started
-        logger.info("saved %s (%s in %.2f s)", job.final, in_words(job.plan.nbytes), seconds)
+        logger.info("saved %s (%s in %.2f s)", job.final, bytes_text(job.plan.nbytes), seconds)
         retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
 
     # ---- loading
@@ -252,7 +252,9 @@ class Checkpointer:
         damaged = []
         for path in candidates:
             with ProgressBar("verifying", "B", lines=LINES if self._world.is_first else 0) as bar:
-                look = partial(verify, path, share=self._world.rank, shares=self._world.size, on_progress=bar)
+                look = partial(
+                    verify_checkpoint, path, share=self._world.rank, shares=self._world.size, on_progress=bar
+                )
                 share = patiently(look, self._world)
             problems = [line for lines in all_gather_json(share, self._world) for line in lines]
             if not problems:
@@ -267,7 +269,7 @@ class Checkpointer:
         found, problem = None, None
         if self._world.is_first:
             try:
-                found = str(resolve(load, ckpt_step))
+                found = str(resolve_checkpoint(load, ckpt_step))
             except CheckpointError as error:
                 problem = str(error)
         self._together(problem)
@@ -290,7 +292,7 @@ class Checkpointer:
         patiently(mine.read_rest, self._world)
         self._together(mine.problem)
         seconds = time.perf_counter() - started
-        logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, in_words(mine.nbytes), seconds)
+        logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, bytes_text(mine.nbytes), seconds)
         return dict(manifest.meta)
 
     def _agree_on_load(self, mine: RankLoad, told: Sequence[tuple[str | None, str, str]]) -> Manifest:

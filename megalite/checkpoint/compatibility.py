@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.checkpoint.format import StoredTensor
-from megalite.config import Config, ModelConfig, differences
+from megalite.config import Config, ModelConfig, architecture_differences
 from megalite.errors import CheckpointError
 from megalite.inventory import stage_parameters
 
@@ -24,7 +24,7 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
     """
     differing = [
         f"--{name.replace('_', '-')}={_text(ours)} (checkpoint {_text(theirs)})"
-        for name, (ours, theirs) in differences(saved, now).items()
+        for name, (ours, theirs) in architecture_differences(saved, now).items()
     ]
     if differing:
         raise CheckpointError(

@@ -76,7 +76,7 @@ def latest(directory: Path | str) -> Path | None:
     return found[-1] if found else None
 
 
-def resolve(
+def resolve_checkpoint(
     load: Path | str,
     ckpt_step: int | None = None,
     *,
@@ -158,7 +158,7 @@ def _what_else(root: Path) -> str:
     return "" if listing(root) else " (empty)"
 
 
-def sweep(directory: Path | str) -> list[Path]:
+def remove_interrupted(directory: Path | str) -> list[Path]:
     """Removes what interrupted saves and deletions left.
 
     Only for the holder of the run directory's lock, before its first save.

@@ -22,7 +22,7 @@ from megalite.faults import fault_point
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """Where a piece of a stored rectangle goes: the wanted shard and the common box.
 
     Where the piece is one contiguous range both in the file and in `shard.local`, `flat` is the range `first .. last`
@@ -50,7 +50,7 @@ def _flat_range(stored: Box, shard: TensorShard, common: Box, dtype: torch.dtype
     return first, first + common.numel, (stored.offset[0] - shard.offset[0]) * inner
 
 
-Reads = dict[str, list[tuple[StoredShard, list[Target]]]]
+Reads = dict[str, list[tuple[StoredShard, list[LoadTarget]]]]
 Places = Mapping[str, Sequence[tuple[str, StoredShard]]]
 
 
@@ -62,7 +62,7 @@ def plan_reads(
     Raises CheckpointError naming tensors that are missing, of another shape or of another dtype (unless `cast`).
     """
     table = places_of if places_of is not None else manifest.shards_by_tensor()
-    wanted: dict[str, dict[int, tuple[StoredShard, list[Target]]]] = {}
+    wanted: dict[str, dict[int, tuple[StoredShard, list[LoadTarget]]]] = {}
     problems: list[str] = []
     for shard in shards:
         stored = manifest.tensors.get(shard.name)
@@ -86,7 +86,7 @@ def plan_reads(
             continue
         for index, common in pieces:
             file_name, source = places[index]
-            target = Target(shard, common, _flat_range(source.box, shard, common, stored.torch_dtype))
+            target = LoadTarget(shard, common, _flat_range(source.box, shard, common, stored.torch_dtype))
             wanted.setdefault(file_name, {}).setdefault(source.begin, (source, []))[1].append(target)
     if problems:
         unique = list(dict.fromkeys(problems))
@@ -111,7 +111,7 @@ def run_reads(path: Path, manifest: Manifest, reads: Reads) -> Iterator[int]:
 def _read_rectangle(
     reader: ShardReader,
     source: StoredShard,
-    targets: Sequence[Target],
+    targets: Sequence[LoadTarget],
     dtype: torch.dtype,
     block_bytes: int,
     scratch: torch.Tensor,
@@ -142,13 +142,13 @@ def _read_rectangle(
 class _Piece:
     """The elements `at ..` of a block form `box` of the logical tensor, of which `common` goes to `target`."""
 
-    target: Target
+    target: LoadTarget
     box: Box
     common: Box
     at: int
 
 
-def _pieces(stored: Box, targets: Sequence[Target], first: int, last: int) -> list[_Piece]:
+def _pieces(stored: Box, targets: Sequence[LoadTarget], first: int, last: int) -> list[_Piece]:
     """What elements `first .. last` of a stored rectangle mean to the targets."""
     pieces = []
     for rectangle in range_to_rectangles(stored.shape, first, last):

@@ -31,7 +31,7 @@ _ENDED = "ZXx"  # states of a process that is over
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """What a lock file says about who holds it.
 
     `processes` names the set of process numbers (a container has its own).
@@ -45,13 +45,13 @@ class Holder:
     processes: str = ""
 
     @classmethod
-    def myself(cls) -> Holder:
+    def myself(cls) -> LockHolder:
         now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         pid = os.getpid()
         return cls(uuid.uuid4().hex, socket.gethostname(), pid, process_start(pid) or "", now, process_space())
 
     @classmethod
-    def read(cls, path: Path) -> Holder | None:
+    def read(cls, path: Path) -> LockHolder | None:
         """None where there is no lock or it is not legible (a write that was cut off)."""
         try:
             value: Any = json.loads(path.read_bytes()[:4096])
@@ -100,14 +100,14 @@ class RunLock:
     ) -> None:
         self.path = Path(directory) / LOCK_FILE
         self._heartbeat, self._stale_after = heartbeat, stale_after
-        self._me: Holder | None = None
+        self._me: LockHolder | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> RunLock:
         """Takes the lock, also from a dead holder. Raises CheckpointError."""
         self._make_directory()
-        me = Holder.myself()
+        me = LockHolder.myself()
         for _ in range(5):  # each round but the last lost a race against somebody else's take-over
             if self._create(me):
                 self._me = me
@@ -131,7 +131,7 @@ class RunLock:
     @property
     def held(self) -> bool:
         """Whether the file still says that we hold it."""
-        holder = Holder.read(self.path)
+        holder = LockHolder.read(self.path)
         return self._me is not None and holder is not None and holder.token == self._me.token
 
     def _make_directory(self) -> None:
@@ -145,7 +145,7 @@ class RunLock:
                 f"--save={directory}: can not be created ({error.strerror}); choose another --save"
             ) from None
 
-    def _create(self, me: Holder) -> bool:
+    def _create(self, me: LockHolder) -> bool:
         """Makes the lock file appear whole, unless there is one."""
         temporary = self.path.with_name(f".{LOCK_FILE}.{me.token}")
         try:
@@ -164,7 +164,7 @@ class RunLock:
 
     def _remove_stale(self) -> None:
         """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
-        holder = Holder.read(self.path)
+        holder = LockHolder.read(self.path)
         age = self._age()
         if age is None:
             return
@@ -179,7 +179,7 @@ class RunLock:
             os.rename(self.path, grave)
         except FileNotFoundError:
             return
-        buried = Holder.read(grave)
+        buried = LockHolder.read(grave)
         if buried != holder:  # between the look and the rename somebody else took over: give it back
             try:
                 os.link(grave, self.path)
@@ -189,7 +189,7 @@ class RunLock:
             logger.warning("took over %s from a dead run (%s, pid %d)", self.path.parent, holder.host, holder.pid)
         grave.unlink(missing_ok=True)
 
-    def _is_dead(self, holder: Holder | None, age: float) -> bool:
+    def _is_dead(self, holder: LockHolder | None, age: float) -> bool:
         if holder and (holder.host, holder.processes) == (socket.gethostname(), process_space()):
             started = process_start(holder.pid)
             if started != "":

@@ -97,7 +97,7 @@ def cover(wanted: Box, stored: Sequence[Box]) -> list[tuple[int, Box]]:
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldRectangle:
     """That a rank holds `box` of tensor `name`: `itemsize` bytes an element, place `index` in the rank's list."""
 
     name: str
@@ -108,7 +108,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Duty:
+class WriteDuty:
     """That a rank writes `box`, a part of what it holds at `index`."""
 
     index: int
@@ -119,23 +119,23 @@ class Duty:
 _SPLIT_BYTES = 2**20
 
 
-def share_out(holdings: Sequence[Sequence[Holding]]) -> list[list[Duty]]:
+def share_out(holdings: Sequence[Sequence[HeldRectangle]]) -> list[list[WriteDuty]]:
     """Decides who writes what: every box once, the bytes spread over the ranks that hold copies.
 
     holdings[r] is what rank r holds; a box of which nobody holds replica 0 is a copy of parts of others and is not
     written. The result depends only on the arguments, so every rank computes the same. Large boxes are cut by rows over
     their holders; small ones go, largest first, to the holder with the fewest bytes so far.
     """
-    holders: dict[tuple[str, Box], list[tuple[int, Holding]]] = {}
+    holders: dict[tuple[str, Box], list[tuple[int, HeldRectangle]]] = {}
     for rank, items in enumerate(holdings):
         for holding in items:
             if holding.box.numel:
                 holders.setdefault((holding.name, holding.box), []).append((rank, holding))
-    duties: list[list[Duty]] = [[] for _ in holdings]
+    duties: list[list[WriteDuty]] = [[] for _ in holdings]
     load = [0] * len(holdings)
 
-    def give(rank: int, holding: Holding, box: Box) -> None:
-        duties[rank].append(Duty(holding.index, box))
+    def give(rank: int, holding: HeldRectangle, box: Box) -> None:
+        duties[rank].append(WriteDuty(holding.index, box))
         load[rank] += box.numel * holding.itemsize
 
     small = []

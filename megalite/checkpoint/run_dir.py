@@ -23,7 +23,7 @@ from megalite.checkpoint.discovery import (
     interrupted,
     is_huggingface,
     latest,
-    resolve,
+    resolve_checkpoint,
     step_of,
     uncommitted,
 )
@@ -33,7 +33,7 @@ COMPLETED = "COMPLETED"
 
 
 @dataclass(frozen=True)
-class Start:
+class StartDecision:
     """candidates: checkpoints to load, best first; empty: a fresh start. reason: one line for the log. passed_over:
     what has the name of a newer checkpoint and is none."""
 
@@ -44,7 +44,7 @@ class Start:
 
 def decide_start(
     *, save: str | None, load: str | None, auto_resume: bool = False, ckpt_step: int | None = None
-) -> Start:
+) -> StartDecision:
     """Applies the rules above. Raises CheckpointError, one line."""
     start = _decide(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
     newest = start.candidates[0] if start.candidates else None
@@ -59,12 +59,16 @@ def decide_start(
     return replace(start, passed_over=tuple(p for p in uncommitted(home) if step_of(p) > step_of(newest)))
 
 
-def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step: int | None) -> Start:
+def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step: int | None) -> StartDecision:
     held = committed(save) if save is not None else []
     if auto_resume and held:
         if ckpt_step is not None:
-            return Start((resolve(str(save), ckpt_step),), f"--auto-resume: step {ckpt_step} of {save}")
-        return Start(tuple(reversed(held)), f"--auto-resume: {held[-1].name} is the newest checkpoint of {save}")
+            return StartDecision(
+                (resolve_checkpoint(str(save), ckpt_step),), f"--auto-resume: step {ckpt_step} of {save}"
+            )
+        return StartDecision(
+            tuple(reversed(held)), f"--auto-resume: {held[-1].name} is the newest checkpoint of {save}"
+        )
     if load is None:
         if ckpt_step is not None:
             raise CheckpointError(f"--ckpt-step={ckpt_step}: of which run? add --load DIR")
@@ -73,7 +77,7 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
                 f"--save={save}: holds checkpoints already (newest {held[-1].name}); "
                 f"add --auto-resume or --load {save} to go on with them, or choose a new directory"
             )
-        return Start((), f"--auto-resume: {save} is empty: a fresh start" if auto_resume else "a fresh start")
+        return StartDecision((), f"--auto-resume: {save} is empty: a fresh start" if auto_resume else "a fresh start")
     foreign_model = is_huggingface(load)
     if foreign_model and ckpt_step is not None:
         raise CheckpointError(f"--ckpt-step={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")
@@ -82,15 +86,19 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
             raise CheckpointError(f"--save={save}: is the Hugging Face model of --load; choose a new directory")
         if not held and ckpt_step is None and not uncommitted(load):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
-            return Start((), f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start")
+            return StartDecision(
+                (), f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start"
+            )
     elif held and not _same(str(save), str(Path(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
             f"--save={save}: holds another run (newest {held[-1].name}); choose a new directory, or --load {save}"
         )
     if foreign_model:
-        return Start((Path(load),), f"--load={load}: the weights of a Hugging Face model; a run of its own begins")
-    path = resolve(load, ckpt_step)
-    return Start((path,), f"--load={load}: {path.name}")
+        return StartDecision(
+            (Path(load),), f"--load={load}: the weights of a Hugging Face model; a run of its own begins"
+        )
+    path = resolve_checkpoint(load, ckpt_step)
+    return StartDecision((path,), f"--load={load}: {path.name}")
 
 
 def _same(first: str, second: str) -> bool:

@@ -25,21 +25,21 @@ from megalite.checkpoint.format import (
     file_to_json,
     tiling_problem,
 )
-from megalite.checkpoint.reshard import Box, Duty, Holding, share_out
-from megalite.checkpoint.storage import Part, publish, write_file, write_proof, write_shard_file
+from megalite.checkpoint.reshard import Box, HeldRectangle, WriteDuty, share_out
+from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
 from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 
 logger = logging.getLogger(__name__)
 
-Report = dict[str, Any]
+SaveReport = dict[str, Any]
 
 
 def space_line(needed: int, directory: Path) -> str:
     """`a checkpoint needs ~2.3 GB, 1.1 GB free on /mnt/x`."""
     place = existing_parent(directory)
-    return f"a checkpoint needs ~{in_words(needed)}, {in_words(shutil.disk_usage(place).free)} free on {place}"
+    return f"a checkpoint needs ~{bytes_text(needed)}, {bytes_text(shutil.disk_usage(place).free)} free on {place}"
 
 
 def existing_parent(directory: Path) -> Path:
@@ -50,7 +50,7 @@ def existing_parent(directory: Path) -> Path:
     return place
 
 
-def in_words(nbytes: int) -> str:
+def bytes_text(nbytes: int) -> str:
     """`2.3 GB` (powers of ten, as disks are sold)."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -100,7 +100,7 @@ class SavePlan:
     """Who writes what: duties[r] for rank r; all logical tensors."""
 
     tensors: Mapping[str, StoredTensor]
-    duties: Sequence[Sequence[Duty]]
+    duties: Sequence[Sequence[WriteDuty]]
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +113,7 @@ def make_plan(descriptions: Sequence[Sequence[Sequence[Any]]]) -> SavePlan:
     Raises CheckpointError where ranks disagree about a tensor or the shards do not cover it exactly once.
     """
     tensors: dict[str, StoredTensor] = {}
-    holdings: list[list[Holding]] = []
+    holdings: list[list[HeldRectangle]] = []
     for rank, rows in enumerate(descriptions):
         mine = []
         for index, (name, dtype, global_shape, offset, shape, replica) in enumerate(rows):
@@ -121,7 +121,7 @@ def make_plan(descriptions: Sequence[Sequence[Sequence[Any]]]) -> SavePlan:
             if tensors.setdefault(name, tensor) != tensor:
                 raise CheckpointError(f"tensor {name}: rank {rank} has {tensor}, another rank {tensors[name]}")
             box = Box(tuple(offset), tuple(shape))
-            mine.append(Holding(name, box, tensor.torch_dtype.itemsize, index, replica))
+            mine.append(HeldRectangle(name, box, tensor.torch_dtype.itemsize, index, replica))
         holdings.append(mine)
     duties = share_out(holdings)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
@@ -145,23 +145,23 @@ class SaveJob:
     save_id: str
     rank: int
     plan: SavePlan
-    parts: Sequence[Part]
+    parts: Sequence[TensorPart]
     meta: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
 
     @classmethod
-    def parts_of(cls, shards: Sequence[TensorShard], duties: Sequence[Duty]) -> list[Part]:
+    def parts_of(cls, shards: Sequence[TensorShard], duties: Sequence[WriteDuty]) -> list[TensorPart]:
         """The duties of a rank as views of its shards."""
         parts = []
         for duty in duties:
             shard = shards[duty.index]
             whole = Box(shard.offset, tuple(shard.local.shape))
             values = shard.local.detach()[duty.box.slices_in(whole)]
-            parts.append(Part(shard.name, shard.global_shape, duty.box, values))
+            parts.append(TensorPart(shard.name, shard.global_shape, duty.box, values))
         return parts
 
-    def with_parts(self, parts: Sequence[Part]) -> SaveJob:
+    def with_parts(self, parts: Sequence[TensorPart]) -> SaveJob:
         return replace(self, parts=parts)
 
     @property
@@ -172,7 +172,7 @@ class SaveJob:
     def file_name(self) -> str:
         return f"rank_{self.rank:05d}.safetensors"
 
-    def write_part(self) -> Report:
+    def write_part(self) -> SaveReport:
         """Writes this rank's file. Never raises: a failure is part of the report, so that all ranks hear of it."""
         try:
             if not self.parts:
@@ -190,7 +190,7 @@ class SaveJob:
         except Exception as error:  # whatever it is, the other ranks must not wait for a report that never comes
             return {"error": self.explain(error)}
 
-    def commit(self, reports: Sequence[Report]) -> str | None:
+    def commit(self, reports: Sequence[SaveReport]) -> str | None:
         """Rank 0: turns all ranks' reports into a committed checkpoint.
 
         Returns None, or why not; then nothing of it is left.

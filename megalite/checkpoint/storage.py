@@ -56,7 +56,7 @@ _READ_BYTES, _WRITE_BYTES, _PAGE = 2**18, 2**20, 4096
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """A rectangle to be written: its logical tensor, its place and its values."""
 
     name: str
@@ -110,7 +110,7 @@ def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
         yield flat_bytes(gathered[: end - start])
 
 
-def _header(parts: Sequence[Part], save_id: str) -> bytes:
+def _header(parts: Sequence[TensorPart], save_id: str) -> bytes:
     """safetensors: the length in 8 bytes, then a JSON object with dtype, shape and data range of every tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "save_id": save_id}}
     at = 0
@@ -131,7 +131,12 @@ def _header(parts: Sequence[Part], save_id: str) -> bytes:
 
 
 def write_shard_file(
-    path: Path, parts: Sequence[Part], *, save_id: str, block_bytes: int, on_half: Callable[[], None] | None = None
+    path: Path,
+    parts: Sequence[TensorPart],
+    *,
+    save_id: str,
+    block_bytes: int,
+    on_half: Callable[[], None] | None = None,
 ) -> StoredFile:
     """Streams the parts into a new file and syncs it. Returns its manifest entry.
 

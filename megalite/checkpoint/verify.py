@@ -11,7 +11,9 @@ from megalite.errors import CheckpointError
 from megalite.progress import OnProgress, untold
 
 
-def verify(path: Path | str, *, share: int = 0, shares: int = 1, on_progress: OnProgress = untold) -> list[str]:
+def verify_checkpoint(
+    path: Path | str, *, share: int = 0, shares: int = 1, on_progress: OnProgress = untold
+) -> list[str]:
     """What is wrong with a checkpoint: one line a damaged file, empty if it is whole.
 
     With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files.

@@ -31,7 +31,7 @@ from megalite.comm.collectives import (
     reduce_scatter_into,
 )
 from megalite.comm.mesh import Axis, FamilyAxes, ParallelMesh
-from megalite.comm.p2p import Channel, Incoming, Label, TensorSpec
+from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (
     LocalParameter,

@@ -115,7 +115,7 @@ def _move_into(out: Tensor, x: Tensor, axis: Axis, *, gathers: bool, async_op: b
         return _shared((shared.all_gather_into if gathers else shared.reduce_scatter_into)(out, x), axis, async_op)
     work: Handle
     if _by_messages(out if gathers else x, axis):
-        work = _Timed((exchange.all_gather if gathers else exchange.reduce_scatter)(out, x, axis), axis)
+        work = _Timed((exchange.start_all_gather if gathers else exchange.start_reduce_scatter)(out, x, axis), axis)
         return work if async_op else _wait(work)
     source, how = x.contiguous(), {"group": axis.group, "async_op": async_op}
     with axis.waits:

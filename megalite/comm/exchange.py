@@ -39,7 +39,7 @@ class Exchange:
             work.wait()
 
 
-def all_gather(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
     """Starts `out` = the ranks' x one after the other along dim 0; `out` may contain x at its own place."""
     parts = out.view(-1).chunk(axis.size)
     mine = parts[axis.rank]
@@ -52,7 +52,7 @@ def all_gather(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
     return Exchange(arriving, leaving, lambda: None)
 
 
-def reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
     """Starts `out` = this rank's part along dim 0 of the sum of x; `out` may be that part of x itself.
 
     x is read until `wait` returns.

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megalite.errors import ConfigError
-from megalite.inventory import FAMILIES
+from megalite.inventory import AXIS_FAMILIES
 
 DENSE = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")
@@ -215,7 +215,7 @@ class ParallelMesh:
 
     def family(self, name: str = "dense") -> FamilyAxes:
         """The axes of a family. Collective at first use."""
-        family = FAMILIES[name]
+        family = AXIS_FAMILIES[name]
         cut = tuple(self[axis] for axis in family.cut)
         return FamilyAxes(name, cut, self.over(*family.shard), self.over(*family.replicate))
 

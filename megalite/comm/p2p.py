@@ -45,7 +45,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Label:
+class MessageLabel:
     """What a message is: `kind` 'F' or 'B', the stage that will use it, the global micro-batch id."""
 
     kind: str
@@ -56,14 +56,14 @@ class Label:
         return f"{self.kind} for stage {self.stage}, micro-batch {self.microbatch}"
 
 
-def _encode(label: Label, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _encode(label: MessageLabel, shape: tuple[int, ...], device: torch.device) -> Tensor:
     words = [ord(label.kind), label.stage, label.microbatch, len(shape), *shape]
     return torch.tensor(words + [0] * (_HEADER_LENGTH - len(words)), dtype=torch.int64, device=device)
 
 
-def _check(header: Tensor, label: Label, shape: tuple[int, ...], *, rank: int, peer: int) -> None:
+def _check(header: Tensor, label: MessageLabel, shape: tuple[int, ...], *, rank: int, peer: int) -> None:
     kind, stage, microbatch, dims, *extents = header.tolist()
-    found, found_shape = Label(chr(kind), stage, microbatch), tuple(extents[:dims])
+    found, found_shape = MessageLabel(chr(kind), stage, microbatch), tuple(extents[:dims])
     if (found, found_shape) != (label, shape):
         raise RuntimeFailure(
             f"pipeline rank {rank}: expected {label} of shape {list(shape)} from rank {peer}, "
@@ -88,7 +88,7 @@ def connect(axis: Axis, pairs: Iterable[tuple[int, int]]) -> None:
 
 
 @dataclass
-class Incoming:
+class IncomingMessage:
     """A receive that has been posted.
 
     target: where the tensor is wanted, if it arrives elsewhere.
@@ -99,7 +99,7 @@ class Incoming:
     work: Any
     header: Tensor | None
     header_work: Any
-    label: Label
+    label: MessageLabel
     rank: int
     peer: int
     waits: WaitClock
@@ -139,7 +139,7 @@ class Channel:
     def _line(self, source: int, target: int) -> Axis:
         return self._down if target > source else self._up
 
-    def send(self, x: Tensor, *, peer: int, label: Label) -> None:
+    def send(self, x: Tensor, *, peer: int, label: MessageLabel) -> None:
         """Starts sending; the tensor must not change until it has left."""
         if self._headers:
             self._isend(_encode(label, tuple(x.shape), x.device), peer)
@@ -159,14 +159,14 @@ class Channel:
         work = dist.isend(x, line.ranks[peer], group=line.group, tag=self._sent[peer])
         self._in_flight.append((work, x))
 
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: Label) -> Incoming:
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> IncomingMessage:
         device = torch.device("cpu") if self._host_only else spec.device
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=device) if self._headers else None
         header_work = self._irecv(header, peer) if header is not None else None
         target = spec.empty() if device != spec.device else None
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         work, line = self._irecv(buffer, peer), self._line(peer, self._down.rank)
-        return Incoming(buffer, target, work, header, header_work, label, self._down.rank, peer, line.waits)
+        return IncomingMessage(buffer, target, work, header, header_work, label, self._down.rank, peer, line.waits)
 
     def _irecv(self, buffer: Tensor, peer: int) -> Any:
         line = self._line(peer, self._down.rank)

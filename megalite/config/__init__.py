@@ -22,23 +22,23 @@ Invariant: nothing is accepted and ignored, and every problem is reported in one
 Proof: `tests/unit/config/test_bad_input.py` (exact lines), `tests/unit/train/test_flags_take_effect.py`.
 """
 
-from megalite.config.architecture import Offer, differences, effective
+from megalite.config.architecture import Offer, architecture_differences, effective
 from megalite.config.batch_size import BatchSizeSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.cli import Parsed, parse, parse_with_origins, read_unjudged
 from megalite.config.data import TOKENIZERS, DataConfig
 from megalite.config.files import schedule_file
-from megalite.config.legal import problems, warnings
+from megalite.config.legal import config_problems, config_warnings
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.names import NOT_NEEDED
 from megalite.config.optimizer import Decay, HostOffload, OptimizerConfig, Warmup
-from megalite.config.parallel import Hardware, ParallelConfig, StageLayout
+from megalite.config.parallel import DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
 from megalite.config.rules.shape import model_shape
 from megalite.config.saved import dump_yaml, from_dict, to_dict
-from megalite.config.schema import Option, assemble, flat, options_of
+from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.training import BatchRamp, Precision, TrainingConfig, TrainingLength
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.usage import aliases_of, title, value_text
 from megalite.config.values import show

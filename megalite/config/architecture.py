@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.model import ModelConfig
-from megalite.config.reader import Given
+from megalite.config.reader import GivenOption
 from megalite.config.root import Config
 from megalite.config.schema import flat
 from megalite.config.values import show
@@ -57,7 +57,7 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     return values
 
 
-def differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:
+def architecture_differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Field name -> (what it amounts to now, what it amounts to in `saved`), where that is not the same."""
     theirs, ours = effective(saved), effective(now)
     return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
@@ -81,7 +81,7 @@ ReadOffer = Callable[[str, int | None], Offer | None]
 """(`--load`, `--ckpt-step`) -> the offer; None where nothing is committed yet. Raises MegaliteError."""
 
 
-def offered_values(offer: Offer, given: Mapping[str, Given], *, architecture: bool) -> dict[str, Given]:
+def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architecture: bool) -> dict[str, GivenOption]:
     """What the parser takes from an offer, as a level below what users gave.
 
     Args:
@@ -94,16 +94,16 @@ def offered_values(offer: Offer, given: Mapping[str, Given], *, architecture: bo
         values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
     if not any(name in given and given[name].value is not None for name in TOKENIZER):
         values |= offer.tokenizer
-    return {name: Given(name, name, value, offer.where) for name, value in values.items()}
+    return {name: GivenOption(name, name, value, offer.where) for name, value in values.items()}
 
 
-def is_left_open(given: Given) -> bool:
+def is_left_open(given: GivenOption) -> bool:
     """Whether a file says of a field no more than that it is to be worked out (`ffn_hidden_size: null`)."""
     return (given.name in DERIVED and given.value is None) or (given.name == "vocab_size" and given.value == 0)
 
 
 def contradictions(
-    offer: Offer, config: Config, given: Mapping[str, Given], *, architecture: bool, known: Collection[str]
+    offer: Offer, config: Config, given: Mapping[str, GivenOption], *, architecture: bool, known: Collection[str]
 ) -> Iterator[str]:
     """Lines about values that make another model than the offered one.
 
@@ -114,7 +114,7 @@ def contradictions(
     family = given.get("model_type")
     if architecture and family is not None and family.value != offer.model.model_type:
         yield f"--model-type={family.value}: {offer.where} has {offer.model.model_type}; drop the flag"
-    for name, (ours, theirs) in differences(offer.model, config.model).items():
+    for name, (ours, theirs) in architecture_differences(offer.model, config.model).items():
         flag = f"--{name.replace('_', '-')}={_text(ours)}"
         if architecture and name in given:
             yield f"{flag}: {offer.where} has {_text(theirs)}; drop the flag, or --use-checkpoint-args"

@@ -19,12 +19,12 @@ from typing import Any
 
 from megalite.config.architecture import Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.files import missing_files, schedule_file
-from megalite.config.legal import placeholder, problems, warnings
+from megalite.config.legal import config_problems, config_warnings, placeholder
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS
-from megalite.config.reader import COMMAND_LINE, Given, Reader
+from megalite.config.reader import COMMAND_LINE, GivenOption, Reader
 from megalite.config.root import SECTIONS, Config, all_options
-from megalite.config.schema import Option, assemble
+from megalite.config.schema import Option, build_section
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
 from megalite.config.yaml_file import read_yaml
@@ -83,7 +83,7 @@ def parse_with_origins(
     reader = Reader(options)
     files, flags = reader.read_argv(argv)
     read = [_file_level(reader, path) for path in files]
-    levels: list[Sequence[Given]] = [*(level for level in read if level is not None), flags]
+    levels: list[Sequence[GivenOption]] = [*(level for level in read if level is not None), flags]
     if None in read:  # what seems to be missing or wrong may stand in the file that can not be read
         _merge(levels, reader)
         raise ConfigError(_unique(reader.problems))
@@ -103,7 +103,7 @@ def parse_with_origins(
         found += [_as_given(_with_place(line, origins), merged) for line in lines]
 
     world = world_size if world_size is not None else (config.parallel.nprocs or 1)
-    checks = problems(config, world, broken=frozenset(broken))
+    checks = config_problems(config, world, broken=frozenset(broken))
     if check_files:
         checks += missing_files(config)
         checks += [] if found or checks else schedule_file(config, world)
@@ -113,7 +113,7 @@ def parse_with_origins(
     config, origins = _derive(config, origins, world)
     for name in options:
         origins.setdefault(name, "default")
-    doubts = tuple(_as_given(line, merged) for line in warnings(config, world))
+    doubts = tuple(_as_given(line, merged) for line in config_warnings(config, world))
     return Parsed(config, {name: origins[name] for name in options}, doubts)
 
 
@@ -153,7 +153,7 @@ class _Offered:
     """An offer, what users gave beside it, and whether they asked for its architecture."""
 
     offer: Offer
-    given: Mapping[str, Given]
+    given: Mapping[str, GivenOption]
     architecture: bool
 
     def contradictions(self, config: Config, known: Iterable[str]) -> list[str]:
@@ -163,8 +163,8 @@ class _Offered:
 
 
 def _with_offer(
-    levels: Sequence[Sequence[Given]], reader: Reader, read_offer: ReadOffer | None
-) -> tuple[_Offered | None, list[Sequence[Given]]]:
+    levels: Sequence[Sequence[GivenOption]], reader: Reader, read_offer: ReadOffer | None
+) -> tuple[_Offered | None, list[Sequence[GivenOption]]]:
     """Puts what `--load` offers below the other levels, where that is asked for or it is a Hugging Face model."""
     given = {each.name: each for level in levels for each in level}
     value = {name: each.value for name, each in given.items()}
@@ -201,7 +201,7 @@ def _required(option: Option, offered: _Offered | None) -> str:
     return line
 
 
-def _file_level(reader: Reader, path: str) -> list[Given] | None:
+def _file_level(reader: Reader, path: str) -> list[GivenOption] | None:
     try:
         return reader.read_entries(read_yaml(path, reader.problems))
     except ConfigError as error:
@@ -209,11 +209,11 @@ def _file_level(reader: Reader, path: str) -> list[Given] | None:
         return None
 
 
-def _merge(levels: Iterable[Sequence[Given]], reader: Reader) -> dict[str, Given]:
+def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str, GivenOption]:
     """Later levels win; inside a level two spellings of one field must agree."""
-    merged: dict[str, Given] = {}
+    merged: dict[str, GivenOption] = {}
     for level in levels:
-        here: dict[str, Given] = {}
+        here: dict[str, GivenOption] = {}
         for given in level:
             before = here.get(given.name)
             if before is not None and before.typed != given.typed and before.value != given.value:
@@ -235,12 +235,12 @@ def _merge(levels: Iterable[Sequence[Given]], reader: Reader) -> dict[str, Given
     return merged
 
 
-def _says_more(given: Given) -> bool:
+def _says_more(given: GivenOption) -> bool:
     """Whether a value is more than `not this one` (`--no-bf16`, `train_samples: null`)."""
     return given.value is not None and given.value is not False
 
 
-def _typed(given: Given) -> str:
+def _typed(given: GivenOption) -> str:
     """A value as the user gave it: by which flag, or which `NAME=VALUE` of one."""
     name, _, rest = given.typed.partition(" ")
     flag = "--" + name.replace("_", "-")
@@ -249,7 +249,7 @@ def _typed(given: Given) -> str:
     return flag if name in CONSTANT_FLAGS else as_typed(flag, given.value)
 
 
-def _as_given(line: str, merged: Mapping[str, Given]) -> str:
+def _as_given(line: str, merged: Mapping[str, GivenOption]) -> str:
     """Name a value that a line speaks of by the spelling that the user gave."""
 
     def spelling(match: re.Match[str]) -> str:
@@ -261,7 +261,7 @@ def _as_given(line: str, merged: Mapping[str, Given]) -> str:
     return re.sub(r"--([a-z0-9-]+)=([^\s:;,()]+)", spelling, line)
 
 
-def _work_out_groups(here: dict[str, Given], below: Mapping[str, Given]) -> None:
+def _work_out_groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> None:
     """`--group-query-attention` alone is Megatron's way to say one group; its `--no-` form undoes groups of a file."""
     switch = here.pop("group_query_attention", None)
     if switch is None or "num_query_groups" in here:
@@ -272,7 +272,7 @@ def _work_out_groups(here: dict[str, Given], below: Mapping[str, Given]) -> None
         here["num_query_groups"] = replace(switch, name="num_query_groups", value=1)
 
 
-def _work_out_chunks(merged: dict[str, Given], reader: Reader) -> None:
+def _work_out_chunks(merged: dict[str, GivenOption], reader: Reader) -> None:
     """Turn layers per chunk into chunks per rank."""
     given = merged.pop("num_layers_per_virtual_pipeline_stage", None)
     if given is None or "num_layers" not in merged or {"num_layers", "pipeline_model_parallel_size"} & reader.broken:
@@ -304,7 +304,7 @@ def _build(options: Mapping[str, Option], values: Mapping[str, Any], broken: set
     required = {name: placeholder(option) for name, option in options.items() if option.required}
     missing = [name for name in required if name not in values and name not in broken]
     arguments = required | arguments
-    return Config(**{section: assemble(cls, arguments) for section, cls in SECTIONS.items()}), missing
+    return Config(**{section: build_section(cls, arguments) for section, cls in SECTIONS.items()}), missing
 
 
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:

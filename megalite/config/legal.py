@@ -1,7 +1,7 @@
-"""Is this configuration legal in a world of so many ranks? The one validator: parser, planner and tests ask it.
+"""Is this configuration legal at this world size? The one validator: parser, planner and tests call it.
 
-`problems` is pure: no file is read, nothing is printed, and every problem is found in one pass. A sampler draws random
-layouts and keeps those for which `problems(config, world_size)` is empty.
+`config_problems` is pure: no file is read, nothing is printed, and every problem is found in one pass. A sampler draws
+random layouts and keeps those for which `config_problems(config, world_size)` is empty.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from megalite.config import rules
 from megalite.config.root import SECTIONS, Config
-from megalite.config.schema import Option, assemble, flat, options_of
+from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.values import as_typed, bounds_problem, show
 
 
-def problems(config: Config, world_size: int, *, broken: frozenset[str] = frozenset()) -> list[str]:
+def config_problems(config: Config, world_size: int, *, broken: frozenset[str] = frozenset()) -> list[str]:
     """List what is wrong, one line each, in the form `--flag=value: what (facts); fix`.
 
     Args:
@@ -39,7 +39,7 @@ def problems(config: Config, world_size: int, *, broken: frozenset[str] = frozen
                 silent.add(option.flag)
         if stand_ins:
             values |= stand_ins
-            config = replace(config, **{section: assemble(cls, values)})
+            config = replace(config, **{section: build_section(cls, values)})
         lines += _contradictions(options_of(section, cls), values)
         lines += _unaccompanied(options_of(section, cls), values, "needs")
     for rule in rules.RULES:
@@ -75,7 +75,7 @@ def _of_another_optimizer(options: Sequence[Option], values: Mapping[str, Any]) 
             yield f"{typed}: has no effect with --optimizer={values['optimizer']}; drop it"
 
 
-def warnings(config: Config, world_size: int) -> list[str]:
+def config_warnings(config: Config, world_size: int) -> list[str]:
     """List what is legal but doubtful, one line each; `config` has no problems."""
     lines: list[str] = []
     for section, cls in SECTIONS.items():

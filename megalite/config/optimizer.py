@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import OneOf, Spelled, option, required
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 
 _ADAM = ("adam", "muon")  # muon leaves what is no matrix to Adam
 
@@ -120,7 +120,7 @@ class OptimizerConfig:
         "adam is AdamW (decoupled weight decay); sgd has momentum; lion has one moment; muon makes the updates of "
         "matrices orthogonal and leaves the rest to AdamW; adafactor keeps a row and a column of second moments for a "
         "matrix and nothing else",
-        choices=tuple(UPDATE_RULES),
+        choices=tuple(OPTIMIZER_SPECS),
     )
     lr: float = required("peak learning rate", gt=0, hint="3e-4 is common")
     min_lr: float = option(0.0, "learning rate after the decay", ge=0)

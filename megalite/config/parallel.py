@@ -28,7 +28,7 @@ class StageLayout(OneOf):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware(Spelled):
+class DeviceOptions(Spelled):
     """What computes, and by which library ranks talk."""
 
     device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
@@ -79,7 +79,7 @@ class ParallelConfig:
     nprocs: int | None = option(
         None, "start this many local processes; unset: one, or what torchrun, SLURM or mpirun started", ge=1
     )
-    hardware: Hardware = Hardware()
+    hardware: DeviceOptions = DeviceOptions()
     distributed_timeout_minutes: float = option(
         10.0, "a collective that waits longer ends the run (fractions allowed)", gt=0
     )

@@ -1,4 +1,4 @@
-"""Command line and YAML entries -> one list of `Given`s: a field, its value, and where it was given.
+"""Command line and YAML entries -> one list of `GivenOption`s: a field, its value, and where it was given.
 
 The command line is scanned by hand: argparse stops at the first mistake, abbreviates silently and takes `-1e-4` for a
 flag. Here all mistakes are collected and nothing is guessed.
@@ -14,14 +14,14 @@ from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, REN
 from megalite.config.optimizer import OptimizerArgs
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
-from megalite.config.yaml_file import Entry, Scalar
+from megalite.config.yaml_file import Scalar, YamlEntry
 
 COMMAND_LINE = "command line"
 ARGS = "optimizer_args"
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenOption:
     """One value that a user gave.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Typed:
         return f"{self.where}: {self.name}{value}"
 
 
-def known_names(options: Mapping[str, Option]) -> set[str]:
+def known_options(options: Mapping[str, Option]) -> set[str]:
     """Every name that may be typed, with underscores: fields, aliases and `no_` forms."""
     switches = {name for name, option in options.items() if option.kind is bool} | set(CONSTANT_FLAGS)
     return {*options, *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS, *(f"no_{name}" for name in switches)}
@@ -67,14 +67,14 @@ class Reader:
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
 
-    def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[Given]]:
+    def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[GivenOption]]:
         """Scan a command line.
 
         Returns:
             The files named by `--config`, in order, and what the flags set.
         """
         files: list[str] = []
-        givens: list[Given] = []
+        givens: list[GivenOption] = []
         for token, attached, values in _split(argv):
             if not token.startswith("--") or token == "--":
                 self._unexpected([token, *values])
@@ -93,10 +93,10 @@ class Reader:
             givens += self._convert(_Typed(name, tuple(Scalar(text, "text") for text in taken), COMMAND_LINE))
         return files, givens
 
-    def read_entries(self, entries: Iterable[Entry]) -> list[Given]:
+    def read_entries(self, entries: Iterable[YamlEntry]) -> list[GivenOption]:
         """Convert the entries of one YAML file."""
         sections = {option.section for option in self.options.values()}
-        givens: list[Given] = []
+        givens: list[GivenOption] = []
         seen: dict[str, str] = {}
         for entry in entries:
             target = self._target(entry.key)
@@ -159,7 +159,7 @@ class Reader:
         self._unexpected(texts[1:])
         return texts[:1]
 
-    def _convert(self, typed: _Typed) -> list[Given]:
+    def _convert(self, typed: _Typed) -> list[GivenOption]:
         """Convert one typed name; a mistake gives an empty list."""
         target = self._target(typed.name)
         assert target is not None
@@ -170,18 +170,18 @@ class Reader:
             base = typed.name[3:] if negated else typed.name
             if self._is_switch(base):
                 on = self._switch(typed) is not negated
-                return [Given(target, base, self._switched(base, on), typed.where)]
-            return [Given(target, base, self._value(typed, target), typed.where)]
+                return [GivenOption(target, base, self._switched(base, on), typed.where)]
+            return [GivenOption(target, base, self._value(typed, target), typed.where)]
         except BadValue as bad:
             shown = " ".join(scalar.text for scalar in typed.scalars)
             is_text = "got text" in str(bad) or "expected" in str(bad)
             self._bad(typed, target, typed.label(None if is_text else shown), str(bad))
             return []
 
-    def _arguments(self, typed: _Typed) -> list[Given]:
+    def _arguments(self, typed: _Typed) -> list[GivenOption]:
         """Read `NAME=VALUE ...`, each for a flag of that name."""
         known = {name: option for name, option in self.options.items() if option.spells is OptimizerArgs}
-        givens: list[Given] = []
+        givens: list[GivenOption] = []
         words = " ".join(scalar.text for scalar in typed.scalars).replace(",", " ").split()
         for word in words:
             name, equals, text = word.partition("=")
@@ -189,7 +189,7 @@ class Reader:
             try:
                 if name not in known or not equals:
                     raise BadValue(f"expected NAME=VALUE; names are {', '.join(known)}")
-                givens.append(Given(name, f"{ARGS} {word}", convert(known[name], text), typed.where))
+                givens.append(GivenOption(name, f"{ARGS} {word}", convert(known[name], text), typed.where))
             except BadValue as bad:
                 self._bad(typed, name, typed.label(word), str(bad))
         if not words:
@@ -242,7 +242,7 @@ class Reader:
             shown = what.replace("unknown flag ", "").replace("unknown key ", "")
             self.problems.append(f"{shown}: {NOT_NEEDED[known_there]}")
             return
-        guess = nearest(name, known_names(self.options) | ({"config"} if dashes else set()))
+        guess = nearest(name, known_options(self.options) | ({"config"} if dashes else set()))
         shown_guess = guess.replace("_", "-") if guess and dashes else guess
         quote = "" if dashes else "'"
         hint = f"; did you mean {quote}{dashes}{shown_guess}{quote}?" if guess else "; see --help"

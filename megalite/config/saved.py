@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megalite.config.root import SECTIONS, Config
-from megalite.config.schema import Option, assemble, flat, options_of
+from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.values import bounds_problem, show
 from megalite.errors import ConfigError
 
@@ -52,7 +52,7 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
             if reason is not None:
                 problems.append(f"{where}: {section}.{name}={given[name]!r:.80}: {reason}")
         if not problems:
-            sections[section] = assemble(cls, arguments)
+            sections[section] = build_section(cls, arguments)
     if problems:
         raise ConfigError(problems)
     return Config(**sections)

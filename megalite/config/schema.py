@@ -117,19 +117,19 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
     return tuple(found)
 
 
-def assemble(cls: type, values: typing.Mapping[str, Any]) -> Any:
+def build_section(cls: type, values: typing.Mapping[str, Any]) -> Any:
     """Build a section from values by flag; what is left out takes its default."""
     arguments = {}
     for name, hint in typing.get_type_hints(cls).items():
         if _is_spelled(hint):
-            arguments[name] = assemble(hint, values)
+            arguments[name] = build_section(hint, values)
         elif name in values:
             arguments[name] = values[name]
     return cls(**arguments)
 
 
 def flat(section: Any) -> dict[str, Any]:
-    """The values of a section by flag: the inverse of `assemble`."""
+    """The values of a section by flag: the inverse of `build_section`."""
     found: dict[str, Any] = {}
     for name, value in vars(section).items():
         found |= flat(value) if isinstance(value, Spelled) else {name: value}

@@ -21,7 +21,7 @@ def _blocks_matrix(name: str, dims: int) -> bool:
 
 
 @dataclass(frozen=True)
-class UpdateRule:
+class OptimizerSpec:
     """One `--optimizer`.
 
     moments: dtypes of the numbers that it keeps for an element ("fp32": as wide as the master).
@@ -43,17 +43,17 @@ class UpdateRule:
         return 1 if self.whole is not None else len(self.moments(settings))
 
 
-UPDATE_RULES: Mapping[str, UpdateRule] = MappingProxyType(
+OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
     {
-        "adam": UpdateRule(
+        "adam": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
             settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
             high_lr=0.1,
         ),
-        "sgd": UpdateRule(lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else ()),
-        "lion": UpdateRule(lambda settings: (settings.exp_avg_dtype,), settings=("exp_avg_dtype",)),
-        "muon": UpdateRule(lambda settings: (_WIDE, _WIDE), whole=_blocks_matrix),
-        "adafactor": UpdateRule(lambda settings: (), statistics=True),
+        "sgd": OptimizerSpec(lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else ()),
+        "lion": OptimizerSpec(lambda settings: (settings.exp_avg_dtype,), settings=("exp_avg_dtype",)),
+        "muon": OptimizerSpec(lambda settings: (_WIDE, _WIDE), whole=_blocks_matrix),
+        "adafactor": OptimizerSpec(lambda settings: (), statistics=True),
     }
 )
 """Name -> UpdateRule. Muon leaves what is no matrix of a block to AdamW, whose moments are wide there."""

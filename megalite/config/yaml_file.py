@@ -32,7 +32,7 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Entry:
+class YamlEntry:
     """One `key: value` line.
 
     Attributes:
@@ -47,7 +47,7 @@ class Entry:
     value: Scalar | tuple[Scalar, ...]
 
 
-def read_yaml(path: str, problems: list[str] | None = None) -> list[Entry]:
+def read_yaml(path: str, problems: list[str] | None = None) -> list[YamlEntry]:
     """Read a configuration file.
 
     problems: takes the mistakes of single entries, and the others are returned; without it they raise.
@@ -62,7 +62,7 @@ def read_yaml(path: str, problems: list[str] | None = None) -> list[Entry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{_at(path, root)}: expected 'key: value' lines")
-    entries: list[Entry] = []
+    entries: list[YamlEntry] = []
     mistakes: list[str] = [] if problems is None else problems
     _collect(path, root, None, entries, mistakes)
     if mistakes and problems is None:
@@ -136,7 +136,7 @@ def _at(path: str, node: yaml.Node) -> str:
 
 
 def _collect(
-    path: str, mapping: yaml.MappingNode, section: str | None, entries: list[Entry], problems: list[str]
+    path: str, mapping: yaml.MappingNode, section: str | None, entries: list[YamlEntry], problems: list[str]
 ) -> None:
     seen: dict[str, str] = {}
     for key_node, value_node in mapping.value:
@@ -156,11 +156,11 @@ def _collect(
                 problems.append(f"{where}: '{key_node.value}' is no section; expected a plain value")
         elif isinstance(value_node, yaml.SequenceNode):
             if all(isinstance(item, yaml.ScalarNode) for item in value_node.value):
-                entries.append(Entry(section, key, where, tuple(_scalar(item) for item in value_node.value)))
+                entries.append(YamlEntry(section, key, where, tuple(_scalar(item) for item in value_node.value)))
             else:
                 problems.append(f"{where}: {key_node.value}: expected a list of plain values")
         else:
-            entries.append(Entry(section, key, where, _scalar(value_node)))
+            entries.append(YamlEntry(section, key, where, _scalar(value_node)))
 
 
 def _scalar(node: yaml.Node) -> Scalar:

@@ -25,9 +25,9 @@ other side can not represent is refused, never left out; nothing that is read is
 one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/convert/ against transformers.
 """
 
-from megalite.convert.family import Family
+from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_files import MegatronSource, write_megatron
 from megalite.convert.registry import FAMILIES, family_of
-from megalite.convert.source import Source
+from megalite.convert.source import ModelSource

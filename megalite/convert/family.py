@@ -20,7 +20,7 @@ from megalite.inventory import parameter_shapes
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorForm:
     """How values are rearranged; `to_theirs` and `to_ours` are inverse to each other."""
 
     to_theirs: Callable[[ModelConfig, Tensor], list[Tensor]]
@@ -52,42 +52,42 @@ def _join_groups_transposed(model: ModelConfig, parts: Sequence[Tensor]) -> Tens
 
 
 # The same tensor under another name.
-SAME = Form(lambda model, t: [t], lambda model, parts: parts[0])
+SAME = TensorForm(lambda model, t: [t], lambda model, parts: parts[0])
 # Matrices `[in, out]` there (GPT-2's Conv1D), `[out, in]` here.
-TRANSPOSED = Form(lambda model, t: [t.t()], lambda model, parts: parts[0].t())
+TRANSPOSED = TensorForm(lambda model, t: [t.t()], lambda model, parts: parts[0].t())
 # Gate and value: two tensors there, one `[2, ...]` here.
-STACKED = Form(lambda model, t: list(t.unbind()), lambda model, parts: torch.stack(list(parts)))
+STACKED = TensorForm(lambda model, t: list(t.unbind()), lambda model, parts: torch.stack(list(parts)))
 # Queries, keys, values: three tensors there, rows grouped by key/value head here.
-GROUPED = Form(split_groups, join_groups)
+GROUPED = TensorForm(split_groups, join_groups)
 # The same, but one tensor there, which they share side by side in the last dimension (GPT-2's c_attn).
-GROUPED_TRANSPOSED = Form(_split_groups_transposed, _join_groups_transposed)
+GROUPED_TRANSPOSED = TensorForm(_split_groups_transposed, _join_groups_transposed)
 
 
 @dataclass(frozen=True)
-class Rule:
+class LayerRule:
     """The layer `ours` is `theirs` in `form`; both without `.weight` or `.bias`."""
 
     ours: str
     theirs: tuple[str, ...]
-    form: Form = SAME
+    form: TensorForm = SAME
 
-    def of(self, index: str, kind: str) -> Pair:
+    def of(self, index: str, kind: str) -> TensorPair:
         """The rule's tensors in block `index`."""
         names = [f"{name}.{kind}".replace("{i}", index) for name in (self.ours, *self.theirs)]
-        return Pair(names[0], tuple(names[1:]), self.form)
+        return TensorPair(names[0], tuple(names[1:]), self.form)
 
 
 @dataclass(frozen=True)
-class Pair:
+class TensorPair:
     """The logical tensor `ours` is the tensors `theirs` in `form`."""
 
     ours: str
     theirs: tuple[str, ...]
-    form: Form
+    form: TensorForm
 
 
 @dataclass(frozen=True)
-class Family:
+class HuggingFaceFamily:
     """A `model_type` of config.json.
 
     architecture: transformers' class. prefix: what some files leave out in front of the names of all but the output.
@@ -98,12 +98,12 @@ class Family:
     name: str
     architecture: str
     prefix: str
-    rules: tuple[Rule, ...]
+    rules: tuple[LayerRule, ...]
     read: Callable[[Fields], ModelConfig]
     write: Callable[[ModelConfig], Mapping[str, Any]]
     ignored: tuple[str, ...] = ()
 
-    def pairs(self, model: ModelConfig) -> Iterator[Pair]:
+    def pairs(self, model: ModelConfig) -> Iterator[TensorPair]:
         """Every tensor of this model, in its order."""
         rules = {rule.ours: rule for rule in self.rules}
         for name in parameter_shapes(model):

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
-from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, Family, Rule
+from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, HuggingFaceFamily, LayerRule
 from megalite.convert.fields import Fields
 
 ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
 
 RULES = (
-    Rule("embedding.word_embeddings", ("transformer.wte",)),
-    Rule("embedding.position_embeddings", ("transformer.wpe",)),
-    Rule("layers.{i}.input_norm", ("transformer.h.{i}.ln_1",)),
-    Rule("layers.{i}.attention.qkv", ("transformer.h.{i}.attn.c_attn",), GROUPED_TRANSPOSED),
-    Rule("layers.{i}.attention.proj", ("transformer.h.{i}.attn.c_proj",), TRANSPOSED),
-    Rule("layers.{i}.mlp_norm", ("transformer.h.{i}.ln_2",)),
-    Rule("layers.{i}.mlp.fc1", ("transformer.h.{i}.mlp.c_fc",), TRANSPOSED),
-    Rule("layers.{i}.mlp.fc2", ("transformer.h.{i}.mlp.c_proj",), TRANSPOSED),
-    Rule("head.final_norm", ("transformer.ln_f",)),
-    Rule("head.output", ("lm_head",)),
+    LayerRule("embedding.word_embeddings", ("transformer.wte",)),
+    LayerRule("embedding.position_embeddings", ("transformer.wpe",)),
+    LayerRule("layers.{i}.input_norm", ("transformer.h.{i}.ln_1",)),
+    LayerRule("layers.{i}.attention.qkv", ("transformer.h.{i}.attn.c_attn",), GROUPED_TRANSPOSED),
+    LayerRule("layers.{i}.attention.proj", ("transformer.h.{i}.attn.c_proj",), TRANSPOSED),
+    LayerRule("layers.{i}.mlp_norm", ("transformer.h.{i}.ln_2",)),
+    LayerRule("layers.{i}.mlp.fc1", ("transformer.h.{i}.mlp.c_fc",), TRANSPOSED),
+    LayerRule("layers.{i}.mlp.fc2", ("transformer.h.{i}.mlp.c_proj",), TRANSPOSED),
+    LayerRule("head.final_norm", ("transformer.ln_f",)),
+    LayerRule("head.output", ("lm_head",)),
 )
 
 
@@ -68,6 +68,6 @@ def _write(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-GPT2 = Family(
+GPT2 = HuggingFaceFamily(
     "gpt2", "GPT2LMHeadModel", "transformer.", RULES, _read, _write, ignored=(".attn.bias", ".attn.masked_bias")
 )

@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
-from megalite.convert.family import Family, Rule
+from megalite.convert.family import HuggingFaceFamily, LayerRule
 from megalite.convert.fields import Fields
 from megalite.convert.rotary import read_rotary, write_rotary
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh"}
 
 RULES = (
-    Rule("embedding.word_embeddings", ("gpt_neox.embed_in",)),
-    Rule("layers.{i}.input_norm", ("gpt_neox.layers.{i}.input_layernorm",)),
-    Rule("layers.{i}.attention.qkv", ("gpt_neox.layers.{i}.attention.query_key_value",)),
-    Rule("layers.{i}.attention.proj", ("gpt_neox.layers.{i}.attention.dense",)),
-    Rule("layers.{i}.mlp_norm", ("gpt_neox.layers.{i}.post_attention_layernorm",)),
-    Rule("layers.{i}.mlp.fc1", ("gpt_neox.layers.{i}.mlp.dense_h_to_4h",)),
-    Rule("layers.{i}.mlp.fc2", ("gpt_neox.layers.{i}.mlp.dense_4h_to_h",)),
-    Rule("head.final_norm", ("gpt_neox.final_layer_norm",)),
-    Rule("head.output", ("embed_out",)),
+    LayerRule("embedding.word_embeddings", ("gpt_neox.embed_in",)),
+    LayerRule("layers.{i}.input_norm", ("gpt_neox.layers.{i}.input_layernorm",)),
+    LayerRule("layers.{i}.attention.qkv", ("gpt_neox.layers.{i}.attention.query_key_value",)),
+    LayerRule("layers.{i}.attention.proj", ("gpt_neox.layers.{i}.attention.dense",)),
+    LayerRule("layers.{i}.mlp_norm", ("gpt_neox.layers.{i}.post_attention_layernorm",)),
+    LayerRule("layers.{i}.mlp.fc1", ("gpt_neox.layers.{i}.mlp.dense_h_to_4h",)),
+    LayerRule("layers.{i}.mlp.fc2", ("gpt_neox.layers.{i}.mlp.dense_4h_to_h",)),
+    LayerRule("head.final_norm", ("gpt_neox.final_layer_norm",)),
+    LayerRule("head.output", ("embed_out",)),
 )
 
 
@@ -81,7 +81,7 @@ def _write(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-GPT_NEOX = Family(
+GPT_NEOX = HuggingFaceFamily(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     "gpt_neox.",

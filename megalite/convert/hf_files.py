@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint import check_file_name, check_space, fsync_directory, parse_json
-from megalite.convert.family import Family, Pair
+from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.registry import family_of, read_model
-from megalite.convert.source import Origin, Source, staged
+from megalite.convert.source import ModelSource, Origin, staged
 from megalite.convert.tokenizer_files import huggingface_files, read_tokenizer
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
@@ -126,7 +126,7 @@ class HuggingFaceSource:
             raise CheckpointError(f"{self.directory}: a {self.family.name} of this {CONFIG} has no {_some(unexpected)}")
 
 
-def write_huggingface(source: Source, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
+def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
     """A directory that transformers loads, with the tokenizer beside the weights; returns it.
 
     dtype: of the stored weights; None keeps each as it is. Raises ConfigError where no family is this model,
@@ -162,7 +162,7 @@ def write_huggingface(source: Source, directory: Path, *, dtype: torch.dtype | N
     return directory
 
 
-def _write_weights(source: Source, family: Family, staging: Path, dtype: torch.dtype | None) -> str:
+def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path, dtype: torch.dtype | None) -> str:
     """All tensors shard by shard; returns the dtype of the embedding in transformers' word."""
     shards = list(_shards(source, family))
     weight_map: dict[str, str] = {}
@@ -193,10 +193,10 @@ def _alone(part: Tensor) -> Tensor:
     )
 
 
-def _shards(source: Source, family: Family) -> Iterator[list[Pair]]:
+def _shards(source: ModelSource, family: HuggingFaceFamily) -> Iterator[list[TensorPair]]:
     """Tensors in the order of the model, cut where a file would become too large."""
     shapes = parameter_shapes(source.model)
-    pairs: list[Pair] = []
+    pairs: list[TensorPair] = []
     held = 0
     for pair in family.pairs(source.model):
         size = torch.Size(shapes[pair.ours]).numel()

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import ModelConfig
-from megalite.convert.family import GROUPED, STACKED, Family, Rule
+from megalite.convert.family import GROUPED, STACKED, HuggingFaceFamily, LayerRule
 from megalite.convert.fields import Fields
 from megalite.convert.rotary import read_rotary, write_rotary
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu"}
 
 RULES = (
-    Rule("embedding.word_embeddings", ("model.embed_tokens",)),
-    Rule("layers.{i}.input_norm", ("model.layers.{i}.input_layernorm",)),
-    Rule(
+    LayerRule("embedding.word_embeddings", ("model.embed_tokens",)),
+    LayerRule("layers.{i}.input_norm", ("model.layers.{i}.input_layernorm",)),
+    LayerRule(
         "layers.{i}.attention.qkv",
         (
             "model.layers.{i}.self_attn.q_proj",
@@ -27,14 +27,14 @@ RULES = (
         ),
         GROUPED,
     ),
-    Rule("layers.{i}.attention.q_norm", ("model.layers.{i}.self_attn.q_norm",)),
-    Rule("layers.{i}.attention.k_norm", ("model.layers.{i}.self_attn.k_norm",)),
-    Rule("layers.{i}.attention.proj", ("model.layers.{i}.self_attn.o_proj",)),
-    Rule("layers.{i}.mlp_norm", ("model.layers.{i}.post_attention_layernorm",)),
-    Rule("layers.{i}.mlp.fc1", ("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"), STACKED),
-    Rule("layers.{i}.mlp.fc2", ("model.layers.{i}.mlp.down_proj",)),
-    Rule("head.final_norm", ("model.norm",)),
-    Rule("head.output", ("lm_head",)),
+    LayerRule("layers.{i}.attention.q_norm", ("model.layers.{i}.self_attn.q_norm",)),
+    LayerRule("layers.{i}.attention.k_norm", ("model.layers.{i}.self_attn.k_norm",)),
+    LayerRule("layers.{i}.attention.proj", ("model.layers.{i}.self_attn.o_proj",)),
+    LayerRule("layers.{i}.mlp_norm", ("model.layers.{i}.post_attention_layernorm",)),
+    LayerRule("layers.{i}.mlp.fc1", ("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"), STACKED),
+    LayerRule("layers.{i}.mlp.fc2", ("model.layers.{i}.mlp.down_proj",)),
+    LayerRule("head.final_norm", ("model.norm",)),
+    LayerRule("head.output", ("lm_head",)),
 )
 IGNORED = (".rotary_emb.inv_freq",)
 
@@ -141,7 +141,7 @@ def _read_qwen3(fields: Fields) -> ModelConfig:
     )
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", "model.", RULES, _read_llama, _write_llama, IGNORED)
-MISTRAL = Family("mistral", "MistralForCausalLM", "model.", RULES, _read_mistral, _write_mistral, IGNORED)
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "model.", RULES, _read_qwen2, _write_qwen, IGNORED)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "model.", RULES, _read_qwen3, _write_qwen3, IGNORED)
+LLAMA = HuggingFaceFamily("llama", "LlamaForCausalLM", "model.", RULES, _read_llama, _write_llama, IGNORED)
+MISTRAL = HuggingFaceFamily("mistral", "MistralForCausalLM", "model.", RULES, _read_mistral, _write_mistral, IGNORED)
+QWEN2 = HuggingFaceFamily("qwen2", "Qwen2ForCausalLM", "model.", RULES, _read_qwen2, _write_qwen, IGNORED)
+QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", "model.", RULES, _read_qwen3, _write_qwen3, IGNORED)

@@ -19,15 +19,15 @@ from megalite.checkpoint import (
     CheckpointReader,
     ExtraFile,
     Manifest,
-    Part,
     StoredFile,
     StoredTensor,
+    TensorPart,
     check_space,
     check_tensors,
     directory_name,
     publish,
     read_extra,
-    resolve,
+    resolve_checkpoint,
     write_file,
     write_proof,
     write_shard_file,
@@ -35,7 +35,7 @@ from megalite.checkpoint import (
 )
 from megalite.config import ModelConfig, from_dict, to_dict
 from megalite.convert.registry import config_around
-from megalite.convert.source import Origin, Source, staged
+from megalite.convert.source import ModelSource, Origin, staged
 from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
 from megalite.inventory import layer_of, parameter_shapes
@@ -48,7 +48,7 @@ class CheckpointSource:
     """
 
     def __init__(self, directory: Path | str, ckpt_step: int | None = None) -> None:
-        self._reader = CheckpointReader(resolve(directory, ckpt_step))
+        self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
         meta = self._reader.manifest.meta
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
@@ -69,7 +69,7 @@ class CheckpointSource:
         return self._reader.read(name)
 
 
-def write_checkpoint(source: Source, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
+def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
     """A committed checkpoint of the weights at iteration 0, one file a layer; returns its directory.
 
     dtype: of the stored weights; None keeps each as it is. Raises CheckpointError.
@@ -97,13 +97,13 @@ def write_checkpoint(source: Source, directory: Path, *, dtype: torch.dtype | No
     return directory / name
 
 
-def _part(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Part:
+def _part(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> TensorPart:
     if tuple(values.shape) != shape:
         raise CheckpointError(f"{name}: shape {list(values.shape)}, the model has {list(shape)}")
-    return Part(name, shape, Box((0,) * len(shape), shape), values if dtype is None else values.to(dtype))
+    return TensorPart(name, shape, Box((0,) * len(shape), shape), values if dtype is None else values.to(dtype))
 
 
-def _meta(source: Source, dtype: torch.dtype) -> dict[str, Any]:
+def _meta(source: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(dtype)
     config = config_around(source.model, **({precision: True} if precision else {}))
     return {

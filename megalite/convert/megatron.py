@@ -25,7 +25,7 @@ IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankCut:
     """How tensor-parallel ranks share values; `to_ours` is the inverse of `to_theirs`."""
 
     to_theirs: Callable[[ModelConfig, Tensor, int], Sequence[Tensor]]
@@ -51,18 +51,18 @@ def _join_gated_rows(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
 
 
 # The same values on every rank.
-WHOLE = Cut(lambda model, t, ranks: [t] * ranks, lambda model, parts: parts[0])
+WHOLE = RankCut(lambda model, t, ranks: [t] * ranks, lambda model, parts: parts[0])
 # Rows; queries, keys and values too, since their rows are grouped by key/value head on both sides.
-ROWS = Cut(lambda model, t, ranks: t.chunk(ranks), lambda model, parts: torch.cat(list(parts)))
+ROWS = RankCut(lambda model, t, ranks: t.chunk(ranks), lambda model, parts: torch.cat(list(parts)))
 # Rows of the vocabulary, padded with zeros until all ranks have the same number.
-VOCABULARY = Cut(_padded_rows, lambda model, parts: torch.cat(list(parts))[: model.vocab_size])
+VOCABULARY = RankCut(_padded_rows, lambda model, parts: torch.cat(list(parts))[: model.vocab_size])
 # Columns; the bias is whole.
-COLUMNS = Cut(_columns, lambda model, parts: parts[0] if parts[0].dim() == 1 else torch.cat(list(parts), 1))
-GATED_ROWS = Cut(_gated_rows, _join_gated_rows)
+COLUMNS = RankCut(_columns, lambda model, parts: parts[0] if parts[0].dim() == 1 else torch.cat(list(parts), 1))
+GATED_ROWS = RankCut(_gated_rows, _join_gated_rows)
 
 
 @dataclass(frozen=True)
-class Rule:
+class MegatronRule:
     """The logical layer `ours` under Megatron's names, each with what stands before `weight` or `bias`.
 
     older: names of earlier releases, only read. `{i}` is the number of a block.
@@ -72,7 +72,7 @@ class Rule:
     legacy: str
     local: str
     transformer_engine: str = ""
-    cut: Cut = WHOLE
+    cut: RankCut = WHOLE
     older: tuple[str, ...] = ()
 
     def written(self, implementation: str) -> str:
@@ -86,37 +86,37 @@ ENCODER, DECODER = "language_model.encoder.", "decoder."
 BLOCK, CORE = ENCODER + "layers.{i}.", DECODER + "layers.{i}."
 
 RULES = (
-    Rule(
+    MegatronRule(
         "embedding.word_embeddings", "language_model.embedding.word_embeddings.", "embedding.word_embeddings.",
         cut=VOCABULARY,
     ),
-    Rule(
+    MegatronRule(
         "embedding.position_embeddings", "language_model.embedding.position_embeddings.",
         "embedding.position_embeddings.",
     ),
-    Rule(
+    MegatronRule(
         "layers.{i}.input_norm", BLOCK + "input_norm.", CORE + "input_layernorm.",
         CORE + "self_attention.linear_qkv.layer_norm_", older=(BLOCK + "input_layernorm.",),
     ),
-    Rule(
+    MegatronRule(
         "layers.{i}.attention.qkv", BLOCK + "self_attention.query_key_value.", CORE + "self_attention.linear_qkv.",
         cut=ROWS,
     ),
-    Rule("layers.{i}.attention.q_norm", "", CORE + "self_attention.q_layernorm."),
-    Rule("layers.{i}.attention.k_norm", "", CORE + "self_attention.k_layernorm."),
-    Rule(
+    MegatronRule("layers.{i}.attention.q_norm", "", CORE + "self_attention.q_layernorm."),
+    MegatronRule("layers.{i}.attention.k_norm", "", CORE + "self_attention.k_layernorm."),
+    MegatronRule(
         "layers.{i}.attention.proj", BLOCK + "self_attention.dense.", CORE + "self_attention.linear_proj.", cut=COLUMNS
     ),
-    Rule(
+    MegatronRule(
         "layers.{i}.mlp_norm", BLOCK + "post_attention_norm.", CORE + "pre_mlp_layernorm.",
         CORE + "mlp.linear_fc1.layer_norm_", older=(BLOCK + "post_attention_layernorm.",),
     ),
-    Rule("layers.{i}.mlp.fc1", BLOCK + "mlp.dense_h_to_4h.", CORE + "mlp.linear_fc1.", cut=GATED_ROWS),
-    Rule("layers.{i}.mlp.fc2", BLOCK + "mlp.dense_4h_to_h.", CORE + "mlp.linear_fc2.", cut=COLUMNS),
-    Rule(
+    MegatronRule("layers.{i}.mlp.fc1", BLOCK + "mlp.dense_h_to_4h.", CORE + "mlp.linear_fc1.", cut=GATED_ROWS),
+    MegatronRule("layers.{i}.mlp.fc2", BLOCK + "mlp.dense_4h_to_h.", CORE + "mlp.linear_fc2.", cut=COLUMNS),
+    MegatronRule(
         "head.final_norm", ENCODER + "final_norm.", DECODER + "final_layernorm.", older=(ENCODER + "final_layernorm.",)
     ),
-    Rule(
+    MegatronRule(
         "head.output", "language_model.output_layer.", "output_layer.",
         cut=VOCABULARY, older=("word_embeddings_for_head.",),
     ),
@@ -130,7 +130,7 @@ EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.
 IGNORED = ("_extra_state", "inv_freq")
 
 
-def rule_of(ours: str) -> tuple[Rule, str]:
+def rule_of(ours: str) -> tuple[MegatronRule, str]:
     """The rule of a logical tensor, and what `{i}` is in its name."""
     index = ours.split(".")[1] if ours.startswith("layers.") else ""
     layer = ours.rsplit(".", 1)[0]
@@ -144,7 +144,7 @@ def name_of(ours: str, implementation: str, layer: int) -> str:
     return rule.written(implementation).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
 
 
-def known_names() -> Mapping[str, str]:
+def megatron_names() -> Mapping[str, str]:
     """Every name in a file -> its logical tensor's, both with `{i}`."""
     table: dict[str, str] = {}
     for rule in RULES:

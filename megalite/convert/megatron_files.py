@@ -27,7 +27,7 @@ from megalite.convert.megatron import (
     EXTRA_STATES,
     IGNORED,
     check_cut,
-    known_names,
+    megatron_names,
     name_of,
     plain_name,
     read_args,
@@ -36,7 +36,7 @@ from megalite.convert.megatron import (
     write_args,
 )
 from megalite.convert.megatron_process import Listing, Unpickler
-from megalite.convert.source import Origin, Source, staged
+from megalite.convert.source import ModelSource, Origin, staged
 from megalite.convert.tokenizer_files import read_tokenizer
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
@@ -74,7 +74,7 @@ RUN_ARGS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardLocation:
     """Where one rank's part of a tensor stands."""
 
     path: Path
@@ -232,9 +232,9 @@ def _check_grid(first: Listing, stages: list[list[Path]], where: str) -> None:
         raise CheckpointError(f"{where}: checkpoint_version {first.version} not supported (0, 1 and 2 or later)")
 
 
-def _places(stages: list[list[Path]], listings: Mapping[Path, Listing]) -> Iterator[tuple[str, list[Place]]]:
+def _places(stages: list[list[Path]], listings: Mapping[Path, Listing]) -> Iterator[tuple[str, list[ShardLocation]]]:
     """Logical name -> its parts over tensor-parallel ranks, layers counted through all stages."""
-    known, seen, before = known_names(), set(), 0
+    known, seen, before = megatron_names(), set(), 0
     for virtual in range(max(len(listing.models) for listing in listings.values())):
         for ranks in stages:
             own = set()
@@ -262,14 +262,14 @@ def _names(listing: Listing, virtual: int, path: Path) -> list[str]:
     return [name for name in listing.models[virtual] if not name.endswith(IGNORED)]
 
 
-def _place(path: Path, listing: Listing, virtual: int, name: str) -> Place:
+def _place(path: Path, listing: Listing, virtual: int, name: str) -> ShardLocation:
     if virtual >= len(listing.models) or name not in listing.models[virtual]:
         raise CheckpointError(f"{path}: {name[:80]} is missing")
-    return Place(path, virtual, name, listing.models[virtual][name])
+    return ShardLocation(path, virtual, name, listing.models[virtual][name])
 
 
 def write_megatron(
-    source: Source,
+    source: ModelSource,
     directory: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -314,7 +314,7 @@ def write_megatron(
 
 
 def _rank_weights(
-    source: Source, stage: tuple[int, int], rank: tuple[int, int], implementation: str
+    source: ModelSource, stage: tuple[int, int], rank: tuple[int, int], implementation: str
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Names and values of one file; stage and rank are (number, how many)."""
     model = source.model

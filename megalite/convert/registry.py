@@ -12,25 +12,25 @@ from megalite.config import (
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
-    assemble,
+    build_section,
     effective,
     model_shape,
 )
-from megalite.convert.family import Family
+from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import Fields
 from megalite.convert.gpt2 import GPT2
 from megalite.convert.gpt_neox import GPT_NEOX
 from megalite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megalite.errors import ConfigError
 
-FAMILIES: Mapping[str, Family] = {f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX)}
+FAMILIES: Mapping[str, HuggingFaceFamily] = {f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX)}
 
 # Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.
 USUAL_SEQ_LENGTH = 4096
 MOST_LAYERS = 10_000
 
 
-def read_model(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
+def read_model(raw: Mapping[str, Any], where: str) -> tuple[HuggingFaceFamily, ModelConfig]:
     """config.json -> its family and the model. Raises ConfigError for what we do not have."""
     fields = Fields(raw, where)
     kind = fields.get("model_type")
@@ -57,21 +57,21 @@ def config_around(model: ModelConfig, **training: Any) -> Config:
     """A configuration that describes weights which no run of ours has trained."""
     return Config(
         model=model,
-        training=assemble(TrainingConfig, {"micro_batch_size": 1, "train_iters": 1, **training}),
+        training=build_section(TrainingConfig, {"micro_batch_size": 1, "train_iters": 1, **training}),
         optimizer=OptimizerConfig(lr=1e-5),
         data=DataConfig(),
     )
 
 
-def family_of(model: ModelConfig, preferred: str | None = None) -> Family:
+def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFamily:
     """The first family whose config.json means exactly this model; `preferred` is tried before the others.
 
     Raises ConfigError naming what keeps the nearest family from it.
     """
     order = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
-    nearest: tuple[int, Family, list[str]] | None = None
+    nearest: tuple[int, HuggingFaceFamily, list[str]] | None = None
     for family in order:
-        lost = list(differences(family, model))
+        lost = list(setting_differences(family, model))
         if not lost:
             return family
         if nearest is None or len(lost) < nearest[0]:
@@ -80,7 +80,7 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> Family:
     raise ConfigError(f"no Hugging Face family has this model; nearest is {nearest[1].name}: {', '.join(nearest[2])}")
 
 
-def differences(family: Family, model: ModelConfig) -> Iterator[str]:
+def setting_differences(family: HuggingFaceFamily, model: ModelConfig) -> Iterator[str]:
     """Settings that a model would lose as one of `family`."""
     return lost_settings(model, lambda: family.read(Fields(family.write(model), "config.json")))
 

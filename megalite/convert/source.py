@@ -45,7 +45,7 @@ def _is_token(value: Any) -> bool:
     return type(value) is int or (isinstance(value, list) and all(type(item) is int for item in value))
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """A model on disk. `read` raises CheckpointError where its tensor is missing or damaged."""
 
     @property

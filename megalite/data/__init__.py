@@ -10,7 +10,7 @@ What a run has read is one integer, `consumed_samples`: which samples a rank rea
 (`sampler.py`), so a run resumes at another data-parallel size without losing or repeating a sample. Files and order
 are Megatron's, bit for bit (Shoeybi et al., "Megatron-LM", 2019), so that its corpora can be used as they are.
 
-Public names: `build_tokenizer`, `load_tokenizer`, `tokenizer_files`, `build_datasets`, `Loader`, `full_pass`,
+Public names: `build_tokenizer`, `load_tokenizer`, `tokenizer_files`, `build_datasets`, `BatchLoader`, `full_pass`,
 `Tokenizer`. The loader is imported at its first use: nothing else here needs torch, so the tools for data start at
 once. Proved by: `tests/unit/data/test_gpt_index.py` (order against a token-by-token walk), `test_indexed.py`
 (bytes and hostile files), `test_loader.py` (every layout reads the same samples).
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 from megalite.data.build import Dataset, Datasets, UnusableSplit, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.corpus import JSONL_SUFFIXES, read_jsonl, stdlib_corpus
-from megalite.data.file_chunks import read_unit, units_of
+from megalite.data.file_chunks import input_units, read_unit
 from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
-from megalite.data.survey import Survey, differences, to_meta
+from megalite.data.survey import Survey, survey_differences, surveys_to_meta
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 from megalite.data.tokenizer_io import (
     DESCRIPTION_FILE,
@@ -40,11 +40,11 @@ from megalite.data.tokenizer_io import (
 )
 
 if TYPE_CHECKING:
-    from megalite.data.loader import Loader, full_pass
+    from megalite.data.loader import BatchLoader, full_pass
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Loader", "full_pass"):
+    if name in ("BatchLoader", "full_pass"):
         from megalite.data import loader
 
         return getattr(loader, name)

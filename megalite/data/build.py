@@ -12,7 +12,7 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
-from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_corpus, tokenise
+from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_corpus, tokenise_corpus
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
@@ -25,7 +25,7 @@ from megalite.errors import DataError
 logger = logging.getLogger(__name__)
 
 Dataset = GPTDataset | BlendedDataset
-Part = tuple[float, float]
+SplitRange = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Source:
 
     flag: str
     words: tuple[str, ...]
-    part: Part | None
+    part: SplitRange | None
     whole: bool
 
 
@@ -311,13 +311,13 @@ class _Opener:
         check_vocabulary(store, self.vocab_size, self.tokenizer.kind, f"{flag}={path}")
         return store
 
-    def _tokens(self, path: str, part: Part | None, split: str, flag: str) -> IndexedDataset:
+    def _tokens(self, path: str, part: SplitRange | None, split: str, flag: str) -> IndexedDataset:
         """Tokens of raw text; path "" is the default corpus."""
         if path not in self._corpora:
             self._corpora[path] = _open_raw(path, flag) if path else stdlib_corpus()
         assert self.cache_dir is not None, "raw text needs a cache folder"
         try:
-            return tokenise(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
+            return tokenise_corpus(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
         except EmptySplit as error:
             raise UnusableSplit(str(error)) from None
 

@@ -27,7 +27,7 @@ from megalite.data.cache import cached_folder, digest_of
 from megalite.data.indexed import IndexedDataset
 from megalite.data.splits import SPLIT_NAMES, bounds_of, without
 from megalite.data.tokenise import write_documents
-from megalite.data.tokenizer import Tokenizer, fingerprint
+from megalite.data.tokenizer import Tokenizer, tokenizer_fingerprint
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
@@ -41,7 +41,7 @@ SKIPPED_FOLDERS = frozenset(
 HELD_OUT_EVERY = 20
 CACHE_VERSION = 1
 
-Part = tuple[float, float]
+SplitRange = tuple[float, float]
 
 
 class EmptySplit(DataError):
@@ -58,7 +58,7 @@ class TextCorpus:
 
     name: str
     digest: Callable[[], str]
-    documents: Callable[[Part | None, str], Iterable[str]]
+    documents: Callable[[SplitRange | None, str], Iterable[str]]
     ends_documents: bool
 
 
@@ -86,7 +86,7 @@ def stdlib_corpus(root: str | None = None) -> TextCorpus:
     """The default corpus. Validation is every 20th file, training the others; there is no test part."""
     files = stdlib_files(root)
 
-    def documents(part: Part | None, split: str) -> Iterator[str]:
+    def documents(part: SplitRange | None, split: str) -> Iterator[str]:
         for number, file in enumerate(files, 1):
             held_out = number % HELD_OUT_EVERY == 0
             if part is None or (split == "valid" and held_out) or (split == "train" and not held_out):
@@ -108,7 +108,7 @@ def file_corpus(path: str, flag: str = "--data-path") -> TextCorpus:
     """A text file (one running text) or a JSONL file (one document a line, field `text`)."""
     jsonl = path.endswith(JSONL_SUFFIXES)
 
-    def documents(part: Part | None, split: str) -> Iterator[str]:
+    def documents(part: SplitRange | None, split: str) -> Iterator[str]:
         if jsonl:
             texts = [text for text in read_jsonl(path, flag) if text]
             begin, end = bounds_of(part, len(texts)) if part else (0, len(texts))
@@ -201,8 +201,8 @@ def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str
     return [record[key] for key in keys]
 
 
-def tokenise(
-    corpus: TextCorpus, part: Part | None, split: str, tokenizer: Tokenizer, cache_dir: Path
+def tokenise_corpus(
+    corpus: TextCorpus, part: SplitRange | None, split: str, tokenizer: Tokenizer, cache_dir: Path
 ) -> IndexedDataset:
     """Tokens of one part of a corpus, from the cache if they are there.
 
@@ -217,7 +217,7 @@ def tokenise(
         "tokens",
         CACHE_VERSION,
         corpus.digest(),
-        fingerprint(tokenizer),
+        tokenizer_fingerprint(tokenizer),
         part,
         split if part else None,
         corpus.ends_documents,

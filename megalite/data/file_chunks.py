@@ -23,7 +23,7 @@ UNIT_BYTES = 1 << 21
 
 
 @dataclass(frozen=True)
-class Unit:
+class InputUnit:
     """A piece of input.
 
     place: path, for messages. input_bytes: its share of the input, for progress. goes_on: its last document
@@ -47,7 +47,7 @@ def input_size(inputs: Sequence[str]) -> int:
     return sum(sizes) if all(sizes) else 0
 
 
-def units_of(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """The units of one input, in order.
 
     Raises:
@@ -68,7 +68,7 @@ def units_of(path: str, keys: Sequence[str]) -> Iterator[Unit]:
     return _text_units(path)
 
 
-def _range_units(path: str) -> Iterator[Unit]:
+def _range_units(path: str) -> Iterator[InputUnit]:
     """Byte ranges that end after a newline."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -77,11 +77,11 @@ def _range_units(path: str) -> Iterator[Unit]:
             file.seek(min(start + UNIT_BYTES, size) - 1)
             file.readline()
             stop = file.tell()
-            yield Unit(path, stop - start, start=start, stop=stop)
+            yield InputUnit(path, stop - start, start=start, stop=stop)
             start = stop
 
 
-def _packed_units(path: str) -> Iterator[Unit]:
+def _packed_units(path: str) -> Iterator[InputUnit]:
     try:
         with open_text(path, "--input") as file:
             lines: list[str] = []
@@ -90,9 +90,9 @@ def _packed_units(path: str) -> Iterator[Unit]:
                 lines.append(line)
                 held += len(line)
                 if held >= UNIT_BYTES:
-                    yield Unit(path, 0, lines=lines, first_line=first)
+                    yield InputUnit(path, 0, lines=lines, first_line=first)
                     lines, held, first = [], 0, number + 1
-            yield Unit(path, os.path.getsize(path), lines=lines, first_line=first)
+            yield InputUnit(path, os.path.getsize(path), lines=lines, first_line=first)
     except Exception as error:
         # zstandard has its own error type, which can not be named without the package.
         if not isinstance(error, OSError | EOFError | UnicodeDecodeError) and type(error).__name__ != "ZstdError":
@@ -100,7 +100,7 @@ def _packed_units(path: str) -> Iterator[Unit]:
         raise DataError(f"--input={path}: can not be unpacked ({error})") from None
 
 
-def _text_units(path: str) -> Iterator[Unit]:
+def _text_units(path: str) -> Iterator[InputUnit]:
     """One document in pieces of about a unit."""
     try:
         with open_text(path, "--input") as file:
@@ -110,10 +110,10 @@ def _text_units(path: str) -> Iterator[Unit]:
                 rest += block
                 pieces = list(text_pieces(rest, UNIT_BYTES // 2)) if block else [rest]
                 for piece in pieces[:-1]:
-                    yield Unit(path, len(piece.encode()), columns=[[piece]], goes_on=True)
+                    yield InputUnit(path, len(piece.encode()), columns=[[piece]], goes_on=True)
                 rest = pieces[-1] if pieces else ""
                 if not block:
-                    yield Unit(path, len(rest.encode()), columns=[[rest]])
+                    yield InputUnit(path, len(rest.encode()), columns=[[rest]])
                     return
     except UnicodeDecodeError as error:
         raise DataError(
@@ -121,7 +121,7 @@ def _text_units(path: str) -> Iterator[Unit]:
         ) from None
 
 
-def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     parquet = optional_package(f"--input={path}", "pyarrow.parquet")
     try:
         file = parquet.ParquetFile(path)
@@ -131,10 +131,10 @@ def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
     rows, size = max(file.metadata.num_rows, 1), os.path.getsize(path)
     for batch in file.iter_batches(batch_size=1024, columns=list(keys)):
         columns = [_texts(path, key, batch.column(key).to_pylist()) for key in keys]
-        yield Unit(path, int(size * batch.num_rows / rows), columns=columns)
+        yield InputUnit(path, int(size * batch.num_rows / rows), columns=columns)
 
 
-def _saved_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """A folder written by `datasets.save_to_disk`."""
     if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         raise DataError(f"--input={path}: is a folder without a saved data set; name its files")
@@ -144,7 +144,7 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
         yield from _dataset_units(path, part, keys)
 
 
-def _hub_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
+def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """`hf:NAME[:CONFIG][@SPLIT]`, whatever `datasets.load_dataset` finds under that name, streamed; the split
     is `train` if unset.
     """
@@ -158,12 +158,12 @@ def _hub_units(path: str, keys: Sequence[str]) -> Iterator[Unit]:
     yield from _dataset_units(path, data, keys)
 
 
-def _dataset_units(path: str, data: Any, keys: Sequence[str]) -> Iterator[Unit]:
+def _dataset_units(path: str, data: Any, keys: Sequence[str]) -> Iterator[InputUnit]:
     if data.column_names is not None:
         _check_columns(path, keys, data.column_names)
     for batch in data.iter(batch_size=1024):
         _check_columns(path, keys, list(batch))
-        yield Unit(path, 0, columns=[_texts(path, key, batch[key]) for key in keys])
+        yield InputUnit(path, 0, columns=[_texts(path, key, batch[key]) for key in keys])
 
 
 def _check_columns(path: str, keys: Sequence[str], names: Sequence[str]) -> None:
@@ -179,7 +179,7 @@ def _texts(path: str, key: str, values: list[Any]) -> list[str]:
     return [value or "" for value in values]
 
 
-def read_unit(unit: Unit, keys: Sequence[str], *, skip_bad_lines: bool) -> tuple[list[list[str]], int]:
+def read_unit(unit: InputUnit, keys: Sequence[str], *, skip_bad_lines: bool) -> tuple[list[list[str]], int]:
     """Texts of a unit, one list per key, and the lines that were left out."""
     if unit.columns is not None:
         return unit.columns, 0
@@ -206,7 +206,7 @@ def read_unit(unit: Unit, keys: Sequence[str], *, skip_bad_lines: bool) -> tuple
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped
 
 
-def _lines_before(unit: Unit) -> int:
+def _lines_before(unit: InputUnit) -> int:
     count, left = 0, unit.start
     with open(unit.place, "rb") as file, contextlib.suppress(OSError):
         while left > 0 and (block := file.read(min(left, 1 << 22))):

@@ -71,7 +71,7 @@ def make_microbatch(
     )
 
 
-class Loader:
+class BatchLoader:
     """Hands this data-parallel rank its micro-batches, global batch by global batch.
 
     Its whole state is `consumed_samples`. Close it (or use it as a context manager) to end its threads.
@@ -187,7 +187,7 @@ class Loader:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._queue.clear()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> BatchLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -220,7 +220,7 @@ def full_pass(
     pin_memory: bool = False,
 ) -> Iterator[list[Microbatch]]:
     """Global batches over the whole of `source`, once; the last one is filled up with samples without loss."""
-    with Loader(
+    with BatchLoader(
         source,
         consumed_samples=0,
         micro_batch_size=micro_batch_size,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.file_chunks import Unit, input_size, read_unit, units_of
+from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit
 from megalite.data.indexed import IndexedWriter
 from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.errors import DataError, RuntimeFailure
@@ -99,7 +99,7 @@ def preprocess(
     job = _Job(tokenizer, tuple(json_keys), append_eod, skip_bad_lines)
     totals = Totals(input_size(inputs))
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
-    units = (unit for path in inputs for unit in units_of(path, json_keys))
+    units = (unit for path in inputs for unit in input_units(path, json_keys))
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, vocab_size=tokenizer.vocab_size)) for prefix in prefixes]
         merge = _Merger(writers)
@@ -128,7 +128,7 @@ class _Job:
     append_eod: bool
     skip_bad_lines: bool
 
-    def run(self, unit: Unit) -> _Result:
+    def run(self, unit: InputUnit) -> _Result:
         texts, skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines)
         dtype = token_dtype(self.tokenizer.vocab_size)
         ids, lengths, total = [], [], 0
@@ -155,7 +155,7 @@ class _Merger:
         self._open = [0] * len(writers)
         self.documents = 0
 
-    def add(self, unit: Unit, result: _Result) -> None:
+    def add(self, unit: InputUnit, result: _Result) -> None:
         for number, (writer, ids, lengths) in enumerate(zip(self._writers, result.ids, result.lengths, strict=True)):
             writer.write(ids)
             sizes = lengths.astype(np.int64)
@@ -175,12 +175,12 @@ class _Merger:
                 self.documents += len(sizes)
 
 
-def _in_processes(job: _Job, units: Iterator[Unit], workers: int) -> Iterator[tuple[Unit, _Result]]:
+def _in_processes(job: _Job, units: Iterator[InputUnit], workers: int) -> Iterator[tuple[InputUnit, _Result]]:
     """Results in the order of the units, from `workers` processes."""
     # A forked worker has the tokenizer already; where there is no fork it is sent over.
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     crew = [_Worker(context, job) for _ in range(workers)]
-    finished: dict[int, tuple[Unit, _Result | DataError]] = {}
+    finished: dict[int, tuple[InputUnit, _Result | DataError]] = {}
     sent = written = 0
     exhausted = False
     try:
@@ -219,13 +219,13 @@ class _Worker:
         self.process = context.Process(target=_work, args=(theirs, job), daemon=True)
         self.process.start()
         theirs.close()
-        self.queue: list[tuple[int, Unit]] = []
+        self.queue: list[tuple[int, InputUnit]] = []
 
-    def send(self, number: int, unit: Unit) -> None:
+    def send(self, number: int, unit: InputUnit) -> None:
         self.queue.append((number, unit))
         self.pipe.send(unit)
 
-    def receive(self) -> tuple[int, Unit, _Result | DataError]:
+    def receive(self) -> tuple[int, InputUnit, _Result | DataError]:
         number, unit = self.queue.pop(0)
         try:
             kind, answer = self.pipe.recv()

@@ -96,7 +96,7 @@ def _sampled(store: IndexedDataset) -> Iterator[tuple[int, NDArray[np.integer]]]
         yield start, store.stream(start, start + PIECE)
 
 
-def differences(then: Any, now: Mapping[str, Sequence[Survey]]) -> list[str]:
+def survey_differences(then: Any, now: Mapping[str, Sequence[Survey]]) -> list[str]:
     """How the data of a run differ from those of its checkpoint; empty where they are the same, or it did not tell.
 
     Args:
@@ -130,7 +130,7 @@ def _difference(was: Survey, now: Survey) -> str:
     return f"{now.source}: {what}{f', there {was.source}' * (was.source != now.source)}"
 
 
-def to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
+def surveys_to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
     """JSON of the surveys of every split."""
     return {split: [asdict(one) for one in stores] for split, stores in surveys.items()}
 

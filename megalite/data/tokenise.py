@@ -46,14 +46,14 @@ def text_pieces(text: str, size: int = PIECE) -> Iterator[str]:
         yield text[at:]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document, and whether the document ends with it."""
 
     text: str
     ends: bool
 
 
-class Part(NamedTuple):
+class TokenisedPieces(NamedTuple):
     """Tokens of many pieces: ids of all, one after the other; of each piece its tokens and whether it ends a document;
     bytes of UTF-8 in all."""
 
@@ -114,13 +114,13 @@ def utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _pieces(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[Piece]:
+def _pieces(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[TextPiece]:
     for text in documents:
         cut = list(text_pieces(text)) if tokenizer.splits_at_newline else [text]
-        yield from (Piece(piece, number == len(cut)) for number, piece in enumerate(cut, 1))
+        yield from (TextPiece(piece, number == len(cut)) for number, piece in enumerate(cut, 1))
 
 
-def _parts(pieces: Iterator[Piece], tokenizer: Tokenizer, folder: Path, watch: _Watch) -> Iterator[Part]:
+def _parts(pieces: Iterator[TextPiece], tokenizer: Tokenizer, folder: Path, watch: _Watch) -> Iterator[TokenisedPieces]:
     """The parts in order, from their files where an earlier process has left them."""
     following = next(_grouped(pieces, PART_BYTES), None)
     for number in itertools.count():
@@ -140,9 +140,9 @@ def _parts(pieces: Iterator[Piece], tokenizer: Tokenizer, folder: Path, watch: _
         yield part
 
 
-def _grouped(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
+def _grouped(pieces: Iterator[TextPiece], size: int) -> Iterator[list[TextPiece]]:
     """The next pieces, together of at least `size` characters."""
-    group: list[Piece] = []
+    group: list[TextPiece] = []
     waiting = 0
     for piece in pieces:
         group.append(piece)
@@ -154,7 +154,7 @@ def _grouped(pieces: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _encode(group: list[Piece], tokenizer: Tokenizer, watch: _Watch) -> Part:
+def _encode(group: list[TextPiece], tokenizer: Tokenizer, watch: _Watch) -> TokenisedPieces:
     dtype = token_dtype(tokenizer.vocab_size)
     ids: list[NDArray[np.integer]] = [np.empty(0, dtype)]
     lengths: list[int] = []
@@ -167,10 +167,12 @@ def _encode(group: list[Piece], tokenizer: Tokenizer, watch: _Watch) -> Part:
         size = sum(utf8_length(piece.text) for piece in batch)
         nbytes += size
         watch.add(size)
-    return Part(np.concatenate(ids), np.array(lengths, np.int64), np.array([piece.ends for piece in group]), nbytes)
+    return TokenisedPieces(
+        np.concatenate(ids), np.array(lengths, np.int64), np.array([piece.ends for piece in group]), nbytes
+    )
 
 
-def _keep(part: Part, path: Path) -> None:
+def _keep(part: TokenisedPieces, path: Path) -> None:
     staged = path.with_suffix(".tmp-npz")
     with open(staged, "wb") as file:
         np.savez(file, ids=part.ids, lengths=part.lengths, ends=part.ends, nbytes=np.int64(part.nbytes))
@@ -179,10 +181,10 @@ def _keep(part: Part, path: Path) -> None:
     os.replace(staged, path)
 
 
-def _read(path: Path) -> Part | None:
+def _read(path: Path) -> TokenisedPieces | None:
     """A part that was kept; None where there is none that is whole."""
     try:
         with np.load(path) as kept:
-            return Part(kept["ids"], kept["lengths"], kept["ends"], int(kept["nbytes"]))
+            return TokenisedPieces(kept["ids"], kept["lengths"], kept["ends"], int(kept["nbytes"]))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None

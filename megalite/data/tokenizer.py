@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
         ...
 
 
-def fingerprint(tokenizer: Tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Hex digest of everything that decides ids: equal digests mean equal ids, so it keys caches."""
     digest = xxhash.xxh3_128(f"{tokenizer.kind}:{tokenizer.vocab_size}:{tokenizer.eod_id}".encode())
     for name, content in sorted(tokenizer.files().items()):

@@ -135,7 +135,7 @@ def score_source(
     for number, batch in enumerate((one for batches_of_one in batches for one in batches_of_one), 1):
         mask = batch.loss_mask.clone()
         mask[batch.sample_ids > 0, :overlap] = 0
-        losses = token_losses(loaded, batch).double().cpu()
+        losses = label_losses(loaded, batch).double().cpu()
         loss_sum += float((losses * mask).sum())
         num_tokens += int(mask.sum())
         if widths is not None:
@@ -189,7 +189,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
 
 
 @torch.inference_mode()
-def token_losses(loaded: LoadedModel, batch: Microbatch) -> Tensor:
+def label_losses(loaded: LoadedModel, batch: Microbatch) -> Tensor:
     """Cross entropy of every label in nats, `[b, s]` on the model's device, masks not applied."""
     batch = batch.to(loaded.device)
     head = cast(Head, loaded.model.get_submodule("head"))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import Checkpointer, Meta, read_manifest, resolve
+from megalite.checkpoint import Checkpointer, Meta, read_manifest, resolve_checkpoint
 from megalite.comm import Axis, TensorShard
-from megalite.config import Config, Hardware, ParallelConfig
+from megalite.config import Config, DeviceOptions, ParallelConfig
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError
 from megalite.models import build_stack, layer_specs
@@ -65,14 +65,14 @@ def load_for_inference(
         CheckpointError: nothing there, or damaged.
         DataError: the tokenizer in it can not be built (a package it needs is missing, for example).
     """
-    path = resolve(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
+    path = resolve_checkpoint(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
     checkpointer = Checkpointer(path.parent, world=Axis.single("world"))
     manifest = read_manifest(path)
     config = config_of(path, manifest)
     target = pick_device(str(device))
     model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # one process needs no padding
     config = dataclasses.replace(
-        config, model=model_config, parallel=ParallelConfig(hardware=Hardware(device=target.type))
+        config, model=model_config, parallel=ParallelConfig(hardware=DeviceOptions(device=target.type))
     )
     tokenizer = _tokenizer_of(checkpointer, path)
     told = Meta(manifest.meta, str(path))

@@ -19,7 +19,7 @@ from megalite.inventory.activation_bytes import (
     weight_only_bytes,
 )
 from megalite.inventory.buckets import BucketPlan, Entry, Run, Slot, bucket_limit, layer_of, plan_buckets
-from megalite.inventory.families import FAMILIES
+from megalite.inventory.families import AXIS_FAMILIES
 from megalite.inventory.layers import (
     FLOPS_CONVENTION,
     WORD_EMBEDDINGS,
@@ -33,7 +33,7 @@ from megalite.inventory.layers import (
     parameter_shapes,
     stage_parameters,
 )
-from megalite.inventory.pipeline import computations, lowered, stage_cuts
+from megalite.inventory.pipeline import computations, lowered_program, stage_layer_ranges
 from megalite.inventory.placement import NO_AXES, Placement, Shape
 from megalite.inventory.tiling import (
     BLOCKED_FROM,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Family(NamedTuple):
+class AxisFamily(NamedTuple):
     """Names of axes (`comm.mesh`). cut: may cut a parameter. shard: ZeRO shards over them. replicate: copies of the
     shards (hybrid sharding). Gradients are summed over shard x replicate."""
 
@@ -23,10 +23,10 @@ class Family(NamedTuple):
     replicate: tuple[str, ...]
 
 
-FAMILIES = {
+AXIS_FAMILIES = {
     family.name: family
     for family in (
-        Family("dense", ("tp",), ("cp", "dp_shard"), ("dp_replicate",)),
-        Family("expert", ("etp", "ep"), ("edp_shard",), ("edp_replicate",)),
+        AxisFamily("dense", ("tp",), ("cp", "dp_shard"), ("dp_replicate",)),
+        AxisFamily("expert", ("etp", "ep"), ("edp_shard",), ("edp_replicate",)),
     )
 }

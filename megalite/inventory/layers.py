@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalite.config import ModelConfig
-from megalite.inventory.families import FAMILIES
+from megalite.inventory.families import AXIS_FAMILIES
 from megalite.inventory.placement import NO_AXES, Placement, Shape
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -68,7 +68,7 @@ class Parameter:
         offset = [0] * len(self.shape)
         if self.cut is not None:
             offset[self.cut] = rank * self.local_shape(shards)[self.cut]
-        axes = frozenset(FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
+        axes = frozenset(AXIS_FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
         shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
         return Placement(
             self.shape,

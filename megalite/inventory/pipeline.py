@@ -9,7 +9,16 @@ from functools import cache, lru_cache
 
 from megalite.config import Config, ModelConfig
 from megalite.inventory.layers import model_layers
-from megalite.schedule import Program, build, find, insert_unshard, load_program, lower, merge_backward, partition
+from megalite.schedule import (
+    Program,
+    build_program,
+    find_schedule,
+    insert_unshard,
+    load_program,
+    lower,
+    merge_backward,
+    partition,
+)
 
 
 def computations(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
@@ -32,13 +41,13 @@ def computations(config: Config, num_microbatches: int, schedule: str | None = N
 @cache
 def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
-    return merge_backward(build(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
+    return merge_backward(build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
 
 
-def lowered(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
+def lowered_program(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
     """The same with everything that an executor needs. Raises ScheduleError."""
     program = lower(computations(config, num_microbatches, schedule))
-    if config.parallel.zero_stage == 3 and find(schedule or config.parallel.schedule).gathers_once:
+    if config.parallel.zero_stage == 3 and find_schedule(schedule or config.parallel.schedule).gathers_once:
         program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
     return program
 
@@ -48,7 +57,7 @@ def _forward_flops(model: ModelConfig) -> tuple[float, ...]:
     return tuple(float(layer.flops()) for layer in model_layers(model))
 
 
-def stage_cuts(config: Config, program: Program) -> list[range]:
+def stage_layer_ranges(config: Config, program: Program) -> list[range]:
     """Which layers each stage holds: indices into [embedding, block 0, ..., head]. Raises ScheduleError."""
     parallel = config.parallel
     cut = partition(

@@ -14,11 +14,11 @@ it can fork. Proof: `tests/distributed/launch/`, `tests/faults/test_launcher.py`
 from megalite.launch.bandwidth import measure_collectives
 from megalite.launch.launcher import (
     INTERRUPTED,
-    Place,
+    LaunchEnvironment,
     check_devices,
     launch,
     print_error,
     print_interrupted,
-    read_place,
+    read_environment,
 )
 from megalite.launch.supervisor import Outcome, die_with_parent, supervise

@@ -25,7 +25,7 @@ LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchEnvironment:
     """The rank of this process according to its launcher ("" = started alone), and where the ranks meet.
 
     agent_store: the launcher itself serves `master_port` (torchrun does), so no rank may. attempt: how often the
@@ -43,7 +43,7 @@ class Place:
     attempt: int = 0
 
 
-def detect_place(environment: Mapping[str, str]) -> Place:
+def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Reads who started this process.
 
     Raises ConfigError with every contradiction found, in the form `env: SLURM_NTASKS=16 but WORLD_SIZE=8; ...`.
@@ -53,7 +53,7 @@ def detect_place(environment: Mapping[str, str]) -> Place:
         if rank_name not in environment and size_name not in environment:
             continue
         if launcher == "srun" and (rank_name not in environment or _is_batch_script(environment)):
-            return Place()
+            return LaunchEnvironment()
         rank = _number(environment, rank_name, problems)
         size = _number(environment, size_name, problems)
         local_rank = _number(environment, local_rank_name, problems, default=0)
@@ -65,8 +65,8 @@ def detect_place(environment: Mapping[str, str]) -> Place:
         if problems:
             raise ConfigError(problems)
         agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Place(launcher, rank, size, local_rank, local_size, address, port, agent_store, attempt)
-    return Place()
+        return LaunchEnvironment(launcher, rank, size, local_rank, local_size, address, port, agent_store, attempt)
+    return LaunchEnvironment()
 
 
 def _is_batch_script(environment: Mapping[str, str]) -> bool:

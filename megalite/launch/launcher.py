@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 from megalite.config import Config, ParallelConfig
 from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure
 from megalite.launch import environment
-from megalite.launch.environment import Place
+from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.supervisor import INTERRUPTED, Outcome, supervise
-from megalite.launch.watch import Watch
+from megalite.launch.watch import RankWatch
 from megalite.scratch import scratch_folder
 
 if TYPE_CHECKING:
@@ -43,26 +43,26 @@ Main = Callable[[Config, "World"], int | None]
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 HANG_GRACE_SECONDS = 10.0
 RANKS_PER_CORE = 64
-SOLO = Place()
+SOLO = LaunchEnvironment()
 
 
-def read_place() -> Place:
+def read_environment() -> LaunchEnvironment:
     """The place of this process, from the real environment. Raises ConfigError for contradictions."""
     try:
         os.getcwd()
     except OSError:
         raise ConfigError("the working directory has been deleted; change into one that exists") from None
-    return environment.detect_place(os.environ)
+    return environment.detect_environment(os.environ)
 
 
-def launch(config: Config, main: Main, place: Place = SOLO) -> int:
+def launch(config: Config, main: Main, place: LaunchEnvironment = SOLO) -> int:
     """Runs `main(config, world)` on every rank and returns the exit status of this process.
 
     0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
     rank that failed first is named. In a world of one process other exceptions pass through to the caller.
     """
     nprocs, page = config.parallel.nprocs, RankPage()
-    watch: Watch | None = None
+    watch: RankWatch | None = None
     try:
         if place.launcher and nprocs is not None:
             raise ConfigError(
@@ -75,7 +75,7 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
             if place.size > 1:
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch's stack frames bury what we tell
                 seconds = 60 * config.parallel.distributed_timeout_minutes
-                watch = Watch(place, page, hang_seconds=seconds, host=socket.gethostname())
+                watch = RankWatch(place, page, hang_seconds=seconds, host=socket.gethostname())
             return _run_rank(config, main, place, page.set_phase, watch=watch)
         check_devices(config.parallel, nprocs)
         return _run_local_ranks(config, main, nprocs)
@@ -87,7 +87,7 @@ def launch(config: Config, main: Main, place: Place = SOLO) -> int:
         return _leave_failed(error, place, watch)
 
 
-def _leave_failed(error: Exception, place: Place, watch: Watch | None) -> int:
+def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch | None) -> int:
     """Tells of the exception that ends this rank, and returns the exit status; in a world of one process only a
     MegaliteError does not pass on. The rank that broke tells why; those that lost it tell nothing, or name it."""
     description = RankError.of(error)
@@ -141,7 +141,7 @@ def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
         rendezvous = folder / "rendezvous"
 
         def body(rank: int, page: RankPage) -> int:
-            place = Place("nprocs", rank, nprocs, rank, nprocs)
+            place = LaunchEnvironment("nprocs", rank, nprocs, rank, nprocs)
             return _run_rank(config, main, place, page.set_phase, rendezvous)
 
         outcome = supervise(
@@ -174,10 +174,10 @@ def _report(outcome: Outcome) -> None:
 def _run_rank(
     config: Config,
     main: Main,
-    place: Place,
+    place: LaunchEnvironment,
     set_phase: Callable[[str], None],
     rendezvous: Path | None = None,
-    watch: Watch | None = None,
+    watch: RankWatch | None = None,
 ) -> int:
     """One rank: device, threads, process group, self-test, `main`, and a clean end."""
     import torch
@@ -214,7 +214,9 @@ def _run_rank(
     return status
 
 
-def _join(config: Config, world: World, place: Place, rendezvous: Path | None, watch: Watch | None) -> None:
+def _join(
+    config: Config, world: World, place: LaunchEnvironment, rendezvous: Path | None, watch: RankWatch | None
+) -> None:
     """Meets the other ranks, compares configurations, forms the process group, tries it."""
     import torch.distributed as dist
 
@@ -224,7 +226,7 @@ def _join(config: Config, world: World, place: Place, rendezvous: Path | None, w
     store = _open_store(world, place, rendezvous, seconds)
     if watch is not None:
         watch.meet(store)
-    self_test.check_same_config(store, world, self_test.fingerprint(config), seconds)
+    self_test.check_same_config(store, world, self_test.run_fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
     # Without `device_id`: bound to a device, all messages of a pipeline rank in one direction would share a stream, and
@@ -239,7 +241,7 @@ def _join(config: Config, world: World, place: Place, rendezvous: Path | None, w
     self_test.check_collective(store, world, seconds)
 
 
-def _open_store(world: World, place: Place, rendezvous: Path | None, seconds: float) -> dist.Store:
+def _open_store(world: World, place: LaunchEnvironment, rendezvous: Path | None, seconds: float) -> dist.Store:
     """The key-value store where ranks meet: a private file on one host, else TCP at MASTER_ADDR:MASTER_PORT."""
     import torch.distributed as dist
 
@@ -294,7 +296,7 @@ def check_devices(parallel: ParallelConfig, local_size: int) -> None:
         raise ConfigError(problems)
 
 
-def choose_device(parallel: ParallelConfig, place: Place) -> torch.device:
+def choose_device(parallel: ParallelConfig, place: LaunchEnvironment) -> torch.device:
     """The device of this rank: GPU number `local_rank` where there are GPUs, else the CPU. Raises ConfigError."""
     import torch
 
@@ -313,7 +315,7 @@ def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
     return "gloo"
 
 
-def _set_threads(place: Place) -> None:
+def _set_threads(place: LaunchEnvironment) -> None:
     """Shares the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise."""
     import torch
 
@@ -324,7 +326,7 @@ def _set_threads(place: Place) -> None:
         )
 
 
-def threads_of(place: Place, cores: int, allowed: int) -> int:
+def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
     """How many threads a rank gets on a host with so many cores, of which it may use `allowed`.
 
     srun and mpirun may have bound it to its share already; --nprocs and torchrun leave the sharing to us.

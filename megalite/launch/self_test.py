@@ -35,7 +35,7 @@ MAX_DIFFERENCES = 5
 MISSING, JUDGED = "missing", "judged"
 
 
-def fingerprint(config: Any) -> dict[str, str]:
+def run_fingerprint(config: Any) -> dict[str, str]:
     """What must be equal on all ranks: each field of the configuration, and the versions of the code, as text."""
     facts = {"torch": torch.__version__, "megalite source": _source_digest()}
 
@@ -114,7 +114,7 @@ def _names(store: dist.Store, ranks: list[int]) -> str:
 
 
 def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str], timeout: float) -> None:
-    """Roll call with a comparison of `facts` (see `fingerprint`).
+    """Roll call with a comparison of `facts` (see `run_fingerprint`).
 
     Raises on every rank: RuntimeFailure if a rank is missing, ConfigError with the fields that differ from rank 0.
     """

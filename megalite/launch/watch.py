@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from megalite.launch.environment import Place
+from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.rank_page import BEAT_SECONDS, RankPage
 from megalite.launch.supervisor import die_with_parent
 
@@ -39,14 +39,14 @@ MAX_NAMES = 16
 OVER, CAUSE = "end/over", "end/cause"
 
 
-class Watch:
+class RankWatch:
     """Watches over one rank of an outer launcher, from the beginning of the process.
 
     page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended,
     from its first phase on.
     """
 
-    def __init__(self, place: Place, page: RankPage, *, hang_seconds: float, host: str) -> None:
+    def __init__(self, place: LaunchEnvironment, page: RankPage, *, hang_seconds: float, host: str) -> None:
         self._place, self._page, self._host = place, page, host
         self._me = f"rank {place.rank} ({host})"
         self._store: dist.Store | None = None

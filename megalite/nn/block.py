@@ -28,7 +28,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.parallel.tensor import LayerContext
 
-Segment = Callable[..., tuple[Tensor, ...]]
+BlockSegment = Callable[..., tuple[Tensor, ...]]
 """Takes what the segment before it returned."""
 
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
             state = segment(*state)
         return state[0]
 
-    def segments(self, batch: Microbatch, cache: LayerCache | None = None) -> list[Segment]:
+    def segments(self, batch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
         """One micro-batch's way through the block: the first segment takes x, the last returns `(x,)`."""
         attention, mlp = self.attention, self.mlp
 

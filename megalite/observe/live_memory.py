@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.comm import all_gather_json
 from megalite.config import BatchRamp
-from megalite.inventory import stage_cuts
+from megalite.inventory import stage_layer_ranges
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.startup_table import in_units
 from megalite.observe.stats import Record, StepStats
@@ -103,7 +103,7 @@ class MemoryCheckHook(Hook):
             return  # the first batches are not the ones that the prediction is about
         config, world = trainer.config, trainer.mesh.size("world")
         program = program_of(config, world)
-        cuts = stage_cuts(config, program)
+        cuts = stage_layer_ranges(config, program)
         rank = trainer.mesh.coordinate("pp")
         self._predicted = rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
         self._until = trainer.iteration + WATCHED

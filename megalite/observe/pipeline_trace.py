@@ -16,7 +16,7 @@ from pathlib import Path
 from megalite.comm import ParallelMesh, all_gather_json, barrier
 from megalite.parallel.pipeline import Executor
 from megalite.schedule import (
-    Batch,
+    BatchRange,
     Costs,
     Program,
     Timeline,
@@ -44,9 +44,9 @@ class PipelineTracer:
         self._pipeline, self._prints = mesh["pp"], mesh.rank == 0
         self._train_iters = train_iters
         self._zero = 0.0
-        self._batches: list[Batch] = []
+        self._batches: list[BatchRange] = []
 
-    def before(self, iteration: int, program: Program, batch: Batch) -> None:
+    def before(self, iteration: int, program: Program, batch: BatchRange) -> None:
         """Iteration number `iteration` is about to run `batch`."""
         shown = ASYNCHRONOUS_ITERATIONS if program.asynchronous else 1
         if iteration <= self._train_iters - shown:

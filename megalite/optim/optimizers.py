@@ -23,11 +23,11 @@ from megalite.optim.rule import UpdateRule
 from megalite.optim.sgd import SGD
 
 ParamGroup = dict[str, Any]
-Rule = UpdateRule | torch.optim.Optimizer
+AnyOptimizer = UpdateRule | torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
+class OptimizerSettings:
     """Settings of every optimizer of the table (flags of the same names)."""
 
     adam_beta1: float = 0.9
@@ -47,7 +47,7 @@ class Hyperparameters:
     optimizer_impl: str = "torch"
 
 
-def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+def adamw(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """AdamW, torch's fused kernel, or apex's."""
     if settings.optimizer_impl == "apex":
         return apex_adamw(groups, settings)
@@ -60,13 +60,13 @@ def adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     )
 
 
-def apex_adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+def apex_adamw(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """NVIDIA apex's FusedAdam. Raises ConfigError where the real apex (with its CUDA extension) is not installed."""
     try:
         from apex.optimizers import FusedAdam
 
         betas = (settings.adam_beta1, settings.adam_beta2)
-        built: Rule = FusedAdam(groups, lr=0.0, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+        built: AnyOptimizer = FusedAdam(groups, lr=0.0, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"--optimizer-impl=apex: NVIDIA apex with its CUDA extension is not usable here ({error}); "
@@ -75,17 +75,17 @@ def apex_adamw(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     return built
 
 
-def sgd(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+def sgd(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """SGD with momentum; weight decay is added to the gradient, as is usual for it."""
     return SGD(groups, momentum=settings.sgd_momentum)
 
 
-def lion(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+def lion(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """Lion: one moment, sign updates."""
     return Lion(groups, betas=(settings.lion_beta1, settings.lion_beta2), exp_avg_dtype=settings.exp_avg_dtype)
 
 
-def muon(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+def muon(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """Muon for the blocks' matrices, AdamW for the rest."""
     return Muon(
         groups,
@@ -99,12 +99,12 @@ def muon(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
     )
 
 
-def adafactor(groups: list[ParamGroup], settings: Hyperparameters) -> Rule:
+def adafactor(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """Adafactor: a row and a column of second moments for each matrix."""
     return Adafactor(groups, scale_parameter=settings.adafactor_scale_parameter)
 
 
-OPTIMIZERS: dict[str, Callable[[list[ParamGroup], Hyperparameters], Rule]] = {
+OPTIMIZERS: dict[str, Callable[[list[ParamGroup], OptimizerSettings], AnyOptimizer]] = {
     "adam": adamw,
     "sgd": sgd,
     "lion": lion,

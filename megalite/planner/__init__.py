@@ -33,5 +33,5 @@ from megalite.planner.result_table import (
     time_text,
     tokens_text,
 )
-from megalite.planner.search import Found, Misfit, Quick, pareto, search
+from megalite.planner.search import FastEstimator, OverBudget, SearchResult, pareto, search
 from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts, reasons_against

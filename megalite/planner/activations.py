@@ -21,11 +21,11 @@ from megalite.inventory import (
     recompute_segments,
     weight_only_bytes,
 )
-from megalite.schedule import find
+from megalite.schedule import find_schedule
 
 
 @dataclass(frozen=True)
-class Kept:
+class StageActivations:
     """Bytes of one micro-batch in one stage.
 
     full: from forward to backward, without the next two. boundary: the stage's input. head: what the output layer
@@ -50,7 +50,7 @@ def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
     place; where the backward is split, their W keeps most of them.
     """
     again = [end - begin for begin, end, twice in recompute_segments(blocks, range(blocks), config.model) if twice]
-    kept, split = blocks - sum(again), find(config.parallel.schedule).splits_backward
+    kept, split = blocks - sum(again), find_schedule(config.parallel.schedule).splits_backward
     return kept, len(again), max(again, default=0) if split or not kept else 0
 
 
@@ -61,7 +61,7 @@ def recomputed(config: Config, items: range) -> range:
     return blocks[: len(blocks) - kept]
 
 
-def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> Kept:
+def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> StageActivations:
     """What one micro-batch keeps in a stage. config: as the stage has it (`for_stage`). items: indices into [embedding,
     block 0, ..., head]."""
     size, tokens, entrance = ElementBytes.of(config), micro_tokens(config), boundary_bytes(config)
@@ -83,7 +83,7 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
         head -= entrance
     waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)
-    return Kept(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
+    return StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
 
 
 def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from megalite.planner.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Group:
+class CommGroup:
     """`size` ranks, neighbours `stride` apart in the order of ranks."""
 
     hardware: Hardware

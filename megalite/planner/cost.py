@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from megalite.config import UPDATE_RULES, Config
+from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
-from megalite.planner.communication import Group
+from megalite.planner.communication import CommGroup
 from megalite.planner.hardware import Hardware
 
 
-class Times(NamedTuple):
+class LayerTimes(NamedTuple):
     """Seconds of F, I and W of one micro-batch; hidden: what a whole backward saves by overlapping messages with W."""
 
     forward: float = 0.0
@@ -27,9 +27,9 @@ class Times(NamedTuple):
     backward_weight: float = 0.0
     hidden: float = 0.0
 
-    def __add__(self, other: object) -> Times:
-        assert isinstance(other, Times)
-        return Times(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: object) -> LayerTimes:
+        assert isinstance(other, LayerTimes)
+        return LayerTimes(*(a + b for a, b in zip(self, other, strict=True)))
 
     @property
     def backward(self) -> float:
@@ -37,24 +37,26 @@ class Times(NamedTuple):
         return self.backward_input + self.backward_weight - self.hidden
 
 
-def add_times(times: Iterable[Times]) -> Times:
+def add_times(times: Iterable[LayerTimes]) -> LayerTimes:
     """Layers one behind the other; those that are alike are multiplied, so that their order does not matter."""
-    total = Times()
+    total = LayerTimes()
     for one, number in Counter(times).items():
-        total += Times(*(number * value for value in one))
+        total += LayerTimes(*(number * value for value in one))
     return total
 
 
-def mean_times(times: Sequence[Times]) -> Times:
+def mean_times(times: Sequence[LayerTimes]) -> LayerTimes:
     """Of one layer, where they differ."""
     counted = Counter(times).items()
-    return Times(*(sum(number / len(times) * one[i] for one, number in counted) for i in range(len(Times._fields))))
+    return LayerTimes(
+        *(sum(number / len(times) * one[i] for one, number in counted) for i in range(len(LayerTimes._fields)))
+    )
 
 
 class TimeSource(Protocol):
     """Where times come from: `Roofline`, or `megalite.planner.profile.Profile`."""
 
-    def layers(self, config: Config) -> Sequence[Times]:
+    def layers(self, config: Config) -> Sequence[LayerTimes]:
         """Times of one micro-batch through each layer of [embedding, block 0, ..., head], with its tensor-parallel
         messages."""
         ...
@@ -91,7 +93,7 @@ class Roofline:
         hw = self.hardware
         return nbytes / (hw.memory_bandwidth * hw.memory_efficiency) + kernels * hw.kernel_overhead
 
-    def layers(self, config: Config) -> Sequence[Times]:
+    def layers(self, config: Config) -> Sequence[LayerTimes]:
         of_kind = {"embedding": self._embedding, "block": self._block, "head": self._head}
         whole = model_layers(config.model)
         times = {layer: of_kind[layer.kind](config, layer) for layer in dict.fromkeys(whole)}
@@ -99,14 +101,14 @@ class Roofline:
 
     def optimizer_step(self, config: Config, elements: float) -> float:
         size = ElementBytes.of(config)
-        moments = UPDATE_RULES[config.optimizer.optimizer].most_moments(config.optimizer)
+        moments = OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer)
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute
         return self.traffic(elements * moved, 20)
 
     def step_overhead(self, samples: float) -> float:
         return 0.0  # data and bookkeeping are prepared while the device computes
 
-    def _block(self, config: Config, layer: Layer) -> Times:
+    def _block(self, config: Config, layer: Layer) -> LayerTimes:
         model, tp, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
         tokens, e, hw = micro_tokens(config), size.compute, self.hardware
         outer = tp if config.parallel.sequence_parallel else 1
@@ -125,7 +127,7 @@ class Roofline:
         recomputed = attention if model.recompute_granularity == "selective" and model.attention_dropout > 0 else 0.0
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
-        return Times(
+        return LayerTimes(
             matrices + attention + self.traffic(moved, 14) + forward,
             matrices + 2.5 * attention + recomputed + self.traffic(1.8 * moved, 24) + backward,
             matrices + self.traffic(accumulate, 8),
@@ -137,7 +139,7 @@ class Roofline:
 
         behind: seconds of the products whose inputs are gathered again while dx is computed.
         """
-        group = Group(self.hardware, config.parallel.tensor_model_parallel_size)
+        group = CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)
         whole = micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
         overlap = self.hardware.overlap
         sequence = config.parallel.sequence_parallel
@@ -149,23 +151,23 @@ class Roofline:
         crossings = layer.gathers + layer.sums
         return crossings * one, crossings * one + again, hidden
 
-    def _embedding(self, config: Config, layer: Layer) -> Times:
+    def _embedding(self, config: Config, layer: Layer) -> LayerTimes:
         size, numbers = ElementBytes.of(config), micro_tokens(config) * config.model.hidden_size
         forward, backward, _ = self._messages(config, layer)
-        return Times(
+        return LayerTimes(
             self.traffic(4 * numbers * size.compute, 4) + forward,
             backward,
             self.traffic(numbers * 3 * size.gradient, 4),
         )
 
-    def _head(self, config: Config, layer: Layer) -> Times:
+    def _head(self, config: Config, layer: Layer) -> LayerTimes:
         size, tp, tokens = ElementBytes.of(config), config.parallel.tensor_model_parallel_size, micro_tokens(config)
         rows, h = layer.product("output").local(tp)
         logits = self.traffic(tokens * rows * (6 * size.wide + 2 * size.compute), 12)
         update = self.traffic(rows * h * size.wide * 2, 2)
-        losses = Group(self.hardware, tp).gather(tokens * 8 * tp)
+        losses = CommGroup(self.hardware, tp).gather(tokens * 8 * tp)
         forward, backward, _ = self._messages(config, layer)
-        return Times(
+        return LayerTimes(
             3 * self.product(config, tokens, rows, h) + logits + update + losses + forward,
             self.traffic(6 * tokens * h * size.compute, 6) + backward,
             self.traffic(rows * h * 4 * size.wide, 2),

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import ElementBytes, boundary_bytes, micro_tokens
-from megalite.planner.activations import Kept, stage_activations, workspace_bytes
+from megalite.planner.activations import StageActivations, stage_activations, workspace_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
-from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Program, Shape
+from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Program, ScheduleShape
 
 #: Above so many actions a batch is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000
@@ -122,7 +122,9 @@ def _shared_memory(config: Config, on_cpu: bool) -> float:
     return tp * (128.0 + 8 * 2**20) if on_cpu and tp > 1 else 0.0
 
 
-def _peak(program: Program, rank: int, kept: Mapping[int, Kept], transient: float) -> tuple[float, float, float, float]:
+def _peak(
+    program: Program, rank: int, kept: Mapping[int, StageActivations], transient: float
+) -> tuple[float, float, float, float]:
     """(Activations, boundary, head, what comes and goes) at the moment at which their sum is largest.
 
     transient: while a forward or backward runs. It is over when an I has ended; what then waits for W was part of it.
@@ -147,13 +149,13 @@ def _walked(program: Program) -> int:
     """So many micro-batches show all that a rank ever holds: three rounds through the pipeline, where not all forwards
     come first (tests/unit/planner/test_uneven.py)."""
     m = program.num_microbatches
-    shape = Shape(program.num_ranks, m, program.chunks_per_rank)
+    shape = ScheduleShape(program.num_ranks, m, program.chunks_per_rank)
     if program.name not in SCHEDULES or SCHEDULES[program.name].in_flight(shape) >= m:
         return m
     return min(m, 3 * program.num_ranks + m % program.num_ranks)
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """What a rank holds after a forward, or after the I of stage `ended`.
 
     counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits).
@@ -164,13 +166,13 @@ class Moment(NamedTuple):
 
 
 @cache
-def _fullest_moments(program: Program, rank: int) -> tuple[Moment, ...]:
+def _fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
     """The moments of a batch at which a rank holds the most, whatever a micro-batch keeps: no other moment has as many
     of everything. Few, and worked out once for all that is asked of a program."""
     stages = sorted({stage for stage, _ in program.placement.stages_of(rank)})
     counts = {stage: [0, 0] for stage in stages}
-    fullest: list[Moment] = []
-    seen: set[Moment] = set()
+    fullest: list[MemoryMoment] = []
+    seen: set[MemoryMoment] = set()
     batches = 2 if program.asynchronous else 1
     for index in range(batches):
         batch = program.batch(index, last=index == batches - 1, size=_walked(program))
@@ -180,14 +182,14 @@ def _fullest_moments(program: Program, rank: int) -> tuple[Moment, ...]:
                 if part.kind not in (FORWARD, BACKWARD_INPUT):
                     continue
                 ended = part.stage if part.kind == BACKWARD_INPUT else None
-                moment = Moment(ended, tuple((stage, counts[stage][0], counts[stage][1]) for stage in stages))
+                moment = MemoryMoment(ended, tuple((stage, counts[stage][0], counts[stage][1]) for stage in stages))
                 if moment not in seen and not any(_holds(other, moment) for other in fullest):
                     fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
                 seen.add(moment)
     return tuple(fullest)
 
 
-def _holds(moment: Moment, other: Moment) -> bool:
+def _holds(moment: MemoryMoment, other: MemoryMoment) -> bool:
     """Whether `moment` is of the same kind and has as many of everything as `other`."""
     return moment.ended == other.ended and all(
         a >= b
@@ -207,7 +209,7 @@ def _account(counts: list[int], kind: str) -> None:
         counts[1] -= 1
 
 
-def _declared_peak(program: Program, rank: int, kept: Mapping[int, Kept]) -> tuple[float, float, float]:
+def _declared_peak(program: Program, rank: int, kept: Mapping[int, StageActivations]) -> tuple[float, float, float]:
     peak = program.peak_activations[rank]
     heaviest = max(kept.values(), key=lambda k: k.total)
     late = max(k.weight_only for k in kept.values())

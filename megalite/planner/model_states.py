@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.config import UPDATE_RULES, Config
+from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import (
     WORD_EMBEDDINGS,
     BucketPlan,
@@ -108,7 +108,7 @@ class _Bucket(NamedTuple):
 
 def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu: bool) -> list[_Bucket]:
     model, parallel = config.model, config.parallel
-    tp, needs_whole = parallel.tensor_model_parallel_size, UPDATE_RULES[config.optimizer.optimizer].whole
+    tp, needs_whole = parallel.tensor_model_parallel_size, OPTIMIZER_SPECS[config.optimizer.optimizer].whole
     apart = not model.untie_embeddings_and_output_weights and num_stages > 1
     entries = []
     for index, (name, parameter) in enumerate(stage_parameters(model, items)):
@@ -149,7 +149,7 @@ def _moments(
     """(Elements whose master is on the host, bytes of moments there, bytes of moments on the device)."""
     optimizer = config.optimizer
     fraction = optimizer.offload.fraction
-    rule = UPDATE_RULES[optimizer.optimizer]
+    rule = OPTIMIZER_SPECS[optimizer.optimizer]
     flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
     moved = on_host = there = here = 0
     for bucket in buckets:

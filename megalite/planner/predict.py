@@ -20,15 +20,24 @@ from megalite.inventory import (
     computations,
     flops_per_iteration,
     model_layers,
-    stage_cuts,
+    stage_layer_ranges,
 )
 from megalite.planner.activations import recomputed
-from megalite.planner.communication import Group
-from megalite.planner.cost import Times, TimeSource, add_times, precision_name
+from megalite.planner.communication import CommGroup
+from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.model_states import stage_elements
-from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Costs, Program, find, simulate
+from megalite.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Costs,
+    Program,
+    find_schedule,
+    simulate,
+)
 
 #: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
 SIMULATED_ACTIONS = 6_000
@@ -78,7 +87,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyState:
     """makespan: seconds from the first forward to the last backward (asynchronous: of one batch in the steady state).
     ends: of each rank. busy: seconds of work of all ranks."""
 
@@ -101,12 +110,12 @@ def predict(
 ) -> Prediction:
     """Time and memory of a legal configuration with its vocabulary resolved."""
     program = program_of(config, world_size)
-    cuts = stage_cuts(config, program) if cuts is None else cuts
+    cuts = stage_layer_ranges(config, program) if cuts is None else cuts
     memory = memory_of(config, world_size, hardware, program, cuts)
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts)
     steady = steady_state(config, program, costs.simulator_costs())
     m = config.num_microbatches(world_size)
-    steady = Steady(steady.makespan, steady.ends, m * sum(costs.work(s) for s in range(len(cuts))))
+    steady = SteadyState(steady.makespan, steady.ends, m * sum(costs.work(s) for s in range(len(cuts))))
     reduce, gather = costs.reduction(program, steady)
     elements = max(costs.owned_elements(program, rank) for rank in range(program.num_ranks))
     step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
@@ -137,7 +146,7 @@ def memory_of(
     )
 
 
-def steady_state(config: Config, program: Program, costs: Costs) -> Steady:
+def steady_state(config: Config, program: Program, costs: Costs) -> SteadyState:
     """What the simulator finds, continued from fewer micro-batches where a batch is long."""
     p, m = program.num_ranks, program.num_microbatches
     actions = 3 * m * program.num_stages
@@ -152,20 +161,20 @@ def steady_state(config: Config, program: Program, costs: Costs) -> Steady:
     short = _simulated(computations(config, m - skipped - unit), costs)
     rate = (long.makespan - short.makespan) / unit
     ends = tuple(end + rate * skipped for end in long.ends)
-    return Steady(long.makespan + rate * skipped, ends, long.busy / (m - skipped) * m)
+    return SteadyState(long.makespan + rate * skipped, ends, long.busy / (m - skipped) * m)
 
 
-def _simulated(program: Program, costs: Costs) -> Steady:
+def _simulated(program: Program, costs: Costs) -> SteadyState:
     if not program.asynchronous:
         timeline = simulate(program, costs)
         ends = [0.0] * program.num_ranks
         for span in timeline.spans:
             ends[span.rank] = max(ends[span.rank], float(span.end))
-        return Steady(float(timeline.makespan), tuple(ends), float(sum(timeline.busy_per_rank)))
+        return SteadyState(float(timeline.makespan), tuple(ends), float(sum(timeline.busy_per_rank)))
     runs = [simulate(program, costs, batches=count, global_norm=True) for count in (2, 4)]
     period = float(runs[1].makespan - runs[0].makespan) / 2
     busy = float(sum(runs[1].busy_per_rank) - sum(runs[0].busy_per_rank)) / 2
-    return Steady(period, (period,) * program.num_ranks, busy)
+    return SteadyState(period, (period,) * program.num_ranks, busy)
 
 
 @dataclass(frozen=True)
@@ -175,7 +184,7 @@ class _Stages:
     config: Config
     world_size: int
     hardware: Hardware
-    layers: Sequence[Times]
+    layers: Sequence[LayerTimes]
     cuts: Sequence[range]
 
     def recomputed(self, stage: int) -> range:
@@ -191,38 +200,38 @@ class _Stages:
         return max(1, self.dp // self.config.parallel.num_distributed_optimizer_instances)
 
     @property
-    def data_group(self) -> Group:
-        return Group(self.hardware, self.shards, self.config.parallel.tensor_model_parallel_size)
+    def data_group(self) -> CommGroup:
+        return CommGroup(self.hardware, self.shards, self.config.parallel.tensor_model_parallel_size)
 
-    def times(self, stage: int) -> Times:
+    def times(self, stage: int) -> LayerTimes:
         """F, I, W of one micro-batch, recomputation and ZeRO's traffic of every micro-batch included."""
         return self._times[stage]
 
     @cached_property
-    def _times(self) -> tuple[Times, ...]:
+    def _times(self) -> tuple[LayerTimes, ...]:
         return tuple(self._stage_times(stage) for stage in range(len(self.cuts)))
 
-    def _stage_times(self, stage: int) -> Times:
+    def _stage_times(self, stage: int) -> LayerTimes:
         total = add_times(self.layers[item] for item in self.cuts[stage])
         again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
-        total += Times(over, over + again, over)
+        total += LayerTimes(over, over + again, over)
         return self._with_zero(total, stage)
 
-    def _with_zero(self, times: Times, stage: int) -> Times:
+    def _with_zero(self, times: LayerTimes, stage: int) -> LayerTimes:
         zero, overlap = self.config.parallel.zero_stage, self.hardware.overlap
         if zero < 2 or self.shards == 1:
             return times
         size, group = ElementBytes.of(self.config), self.data_group
         scatter = group.gather(self.elements(stage) * size.gradient)
         weights = group.gather(self.elements(stage) * size.compute) if zero == 3 else 0.0
-        if zero == 3 and find(self.config.parallel.schedule).gathers_once:
+        if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
             weights /= max(1, self.config.num_microbatches(self.world_size))
         hide = overlap if self.config.parallel.overlap_param_gather else 0.0
         forward = max(0.0, weights - hide * times.forward)
         hide = overlap if self.config.parallel.overlap_grad_reduce else 0.0
         backward = max(0.0, weights + scatter - hide * times.backward)
-        return times + Times(forward, backward)
+        return times + LayerTimes(forward, backward)
 
     def work(self, stage: int) -> float:
         times = self.times(stage)
@@ -240,7 +249,7 @@ class _Stages:
 
     def hop(self) -> float:
         tp, pp = self.config.parallel.tensor_model_parallel_size, self.config.parallel.pipeline_model_parallel_size
-        return Group(self.hardware, pp, tp * self.dp).send(boundary_bytes(self.config))
+        return CommGroup(self.hardware, pp, tp * self.dp).send(boundary_bytes(self.config))
 
     def elements(self, stage: int) -> int:
         return self._elements[stage]
@@ -255,7 +264,7 @@ class _Stages:
     def owned_elements(self, program: Program, rank: int) -> float:
         return self.rank_elements(program, rank) / (self.shards if self.config.parallel.zero_stage else 1)
 
-    def reduction(self, program: Program, steady: Steady) -> tuple[float, float]:
+    def reduction(self, program: Program, steady: SteadyState) -> tuple[float, float]:
         """Seconds of the step that gradients and updated weights of data parallelism add."""
         parallel, size, group = self.config.parallel, ElementBytes.of(self.config), self.data_group
         if self.dp == 1:
@@ -268,7 +277,7 @@ class _Stages:
             elements = self.rank_elements(program, rank)
             nbytes = elements * size.gradient
             take = group.all_reduce(nbytes) if zero == 0 else group.gather(nbytes) if zero == 1 else 0.0
-            copies = Group(self.hardware, self.dp // self.shards, parallel.tensor_model_parallel_size * self.shards)
+            copies = CommGroup(self.hardware, self.dp // self.shards, parallel.tensor_model_parallel_size * self.shards)
             take += copies.all_reduce(nbytes / (self.shards if zero else 1))
             stages = [stage for stage, _ in program.placement.stages_of(rank)]
             number = max(1, math.ceil(elements / bucket)) if bucket else 1
@@ -287,7 +296,7 @@ class _Stages:
         if program.placement.num_replicas == 1:
             return 0.0
         parallel, size = self.config.parallel, ElementBytes.of(self.config).gradient
-        group = Group(self.hardware, program.placement.num_replicas, parallel.tensor_model_parallel_size * self.dp)
+        group = CommGroup(self.hardware, program.placement.num_replicas, parallel.tensor_model_parallel_size * self.dp)
         owners = self.shards if parallel.zero_stage else 1
         return max(
             group.all_reduce(self.rank_elements(program, rank) * size / owners) for rank in range(program.num_ranks)
@@ -301,4 +310,4 @@ class _Stages:
         rows = self.config.padded_vocab_size() / parallel.tensor_model_parallel_size
         stride = parallel.tensor_model_parallel_size * self.dp * (parallel.pipeline_model_parallel_size - 1)
         nbytes = rows * model.hidden_size * ElementBytes.of(self.config).gradient
-        return Group(self.hardware, 2, stride).all_reduce(nbytes)
+        return CommGroup(self.hardware, 2, stride).all_reduce(nbytes)

@@ -18,7 +18,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.errors import ConfigError
 from megalite.inventory import model_layers
-from megalite.planner.cost import Roofline, Times
+from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Hardware, Link
 
 KINDS = ("embedding", "block", "head")
@@ -30,7 +30,7 @@ class Profile:
     (fixed, per unit)."""
 
     roofline: Roofline
-    points: Mapping[tuple[int, bool, int], Mapping[str, Times]]
+    points: Mapping[tuple[int, bool, int], Mapping[str, LayerTimes]]
     optimizer: tuple[float, float]
     step: tuple[float, float]
 
@@ -39,7 +39,7 @@ class Profile:
         """With the links that were measured."""
         return self.roofline.hardware
 
-    def layers(self, config: Config) -> Sequence[Times]:
+    def layers(self, config: Config) -> Sequence[LayerTimes]:
         tp, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
         split = tp > 1 and config.parallel.sequence_parallel
         kinds = [layer.kind for layer in model_layers(config.model)]
@@ -60,8 +60,8 @@ class Profile:
         return self.step[0] + samples * self.step[1]
 
 
-def _scaled(measured: Times, here: Times, there: Times) -> Times:
-    return Times(*(m * (h / t if t else 1.0) for m, h, t in zip(measured, here, there, strict=True)))
+def _scaled(measured: LayerTimes, here: LayerTimes, there: LayerTimes) -> LayerTimes:
+    return LayerTimes(*(m * (h / t if t else 1.0) for m, h, t in zip(measured, here, there, strict=True)))
 
 
 def load_profile(path: str, hardware: Hardware) -> Profile:
@@ -73,7 +73,7 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
                 int(point["tensor_model_parallel_size"]),
                 bool(point["sequence_parallel"]),
                 int(point["micro_batch_size"]),
-            ): {kind: Times(*(float(value) for value in point[kind])) for kind in KINDS}
+            ): {kind: LayerTimes(*(float(value) for value in point[kind])) for kind in KINDS}
             for point in data["points"]
         }
         update, step = (_pair(data[name]) for name in ("optimizer", "step"))

@@ -11,7 +11,7 @@ from megalite.config import Config
 from megalite.inventory import FLOPS_CONVENTION
 from megalite.planner.hardware import Hardware
 from megalite.planner.predict import Prediction
-from megalite.planner.search import Found, pareto
+from megalite.planner.search import SearchResult, pareto
 from megalite.planner.search_space import layout_of
 
 GIB = 2**30
@@ -126,7 +126,7 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def summary(found: Found, world_size: int, hardware: Hardware, top: int) -> str:
+def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) -> str:
     """The table with its legend."""
     shown = found.predictions[:top]
     best = shown[0]

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megalite.config import UPDATE_RULES, Config, StageLayout
-from megalite.inventory import ElementBytes, boundary_bytes, stage_cuts
+from megalite.config import OPTIMIZER_SPECS, Config, StageLayout
+from megalite.inventory import ElementBytes, boundary_bytes, stage_layer_ranges
 from megalite.planner.activations import recomputed, stage_activations
-from megalite.planner.communication import Group
-from megalite.planner.cost import Times, TimeSource, mean_times
+from megalite.planner.communication import CommGroup
+from megalite.planner.cost import LayerTimes, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
 from megalite.planner.model_states import stage_elements
 from megalite.planner.predict import Prediction, memory_of, predict, program_of
 from megalite.planner.search_space import Layout, Sizes, apply, layout_of, of_shape, reasons_against, shapes
-from megalite.planner.uneven import Room, recomputing, recut, smallest_numbers
+from megalite.planner.uneven import MemoryHeadroom, recomputing, recut, smallest_numbers
 from megalite.progress import OnProgress, untold
-from megalite.schedule import Shape, default_schedule, find
+from megalite.schedule import ScheduleShape, default_schedule, find_schedule
 
 #: Simulated layouts: at least so many, whatever `top` is.
 LEAST_SIMULATED = 16
@@ -43,7 +43,7 @@ TOO_SLOW = 1.5
 
 
 @dataclass(frozen=True)
-class Misfit:
+class OverBudget:
     """A legal layout that does not fit. memory: one entry per pipeline rank."""
 
     config: Config
@@ -55,13 +55,13 @@ class Misfit:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """considered: layouts that closed forms ranked. predictions: those simulated that fit, fastest first. rejected:
     the simulated or exactly counted ones that do not fit, least memory first. problems: why nothing was legal."""
 
     considered: int
     predictions: tuple[Prediction, ...]
-    rejected: tuple[Misfit, ...]
+    rejected: tuple[OverBudget, ...]
     problems: tuple[str, ...] = ()
 
 
@@ -70,14 +70,14 @@ class _Shared(NamedTuple):
     block_bytes: the fewest that a mean block may keep. boundary: bytes of a message to the next stage."""
 
     config: Config
-    block: Times
+    block: LayerTimes
     ends: float
     block_bytes: float
     boundary: float
 
 
 @dataclass
-class Quick:
+class FastEstimator:
     """Closed forms of seconds and bytes, with what layouts share computed once."""
 
     config: Config
@@ -133,16 +133,16 @@ class Quick:
     ) -> tuple[list[range], tuple[RankMemory, ...]]:
         """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run."""
         program = program_of(config, self.world_size)
-        cuts = stage_cuts(config, program) if cuts is None else cuts
+        cuts = stage_layer_ranges(config, program) if cuts is None else cuts
         return cuts, memory_of(config, self.world_size, self.hardware, program, cuts)
 
     def predict(self, config: Config, cuts: list[range]) -> Prediction:
         """The simulated step of a legal layout with these stages."""
         return predict(config, self.world_size, self.hardware, self.source, cuts)
 
-    def room(self, config: Config) -> Room:
+    def room(self, config: Config) -> MemoryHeadroom:
         """The memory of a layout, rank by rank."""
-        return Room(config, self.world_size, self.hardware, program_of(config, self.world_size))
+        return MemoryHeadroom(config, self.world_size, self.hardware, program_of(config, self.world_size))
 
     def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
         """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything
@@ -180,19 +180,19 @@ class Quick:
 
     def _hop(self, layout: Layout, dp: int) -> float:
         p, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
-        return Group(self.hardware, p, tp * dp).send(self._shared(layout).boundary)
+        return CommGroup(self.hardware, p, tp * dp).send(self._shared(layout).boundary)
 
-    def _bubble(self, layout: Layout, rank: float, block: Times, p: int, v: int, m: int) -> float:
+    def _bubble(self, layout: Layout, rank: float, block: LayerTimes, p: int, v: int, m: int) -> float:
         """Idle time per rank, by the closed forms of the schedules' papers."""
         total = block.forward + block.backward_input + block.backward_weight
         third = rank / total if total else 0.0
         f, i, w = block.forward * third, block.backward_input * third, block.backward_weight * third
-        return (p - 1) * find(layout.pipeline_schedule).idle(f, i, w, v)
+        return (p - 1) * find_schedule(layout.pipeline_schedule).idle(f, i, w, v)
 
     def _data_parallel(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
         size = self.size
-        if find(layout.pipeline_schedule).paired:  # every rank holds two stages, each with another rank
-            pair = Group(self.hardware, 2, layout.tensor_model_parallel_size * dp)
+        if find_schedule(layout.pipeline_schedule).paired:  # every rank holds two stages, each with another rank
+            pair = CommGroup(self.hardware, 2, layout.tensor_model_parallel_size * dp)
             sums = pair.all_reduce(2 * elements * size.gradient / (dp if layout.zero_stage else 1))
             return sums + self._reduction(layout, dp, 2 * elements, rank, m)
         return self._reduction(layout, dp, elements, rank, m)
@@ -200,7 +200,7 @@ class Quick:
     def _reduction(self, layout: Layout, dp: int, elements: float, rank: float, m: int) -> float:
         if dp == 1:
             return 0.0
-        size, group = self.size, Group(self.hardware, dp, layout.tensor_model_parallel_size)
+        size, group = self.size, CommGroup(self.hardware, dp, layout.tensor_model_parallel_size)
         scatter, gather = group.gather(elements * size.gradient), group.gather(elements * size.compute)
         overlap = self.hardware.overlap
         if layout.zero_stage == 0:
@@ -209,18 +209,18 @@ class Quick:
             return max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
         if layout.zero_stage == 2:
             return m * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
-        times = 1 if find(layout.pipeline_schedule).gathers_once else m
+        times = 1 if find_schedule(layout.pipeline_schedule).gathers_once else m
         return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
 
     def _bytes(self, layout: Layout, elements: float, dp: int, block_bytes: float, m: int) -> float:
         size, zero = self.size, layout.zero_stage
-        moments = 2 * UPDATE_RULES[self.config.optimizer.optimizer].most_moments(self.config.optimizer)
+        moments = 2 * OPTIMIZER_SPECS[self.config.optimizer.optimizer].most_moments(self.config.optimizer)
         master = size.wide if size.wide != size.compute else 0
         offloaded = self.config.optimizer.offload.optimizer_cpu_offload
         state = 0 if offloaded else (master + moments) / (dp if zero else 1)
         per = size.compute / (dp if zero == 3 else 1) + size.gradient / (dp if zero >= 2 else 1) + state
         p, v = layout.pipeline_model_parallel_size, layout.chunks
-        early = find(layout.pipeline_schedule).in_flight(Shape(p, m, v))
+        early = find_schedule(layout.pipeline_schedule).in_flight(ScheduleShape(p, m, v))
         blocks = self.config.model.num_layers // (p * v) * v
         return 0.9 * (elements * per + early * blocks * block_bytes)
 
@@ -236,7 +236,7 @@ def search(
     top: int = 10,
     even: bool = False,
     on_progress: OnProgress = untold,
-) -> Found:
+) -> SearchResult:
     """The fastest layouts that fit.
 
     Args:
@@ -247,7 +247,7 @@ def search(
         even: no other cuts than those that a run makes by itself.
         on_progress: is told percents.
     """
-    quick = Quick(config, world_size, hardware, source)
+    quick = FastEstimator(config, world_size, hardware, source)
     ranked = _ranked(quick, given, stale, on_progress)
     ranked.sort(key=lambda item: (item[0], item[1], str(item[2])))
     fitting = [item for item in ranked if item[1] <= hardware.usable_bytes]
@@ -259,11 +259,11 @@ def search(
     predictions += [] if even else _cut_anew(quick, predictions, rejected, given)
     predictions.sort(key=lambda prediction: (prediction.step_time, prediction.memory_bytes))
     rejected.sort(key=lambda misfit: misfit.fullest.total)
-    return Found(len(ranked), tuple(predictions), tuple(rejected), tuple(why))
+    return SearchResult(len(ranked), tuple(predictions), tuple(rejected), tuple(why))
 
 
 def _ranked(
-    quick: Quick, given: frozenset[str], stale: bool, on_progress: OnProgress
+    quick: FastEstimator, given: frozenset[str], stale: bool, on_progress: OnProgress
 ) -> list[tuple[float, float, Layout]]:
     """(Seconds, lower bound of bytes, layout) of all that is worth a look."""
     ranked: list[tuple[float, float, Layout]] = []
@@ -307,11 +307,11 @@ def _spread(ranked: list[tuple[float, float, Layout]]) -> list[Layout]:
 
 
 def _simulate(
-    quick: Quick, ordered: Iterable[Layout], wanted: int, given: frozenset[str], on_progress: OnProgress
-) -> tuple[list[Prediction], list[Misfit], list[str]]:
+    quick: FastEstimator, ordered: Iterable[Layout], wanted: int, given: frozenset[str], on_progress: OnProgress
+) -> tuple[list[Prediction], list[OverBudget], list[str]]:
     """(What fits of the first so many, what does not, why nothing was legal)."""
     predictions: list[Prediction] = []
-    rejected: list[Misfit] = []
+    rejected: list[OverBudget] = []
     why: list[str] = []
     simulated = 0
     for layout in ordered:
@@ -324,7 +324,7 @@ def _simulate(
             continue
         cuts, memory = quick.exact_memory(config)
         if max(rank.total for rank in memory) > quick.hardware.usable_bytes:
-            rejected.append(Misfit(config, memory))
+            rejected.append(OverBudget(config, memory))
         else:
             simulated += 1
             predictions.append(quick.predict(config, cuts))
@@ -336,13 +336,13 @@ def _simulate(
     return predictions, rejected, why
 
 
-def _is_free(quick: Quick, layout: Layout, given: frozenset[str]) -> bool:
+def _is_free(quick: FastEstimator, layout: Layout, given: frozenset[str]) -> bool:
     """Whether each stage may recompute a number of its own."""
     fixed = quick.config.parallel.pipeline_schedule_file is not None or layout.recompute_granularity == "selective"
     return "recompute_granularity" not in given and not fixed
 
 
-def _where_memory_binds(quick: Quick, config: Config, cuts: list[range]) -> Config | None:
+def _where_memory_binds(quick: FastEstimator, config: Config, cuts: list[range]) -> Config | None:
     """The same layout with the fewest recomputed layers; None where that is all of them, or none."""
     room = quick.room(config)
     numbers = smallest_numbers(room, cuts)
@@ -351,7 +351,7 @@ def _where_memory_binds(quick: Quick, config: Config, cuts: list[range]) -> Conf
 
 
 def _cut_anew(
-    quick: Quick, predictions: list[Prediction], rejected: list[Misfit], given: frozenset[str]
+    quick: FastEstimator, predictions: list[Prediction], rejected: list[OverBudget], given: frozenset[str]
 ) -> list[Prediction]:
     """Cuts by the costs of the layers: those that make a good pipeline faster, or that alone let a fast one fit."""
     parallel = quick.config.parallel

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megalite.config import Config, all_options, problems, schedule_file
-from megalite.schedule import SCHEDULES, default_schedule, legal, resolve_chunks
+from megalite.config import Config, all_options, config_problems, schedule_file
+from megalite.schedule import SCHEDULES, default_schedule, resolve_chunks, schedule_problems
 
 #: Fields of the configuration that are searched where the user did not give them.
 SEARCHED = (
@@ -170,7 +170,7 @@ def _schedules(
             most = max(1, config.model.num_layers // pp)
             chunks = [v for v in range(max(2, SCHEDULES[name].min_chunks), most + 1)]
         for v in chunks:
-            if config.parallel.pipeline_schedule_file is not None or not legal(name, pp, m, v):
+            if config.parallel.pipeline_schedule_file is not None or not schedule_problems(name, pp, m, v):
                 yield name, v
 
 
@@ -183,7 +183,7 @@ def legal_layouts(config: Config, world_size: int, given: frozenset[str], *, sta
 def reasons_against(config: Config, world_size: int, layout: Layout) -> list[str]:
     """What the product's validator says of this layout; data, checkpoints and logging are not what is planned."""
     config = apply(config, layout)
-    return problems(config, world_size, broken=_not_planned()) or list(schedule_file(config, world_size))
+    return config_problems(config, world_size, broken=_not_planned()) or list(schedule_file(config, world_size))
 
 
 @cache

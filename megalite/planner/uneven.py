@@ -24,7 +24,7 @@ from functools import cache
 from megalite.config import Config, StageLayout
 from megalite.inventory import Layer, blocks_of, model_layers
 from megalite.planner.activations import recomputed
-from megalite.planner.cost import Times, add_times
+from megalite.planner.cost import LayerTimes, add_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import rank_memory
 from megalite.schedule import Program, compact_layout, partition_of
@@ -48,7 +48,7 @@ def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryHeadroom:
     """The memory of one layout, asked rank by rank."""
 
     config: Config
@@ -75,7 +75,7 @@ class Room:
         return used.total <= self.hardware.usable_bytes
 
 
-def smallest_numbers(room: Room, cuts: Sequence[range]) -> tuple[int, ...] | None:
+def smallest_numbers(room: MemoryHeadroom, cuts: Sequence[range]) -> tuple[int, ...] | None:
     """The fewest recomputed layers of each stage with which every rank fits; None: not even all are enough."""
     blocks = [room.blocks(cut) for cut in cuts]
     numbers = [0] * len(cuts)
@@ -103,7 +103,7 @@ def _deals(stages: Sequence[int], blocks: Sequence[int]) -> list[dict[int, int]]
 
 
 def _fewest(
-    room: Room, rank: int, cuts: Sequence[range], numbers: Sequence[int], deals: Sequence[Mapping[int, int]]
+    room: MemoryHeadroom, rank: int, cuts: Sequence[range], numbers: Sequence[int], deals: Sequence[Mapping[int, int]]
 ) -> list[int] | None:
     """`numbers`, raised to the first of `deals` with which `rank` fits."""
 
@@ -119,7 +119,7 @@ def _fewest(
     return raised(index) if index < len(deals) else None
 
 
-def recut(room: Room, times: Sequence[Times], *, flexible: bool) -> tuple[Config, list[range]] | None:
+def recut(room: MemoryHeadroom, times: Sequence[LayerTimes], *, flexible: bool) -> tuple[Config, list[range]] | None:
     """The configuration with the cut whose slowest stage is fastest among those that fit, and its stages.
 
     Args:
@@ -159,7 +159,9 @@ def recut(room: Room, times: Sequence[Times], *, flexible: bool) -> tuple[Config
     return config, cuts
 
 
-def _seconds(room: Room, times: Sequence[Times], stage: int, begin: int, count: int, flexible: bool) -> float | None:
+def _seconds(
+    room: MemoryHeadroom, times: Sequence[LayerTimes], stage: int, begin: int, count: int, flexible: bool
+) -> float | None:
     """Of one micro-batch in a stage with `count` layers from `begin` on, whose rank's other stages are as long; None:
     does not fit."""
     stages, last = room.program.num_stages, room.config.model.num_layers + 1

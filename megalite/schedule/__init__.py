@@ -49,19 +49,19 @@ from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
-from megalite.schedule.placement import Placement
-from megalite.schedule.program import Batch, Peak, Program
+from megalite.schedule.placement import StagePlacement
+from megalite.schedule.program import BatchRange, PeakActivations, Program
 from megalite.schedule.schedules.registry import (
     ALIASES,
     SCHEDULES,
-    build,
+    build_program,
     default_schedule,
-    find,
-    legal,
+    find_schedule,
     resolve_chunks,
-    warnings,
+    schedule_problems,
+    schedule_warnings,
 )
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.shape import Schedule, ScheduleShape
 from megalite.schedule.simulate import Costs, Span, Time, Timeline, simulate
 from megalite.schedule.text_format import dump_program, load_program, parse_program
-from megalite.schedule.validate import Report, validate
+from megalite.schedule.validate import ValidationReport, validate

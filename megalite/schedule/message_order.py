@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from megalite.schedule.action import RECV_KINDS, SEND_KINDS, Action
 from megalite.schedule.passes import matching_recv, receives
-from megalite.schedule.placement import Placement
+from megalite.schedule.placement import StagePlacement
 from megalite.schedule.simulate import dependencies, produced
 
 MODELS = ("pair", "direction", "rank")
 
 
-class Fault(NamedTuple):
+class MessageFault(NamedTuple):
     """What is wrong, and where: (rank, position in its list)."""
 
     message: str
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     position: int
 
 
-def fifo_faults(lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def fifo_faults(lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
     """On every directed pair of ranks the receives must be the sends, in the same order."""
     sent: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
@@ -49,24 +49,26 @@ def fifo_faults(lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
         for (_, send), (position, recv) in zip(sends, recvs, strict=False):
             expected = matching_recv(send, source)
             if recv != expected:
-                yield Fault(f"rank {target} receives {recv} where rank {source} sends {send}", target, position)
+                yield MessageFault(f"rank {target} receives {recv} where rank {source} sends {send}", target, position)
                 break
         else:
             if len(sends) > len(recvs):
                 position, send = sends[len(recvs)]
-                yield Fault(f"rank {source} sends {send}, which rank {target} never receives", source, position)
+                yield MessageFault(f"rank {source} sends {send}, which rank {target} never receives", source, position)
             elif len(recvs) > len(sends):
                 position, recv = recvs[len(sends)]
-                yield Fault(f"rank {target} receives {recv}, which rank {source} never sends", target, position)
+                yield MessageFault(f"rank {target} receives {recv}, which rank {source} never sends", target, position)
 
 
-def rendezvous_faults(lists: Sequence[Sequence[Action]], placement: Placement, model: str = "pair") -> list[Fault]:
+def rendezvous_faults(
+    lists: Sequence[Sequence[Action]], placement: StagePlacement, model: str = "pair"
+) -> list[MessageFault]:
     """Run the lists under rendezvous semantics; the places where ranks are stuck, empty if all of them finish."""
     return _Rendezvous(lists, placement, model).run()
 
 
 class _Rendezvous:
-    def __init__(self, lists: Sequence[Sequence[Action]], placement: Placement, model: str) -> None:
+    def __init__(self, lists: Sequence[Sequence[Action]], placement: StagePlacement, model: str) -> None:
         assert model in MODELS, model
         self.lists, self.placement, self.model = lists, placement, model
         self.position = [0] * len(lists)
@@ -74,7 +76,7 @@ class _Rendezvous:
         self.arrived: set[tuple[int, Action]] = set()
         self.queues: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
 
-    def run(self) -> list[Fault]:
+    def run(self) -> list[MessageFault]:
         todo = set(range(len(self.lists)))
         while todo:
             rank = todo.pop()
@@ -82,10 +84,12 @@ class _Rendezvous:
                 pass
             todo |= self._deliver(rank)
         stuck = [r for r, actions in enumerate(self.lists) if self.position[r] < len(actions)]
-        faults = [Fault(f"rank {r} waits at {self.lists[r][self.position[r]]}", r, self.position[r]) for r in stuck]
+        faults = [
+            MessageFault(f"rank {r} waits at {self.lists[r][self.position[r]]}", r, self.position[r]) for r in stuck
+        ]
         unmatched = sorted((rank, queue[0]) for (rank, _), queue in self.queues.items() if queue)
         return faults or [
-            Fault(f"rank {rank} ends with {action} unmatched", rank, self.lists[rank].index(action))
+            MessageFault(f"rank {rank} ends with {action} unmatched", rank, self.lists[rank].index(action))
             for rank, action in unmatched
         ]
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
 from megalite.errors import ScheduleError
-from megalite.schedule.placement import Placement
+from megalite.schedule.placement import StagePlacement
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Partition:
 
 def partition(
     num_layers: int,
-    placement: Placement,
+    placement: StagePlacement,
     *,
     costs: Sequence[float] | None = None,
     first: int | None = None,
@@ -141,7 +141,7 @@ def _least_maximum(total: Sequence[float], num_stages: int) -> float:
     return least[0]
 
 
-def _fixed_ends(num_layers: int, placement: Placement, first: int | None, last: int | None) -> Partition:
+def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, last: int | None) -> Partition:
     """The first and last rank get what the flags say, the others the rest, as evenly as possible, earlier ranks
     first.
     """

@@ -30,8 +30,8 @@ from megalite.schedule.action import (
     UNSHARD,
     Action,
 )
-from megalite.schedule.placement import Placement
-from megalite.schedule.program import Batch, Program
+from megalite.schedule.placement import StagePlacement
+from megalite.schedule.program import BatchRange, Program
 
 
 def lower(program: Program, *, unshard: bool = False) -> Program:
@@ -43,7 +43,7 @@ def lower(program: Program, *, unshard: bool = False) -> Program:
 def merge_backward(program: Program) -> Program:
     """An input gradient directly followed by the weight gradient of the same micro-batch is an ordinary backward."""
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         merged: list[Action] = []
         for action in program.order(rank, batch):
             before = merged[-1] if merged else None
@@ -65,7 +65,7 @@ def merge_backward(program: Program) -> Program:
 def insert_reduce(program: Program) -> Program:
     """REDUCE u directly after the last B or W of update u on each stage: reduction overlaps whatever follows."""
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = program.order(rank, batch)
         last: dict[tuple[int, int, int], int] = {}
         for position, action in enumerate(actions):
@@ -97,7 +97,7 @@ def insert_unshard(program: Program) -> Program:
             "use --zero-stage=1, or --pipeline-schedule=1f1b"
         )
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = program.order(rank, batch)
         runs: list[tuple[int, set[tuple[int, int]]]] = []
         for position, action in enumerate(actions):
@@ -142,7 +142,7 @@ class _Message:
     rank_in_user_order: int
 
 
-def receives(action: Action, placement: Placement) -> Iterator[Action]:
+def receives(action: Action, placement: StagePlacement) -> Iterator[Action]:
     """The messages that a computation needs from other ranks."""
     for part in action.computations():
         rank = placement.rank_of(part.stage, part.replica)
@@ -157,7 +157,7 @@ def receives(action: Action, placement: Placement) -> Iterator[Action]:
             yield Action(kind, part.stage, part.microbatch, peer=source, replica=part.replica)
 
 
-def sends(action: Action, placement: Placement) -> Iterator[Action]:
+def sends(action: Action, placement: StagePlacement) -> Iterator[Action]:
     """The messages that a computation produces for other ranks."""
     for part in action.computations():
         rank = placement.rank_of(part.stage, part.replica)
@@ -189,14 +189,14 @@ def insert_communication(program: Program) -> Program:
     """
     placement = program.placement
 
-    def carried(rank: int, batch: Batch) -> list[Action]:
+    def carried(rank: int, batch: BatchRange) -> list[Action]:
         """Receives of the first computation of a warm iteration, which the iteration before has posted."""
         going_on = batch._replace(next_size=batch.size, first=False)
         head = next((action for action in program.order(rank, going_on) if action.is_compute), None)
         # Only if it exists whether or not `batch` is the last: the iteration before cannot know that.
         return [recv for recv in receives(head, placement) if recv.microbatch < batch.end] if head else []
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = program.order(rank, batch)
         posted = set() if batch.first or not program.asynchronous else set(carried(rank, batch))
         computations = [action for action in actions if action.is_compute]
@@ -224,7 +224,7 @@ def insert_communication(program: Program) -> Program:
     return program.with_order(order, has_communication=True)
 
 
-def _place_receives(program: Program, rank: int, batch: Batch, wanted: list[_Message]) -> dict[int, list[Action]]:
+def _place_receives(program: Program, rank: int, batch: BatchRange, wanted: list[_Message]) -> dict[int, list[Action]]:
     """Computation index -> receives to post before it, such that each source's messages keep their sender's order."""
     placed: list[tuple[int, int, Action]] = []
     for source in sorted({message.recv.peer for message in wanted}):

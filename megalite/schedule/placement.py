@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """name; num_ranks p; ranks[replica][stage] = the pipeline rank that holds this replica of this stage."""
 
     name: str
@@ -55,19 +55,19 @@ class Placement:
         )
 
 
-def loop(num_ranks: int, num_chunks: int = 1) -> Placement:
+def loop(num_ranks: int, num_chunks: int = 1) -> StagePlacement:
     """Stage s on rank s mod p: the plain pipeline (one chunk) and Megatron's interleaved one."""
-    return Placement("loop", num_ranks, (tuple(stage % num_ranks for stage in range(num_ranks * num_chunks)),))
+    return StagePlacement("loop", num_ranks, (tuple(stage % num_ranks for stage in range(num_ranks * num_chunks)),))
 
 
-def vee(num_ranks: int) -> Placement:
+def vee(num_ranks: int) -> StagePlacement:
     """Two chunks per rank, down and up again: the first and the last stage share rank 0, so tied embeddings need no
     wire.
     """
-    return Placement("vee", num_ranks, (tuple([*range(num_ranks), *reversed(range(num_ranks))]),))
+    return StagePlacement("vee", num_ranks, (tuple([*range(num_ranks), *reversed(range(num_ranks))]),))
 
 
-def bidirectional(num_ranks: int, num_pairs: int = 1) -> Placement:
+def bidirectional(num_ranks: int, num_pairs: int = 1) -> StagePlacement:
     """Chimera: f pairs of opposite pipelines, each holding every stage once.
 
     Replica 2i runs down, starting at rank i*p/f; replica 2i+1 is the same pipeline from end to start.
@@ -77,4 +77,4 @@ def bidirectional(num_ranks: int, num_pairs: int = 1) -> Placement:
         offset = pair * num_ranks // num_pairs
         down = tuple((offset + stage) % num_ranks for stage in range(num_ranks))
         replicas += [down, tuple(reversed(down))]
-    return Placement("bidirectional", num_ranks, tuple(replicas))
+    return StagePlacement("bidirectional", num_ranks, tuple(replicas))

@@ -27,11 +27,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megalite.schedule.action import OVERLAP, UPDATE_KINDS, Action, step
-from megalite.schedule.placement import Placement
+from megalite.schedule.placement import StagePlacement
 from megalite.schedule.template import Template
 
 
-class Batch(NamedTuple):
+class BatchRange(NamedTuple):
     """One iteration as the schedule sees it.
 
     iteration: t, counted over the run. start: global id of its first micro-batch. size: m_t, its number of
@@ -52,12 +52,12 @@ class Batch(NamedTuple):
         return self.start + self.size
 
     @property
-    def following(self) -> Batch:
+    def following(self) -> BatchRange:
         """Batch t + 1 of a run that goes on."""
-        return Batch(self.iteration + 1, self.end, self.next_size, self.next_size, first=False)
+        return BatchRange(self.iteration + 1, self.end, self.next_size, self.next_size, first=False)
 
 
-class Peak(NamedTuple):
+class PeakActivations(NamedTuple):
     """Most activations alive at once on a rank, in chunks (one chunk of one micro-batch = 1).
 
     full: held by micro-batches whose backward has not begun; weight_only: held after I until W (a little less each).
@@ -68,10 +68,10 @@ class Peak(NamedTuple):
     weight_only: int = 0
 
 
-Run = int | Sequence[int] | Sequence[Batch]
+BatchSpec = int | Sequence[int] | Sequence[BatchRange]
 """How long to run: a number of batches, the number of micro-batches of each, or batches (with drains in between)."""
 
-Order = Callable[[int, Batch], list[Action]]
+RankActions = Callable[[int, BatchRange], list[Action]]
 """(rank, batch) -> the rank's actions of this iteration, with global micro-batch ids and weight versions. Two batches
 of one shape have the same list but for the numbers (see `Template`); a flush program looks at the size alone."""
 
@@ -92,11 +92,11 @@ class Program:
     """
 
     name: str
-    placement: Placement
+    placement: StagePlacement
     num_microbatches: int
-    order: Order
+    order: RankActions
     weight_versions: tuple[int, ...]
-    peak_activations: tuple[Peak, ...]
+    peak_activations: tuple[PeakActivations, ...]
     staleness: tuple[int, ...]
     asynchronous: bool = False
     update_per_microbatch: bool = False
@@ -138,14 +138,14 @@ class Program:
         start: int | None = None,
         size: int | None = None,
         next_size: int | None = None,
-    ) -> Batch:
+    ) -> BatchRange:
         """Iteration t. Without `start` and sizes every batch has num_microbatches; first defaults to t == 0.
 
         With a batch-size ramp-up give start (micro-batches before this batch), size, and next_size (of batch t + 1).
         """
         size = self.num_microbatches if size is None else size
         next_size = size if next_size is None else next_size
-        return Batch(
+        return BatchRange(
             iteration,
             iteration * size if start is None else start,
             size,
@@ -153,49 +153,49 @@ class Program:
             first=iteration == 0 if first is None else first,
         )
 
-    def batches(self, run: Run) -> tuple[Batch, ...]:
+    def batches(self, run: BatchSpec) -> tuple[BatchRange, ...]:
         """A whole run: the number of batches, the number of micro-batches of each, or the batches themselves."""
         if isinstance(run, int):
             run = [self.num_microbatches] * run
-        if any(isinstance(item, Batch) for item in run):
-            return tuple(item for item in run if isinstance(item, Batch))
+        if any(isinstance(item, BatchRange) for item in run):
+            return tuple(item for item in run if isinstance(item, BatchRange))
         sizes = [item for item in run if isinstance(item, int)]
         following = [*sizes[1:], 0]
         return tuple(
-            Batch(t, sum(sizes[:t]), size, following[t], first=t == 0) for t, size in enumerate(sizes)
+            BatchRange(t, sum(sizes[:t]), size, following[t], first=t == 0) for t, size in enumerate(sizes)
         )  # fmt: skip
 
-    def actions_for_batch(self, rank: int, batch: Batch) -> list[Action]:
+    def actions_for_batch(self, rank: int, batch: BatchRange) -> list[Action]:
         """What `rank` does in this iteration, in this order. Generated once for each shape of a batch."""
         shape = (rank, batch.size, batch.next_size, batch.first) if self.asynchronous else (rank, batch.size, 0, False)
         template = self._templates.get(shape)
         if template is None:
             late = self.num_stages + 1  # no version of it is that of the initial weights
-            actions = self.order(rank, Batch(late, late, *shape[1:]))
+            actions = self.order(rank, BatchRange(late, late, *shape[1:]))
             template = Template(actions, late, late, updates_by_microbatch=self.update_per_microbatch)
             self._templates[shape] = template
         return template.at(batch.start, batch.iteration)
 
-    def unroll(self, run: Run) -> tuple[tuple[Action, ...], ...]:
+    def unroll(self, run: BatchSpec) -> tuple[tuple[Action, ...], ...]:
         """The whole run of every rank (see `batches`), each batch as `order` writes it: what is proved and drawn."""
         batches = self.batches(run)
         return tuple(
             tuple(action for batch in batches for action in self.order(rank, batch)) for rank in range(self.num_ranks)
         )
 
-    def update_of(self, microbatch: int, batch: Batch) -> int:
+    def update_of(self, microbatch: int, batch: BatchRange) -> int:
         """Number of the optimizer update that takes the gradient of `microbatch`, seen from iteration `batch`."""
         if self.update_per_microbatch:
             return microbatch
         return batch.iteration if microbatch < batch.end else batch.iteration + 1
 
-    def with_order(self, order: Order, *, has_communication: bool | None = None) -> Program:
+    def with_order(self, order: RankActions, *, has_communication: bool | None = None) -> Program:
         """The same program with a lowered order: what a pass returns."""
         flag = self.has_communication if has_communication is None else has_communication
         return replace(self, order=order, has_communication=flag)
 
 
-def shift(action: Action, batch: Batch) -> Action:
+def shift(action: Action, batch: BatchRange) -> Action:
     """Local ids of one batch (micro-batches 0 .. m-1) -> global ids; computations get the version of this batch."""
     if action.kind == OVERLAP:
         parts = tuple(shift(part, batch) for part in action.parts)
@@ -208,17 +208,17 @@ def shift(action: Action, batch: Batch) -> Action:
 
 def flush_program(
     name: str,
-    placement: Placement,
+    placement: StagePlacement,
     num_microbatches: int,
     rank_order: Callable[[int, int], Iterable[Action]],
-    peak: Callable[[int, int], Peak],
+    peak: Callable[[int, int], PeakActivations],
 ) -> Program:
     """A synchronous schedule: every batch ends with an empty pipeline and one STEP per stage; one weight version.
 
     rank_order(rank, m): the computations of one batch with local ids. peak(rank, m): its declared activations.
     """
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = [shift(action, batch) for action in rank_order(rank, batch.size)]
         return actions + [step(stage, batch.iteration, replica=replica) for stage, replica in placement.stages_of(rank)]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megalite.schedule.program import Program
 
 
-class Shape(NamedTuple):
+class ScheduleShape(NamedTuple):
     """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only). The papers'
     letters.
     """
@@ -43,9 +43,9 @@ class Schedule:
     name: str
     title: str
     paper: str
-    build: Callable[[Shape], Program]
-    problems: Callable[[Shape], list[str]] = lambda shape: []
-    warnings: Callable[[Shape], list[str]] = lambda shape: []
+    build: Callable[[ScheduleShape], Program]
+    problems: Callable[[ScheduleShape], list[str]] = lambda shape: []
+    warnings: Callable[[ScheduleShape], list[str]] = lambda shape: []
     aliases: tuple[str, ...] = ()
     num_chunks: int | None = 1
     min_chunks: int = 1
@@ -57,4 +57,4 @@ class Schedule:
     flush_schedule: str | None = None
     zero_excluded: Mapping[int, str] = field(default_factory=dict)
     idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
-    in_flight: Callable[[Shape], float] = lambda shape: min(shape.m, shape.p)
+    in_flight: Callable[[ScheduleShape], float] = lambda shape: min(shape.m, shape.p)

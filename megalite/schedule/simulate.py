@@ -26,8 +26,8 @@ from megalite.schedule.action import (
     Action,
 )
 from megalite.schedule.memory import live_versions, peak_activations
-from megalite.schedule.placement import Placement
-from megalite.schedule.program import Program, Run
+from megalite.schedule.placement import StagePlacement
+from megalite.schedule.program import BatchSpec, Program
 
 Time = Fraction | float
 
@@ -150,13 +150,13 @@ def simulate(
     program: Program,
     costs: Costs | None = None,
     *,
-    batches: Run = 1,
+    batches: BatchSpec = 1,
     weight_fraction: Time = Fraction(1),
     global_norm: bool = False,
 ) -> Timeline:
     """Run the program on paper.
 
-    batches: how many, or which (see `Run`). weight_fraction: M_W / M_B, the part of a micro-batch's
+    batches: how many, or which (see `BatchSpec`). weight_fraction: M_W / M_B, the part of a micro-batch's
     activations that stays after I until W (about 32/34 of a transformer layer with fused attention).
     global_norm: a STEP waits until the gradients of its update are complete on all ranks, as exact clipping asks for;
     matters from the second batch on (ignored where every micro-batch is an update).
@@ -177,11 +177,11 @@ def simulate(
     )
 
 
-Key = tuple[str, int, int, int]
+ResultKey = tuple[str, int, int, int]
 """A result: (F or I or W, stage, replica, micro-batch); (STEP, 0, 0, update) is the norm of an update's gradient."""
 
 
-def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, Key]]:
+def dependencies(action: Action, placement: StagePlacement) -> Iterable[tuple[int, ResultKey]]:
     """(rank, key) of the computations whose results `action` needs."""
     own = set(produced(action)) if action.kind == OVERLAP else ()
     for part in action.computations():
@@ -198,9 +198,9 @@ def dependencies(action: Action, placement: Placement) -> Iterable[tuple[int, Ke
                 yield placement.rank_of(at, replica), key
 
 
-def produced(action: Action) -> list[Key]:
+def produced(action: Action) -> list[ResultKey]:
     """Keys of the results of a computation; a whole backward gives what I and W give."""
-    keys: list[Key] = []
+    keys: list[ResultKey] = []
     for part in action.computations():
         kinds = (BACKWARD_INPUT, BACKWARD_WEIGHT) if part.kind == BACKWARD else (part.kind,)
         keys += [(kind, part.stage, part.replica, part.microbatch) for kind in kinds]
@@ -210,12 +210,12 @@ def produced(action: Action) -> list[Key]:
 class _Norms:
     """When the gradient of each update is complete on all ranks."""
 
-    def __init__(self, program: Program, batches: Run) -> None:
+    def __init__(self, program: Program, batches: BatchSpec) -> None:
         self.run = program.batches(batches)
         self.remaining = [batch.size * program.num_stages for batch in self.run]
         self.latest: list[Time] = [Fraction(0)] * len(self.run)
 
-    def add(self, key: Key, end: Time) -> Iterable[tuple[Key, Time]]:
+    def add(self, key: ResultKey, end: Time) -> Iterable[tuple[ResultKey, Time]]:
         """Count a finished computation; the norm that it completes, if any, and when."""
         kind, _, _, microbatch = key
         if kind == BACKWARD_WEIGHT:
@@ -227,10 +227,10 @@ class _Norms:
 
 
 def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs, norms: _Norms | None) -> list[Span]:
-    done: dict[Key, Time] = {}
+    done: dict[ResultKey, Time] = {}
     clock: list[Time] = [Fraction(0)] * program.num_ranks
     position = [0] * program.num_ranks
-    waiting: dict[Key, list[int]] = {}
+    waiting: dict[ResultKey, list[int]] = {}
     ready = list(range(program.num_ranks))
     spans: list[Span] = []
     while ready:

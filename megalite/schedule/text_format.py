@@ -30,8 +30,8 @@ from megalite.schedule.action import (
     parse_action,
 )
 from megalite.schedule.memory import activation_counts
-from megalite.schedule.placement import Placement
-from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.placement import StagePlacement
+from megalite.schedule.program import PeakActivations, Program, flush_program
 from megalite.schedule.validate import validate
 
 _INSERTED = COMMUNICATION_KINDS | {NORM, REDUCE, RESHARD, STEP, UNSHARD}
@@ -121,12 +121,12 @@ def _assemble(fields: dict[str, str], replicas: list[tuple[int, ...]], lists: di
             raise ScheduleError(f"schedule {name}: its file is written for {m} micro-batches per batch, not {size}")
         return computations[rank]
 
-    def peak(rank: int, _: int) -> Peak:
+    def peak(rank: int, _: int) -> PeakActivations:
         counts = activation_counts(computations[rank])
         whole = max((whole for whole, _ in counts), default=0)
-        return Peak(whole, max(max((sum(count) for count in counts), default=0) - whole, 0))
+        return PeakActivations(whole, max(max((sum(count) for count in counts), default=0) - whole, 0))
 
-    return flush_program(name, Placement("user", p, tuple(replicas)), m, rank_order, peak)
+    return flush_program(name, StagePlacement("user", p, tuple(replicas)), m, rank_order, peak)
 
 
 def _check_place(action: Action, rank: int, replicas: list[tuple[int, ...]]) -> None:

@@ -32,23 +32,23 @@ from megalite.schedule.action import (
     Action,
 )
 from megalite.schedule.memory import activation_counts, gradient_buffers, live_versions
-from megalite.schedule.message_order import Fault, fifo_faults, rendezvous_faults
+from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_communication
-from megalite.schedule.program import Batch, Program, Run
+from megalite.schedule.program import BatchRange, BatchSpec, Program
 from megalite.schedule.simulate import dependencies, produced
 
-Key = tuple[int, int]
+StageReplica = tuple[int, int]
 """(stage, replica)"""
 
 
 @dataclass(frozen=True)
-class Report:
+class ValidationReport:
     """What a valid program does. summation[stage, replica]: micro-batches in the order in which gradients are added.
 
     in_order: every stage adds all of them in ascending order, so the sum is bitwise that of a run without a pipeline.
     """
 
-    summation: dict[Key, tuple[int, ...]]
+    summation: dict[StageReplica, tuple[int, ...]]
     weight_versions_per_rank: tuple[int, ...]
 
     @property
@@ -57,8 +57,8 @@ class Report:
         return not replicated and all(list(order) == sorted(order) for order in self.summation.values())
 
 
-def validate(program: Program, batches: Run | None = None) -> Report:
-    """Check V1-V7 on a run of some batches (see `Run`).
+def validate(program: Program, batches: BatchSpec | None = None) -> ValidationReport:
+    """Check V1-V7 on a run of some batches (see `BatchSpec`).
 
     Default: two batches of a flush program, five of an asynchronous one (cold start, steady state and run-out occur).
     A program without communication gets it first. Raises ScheduleError with the broken rule and a drawing.
@@ -72,21 +72,21 @@ def validate(program: Program, batches: Run | None = None) -> Report:
     for rule, faults in _checks(program, run, lists):
         if faults:
             raise ScheduleError(_refusal(program, rule, faults, lists))
-    summation: dict[Key, list[int]] = defaultdict(list)
+    summation: dict[StageReplica, list[int]] = defaultdict(list)
     for actions in lists:
         for action in actions:
             for part in action.computations():
                 if part.kind in (BACKWARD, BACKWARD_WEIGHT):
                     summation[part.stage, part.replica].append(part.microbatch)
-    return Report(
+    return ValidationReport(
         {key: tuple(order) for key, order in sorted(summation.items())},
         tuple(live_versions(actions) for actions in lists),
     )
 
 
 def _checks(
-    program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Action]]
-) -> Iterator[tuple[str, list[Fault]]]:
+    program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]
+) -> Iterator[tuple[str, list[MessageFault]]]:
     yield "V1 every micro-batch once on every stage", _first(_completeness(program, run, lists))
     yield "V1 one update after its gradients", _first(_updates(program, run, lists))
     yield "V1 weights gathered when used", _first(_gathers(lists))
@@ -98,18 +98,20 @@ def _checks(
     yield "V6 declared activations", _first(_activations(program, run, lists))
 
 
-def _first(faults: Iterator[Fault]) -> list[Fault]:
+def _first(faults: Iterator[MessageFault]) -> list[MessageFault]:
     found = next(faults, None)
     return [] if found is None else [found]
 
 
-def _update_of(program: Program, run: Sequence[Batch], microbatch: int) -> int:
+def _update_of(program: Program, run: Sequence[BatchRange], microbatch: int) -> int:
     if program.update_per_microbatch:
         return microbatch
     return next((batch.iteration for batch in run if microbatch < batch.end), len(run))
 
 
-def _completeness(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def _completeness(
+    program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]
+) -> Iterator[MessageFault]:
     seen: dict[tuple[str, int, int, int], int] = {}
     replicas: dict[int, int] = {}
     for rank, actions in enumerate(lists):
@@ -117,20 +119,20 @@ def _completeness(program: Program, run: Sequence[Batch], lists: Sequence[Sequen
         for position, action in enumerate(actions):
             for part in action.computations():
                 if (part.stage, part.replica) not in held:
-                    yield Fault(f"rank {rank} does not hold the stage of {part}", rank, position)
+                    yield MessageFault(f"rank {rank} does not hold the stage of {part}", rank, position)
                 if not 0 <= part.microbatch < run[-1].end:
-                    yield Fault(
+                    yield MessageFault(
                         f"{part}: there is no micro-batch {part.microbatch} ({run[-1].end} in all)", rank, position
                     )
                 if replicas.setdefault(part.microbatch, part.replica) != part.replica:
-                    yield Fault(f"{part}: micro-batch {part.microbatch} is on two replicas", rank, position)
+                    yield MessageFault(f"{part}: micro-batch {part.microbatch} is on two replicas", rank, position)
                 here = (part.stage, part.replica, part.microbatch)
                 needs = {FORWARD: None, BACKWARD_WEIGHT: BACKWARD_INPUT}.get(part.kind, FORWARD)
                 if needs is not None and (needs, *here) not in seen:
-                    yield Fault(f"{part} before its {needs}", rank, position)
+                    yield MessageFault(f"{part} before its {needs}", rank, position)
                 for key in produced(part):
                     if key in seen:
-                        yield Fault(f"{part} is done twice", rank, position)
+                        yield MessageFault(f"{part} is done twice", rank, position)
                     seen[key] = rank
     for microbatch in range(run[-1].end):
         replica = replicas.get(microbatch, 0)
@@ -139,48 +141,52 @@ def _completeness(program: Program, run: Sequence[Batch], lists: Sequence[Sequen
                 if (kind, stage, replica, microbatch) not in seen:
                     rank = program.placement.rank_of(stage, replica)
                     names = {FORWARD: "F", BACKWARD_INPUT: "B or I", BACKWARD_WEIGHT: "B or W"}
-                    yield Fault(
+                    yield MessageFault(
                         f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})",
                         rank,
                         len(lists[rank]) - 1,
                     )
 
 
-def _updates(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def _updates(program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
     total = run[-1].end if program.update_per_microbatch else len(run)
     for rank, actions in enumerate(lists):
-        next_step: dict[Key, int] = dict.fromkeys(program.placement.stages_of(rank), 0)
-        reduced: dict[Key, int] = {}
+        next_step: dict[StageReplica, int] = dict.fromkeys(program.placement.stages_of(rank), 0)
+        reduced: dict[StageReplica, int] = {}
         for position, action in enumerate(actions):
             key = (action.stage, action.replica)
             if action.kind == REDUCE:
                 reduced[key] = action.microbatch
             elif action.kind == NORM:
                 if action.microbatch < next_step[key] or reduced and reduced.get(key, -1) < action.microbatch:
-                    yield Fault(f"{action} is not between REDUCE {action.microbatch} and its STEP", rank, position)
+                    yield MessageFault(
+                        f"{action} is not between REDUCE {action.microbatch} and its STEP", rank, position
+                    )
             elif action.kind == STEP:
                 if next_step.get(key) != action.microbatch:
-                    yield Fault(f"{action}: update {next_step.get(key)} of this stage is next", rank, position)
+                    yield MessageFault(f"{action}: update {next_step.get(key)} of this stage is next", rank, position)
                 elif reduced and reduced.get(key, -1) < action.microbatch:
-                    yield Fault(f"{action} before REDUCE {action.microbatch}", rank, position)
+                    yield MessageFault(f"{action} before REDUCE {action.microbatch}", rank, position)
                 next_step[key] = action.microbatch + 1
             for part in action.computations():
                 if part.kind in (BACKWARD, BACKWARD_WEIGHT):
                     where, update = (part.stage, part.replica), _update_of(program, run, part.microbatch)
                     if update < next_step[where]:
-                        yield Fault(f"{part} after STEP {update}, which takes its gradient", rank, position)
+                        yield MessageFault(f"{part} after STEP {update}, which takes its gradient", rank, position)
                     if update <= reduced.get(where, -1):
-                        yield Fault(f"{part} after REDUCE {update}, which sends its gradient", rank, position)
+                        yield MessageFault(f"{part} after REDUCE {update}, which sends its gradient", rank, position)
         for (stage, replica), count in next_step.items():
             if count != total:
-                yield Fault(f"stage {stage} replica {replica} has {count} of {total} STEPs", rank, len(actions) - 1)
+                yield MessageFault(
+                    f"stage {stage} replica {replica} has {count} of {total} STEPs", rank, len(actions) - 1
+                )
 
 
-def _gathers(lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def _gathers(lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
     for rank, actions in enumerate(lists):
         if not any(action.kind == UNSHARD for action in actions):
             continue
-        gathered: set[Key] = set()
+        gathered: set[StageReplica] = set()
         for position, action in enumerate(actions):
             key = (action.stage, action.replica)
             if action.kind == UNSHARD:
@@ -189,10 +195,10 @@ def _gathers(lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
                 gathered.discard(key)
             for part in action.computations():
                 if (part.stage, part.replica) not in gathered:
-                    yield Fault(f"{part} without UNSHARD of stage {part.stage}", rank, position)
+                    yield MessageFault(f"{part} without UNSHARD of stage {part.stage}", rank, position)
 
 
-def _circle(program: Program, lists: Sequence[Sequence[Action]]) -> list[Fault]:
+def _circle(program: Program, lists: Sequence[Sequence[Action]]) -> list[MessageFault]:
     """Advance all ranks as far as data dependencies allow; whoever is not at its end is in, or behind, a circle."""
     done: set[tuple[str, int, int, int]] = set()
     position = [0] * len(lists)
@@ -208,16 +214,16 @@ def _circle(program: Program, lists: Sequence[Sequence[Action]]) -> list[Fault]:
                 position[rank] += 1
                 moved = True
     return [
-        Fault(f"rank {rank} waits for the input of {lists[rank][place]}", rank, place)
+        MessageFault(f"rank {rank} waits for the input of {lists[rank][place]}", rank, place)
         for rank, place in enumerate(position)
         if place < len(lists[rank])
     ]
 
 
-def _versions(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def _versions(program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
     everywhere: dict[int, int] = {}
     for rank, actions in enumerate(lists):
-        newest: dict[Key, int] = defaultdict(int)
+        newest: dict[StageReplica, int] = defaultdict(int)
         forward_version: dict[tuple[int, int, int], int] = {}
         for position, action in enumerate(actions):
             if action.kind == STEP:
@@ -227,43 +233,49 @@ def _versions(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[A
                     continue
                 here, latest = (part.stage, part.replica, part.microbatch), newest[part.stage, part.replica]
                 if part.version > latest:
-                    yield Fault(f"{part}: version {part.version} is not born (newest {latest})", rank, position)
+                    yield MessageFault(f"{part}: version {part.version} is not born (newest {latest})", rank, position)
                 if part.version <= latest - program.weight_versions[rank]:
-                    yield Fault(
+                    yield MessageFault(
                         f"{part}: version {part.version} is overwritten (newest {latest}, "
                         f"{program.weight_versions[rank]} copies)",
                         rank,
                         position,
                     )
                 if forward_version.setdefault(here, part.version) != part.version:
-                    yield Fault(f"{part}: its forward used version {forward_version[here]}", rank, position)
+                    yield MessageFault(f"{part}: its forward used version {forward_version[here]}", rank, position)
                 if program.consistent and everywhere.setdefault(part.microbatch, part.version) != part.version:
-                    yield Fault(f"{part}: other stages use version {everywhere[part.microbatch]}", rank, position)
+                    yield MessageFault(
+                        f"{part}: other stages use version {everywhere[part.microbatch]}", rank, position
+                    )
                 expected = max(_update_of(program, run, part.microbatch) - program.staleness[part.stage], 0)
                 if part.version != expected:
-                    yield Fault(f"{part}: declared staleness asks for version {expected}", rank, position)
+                    yield MessageFault(f"{part}: declared staleness asks for version {expected}", rank, position)
 
 
-def _declared(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def _declared(program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
     for rank, actions in enumerate(lists):
         versions = live_versions(actions)
         if versions > program.weight_versions[rank]:
             declared = program.weight_versions[rank]
-            yield Fault(f"rank {rank} needs {versions} weight versions, declared {declared}", rank, len(actions) - 1)
+            yield MessageFault(
+                f"rank {rank} needs {versions} weight versions, declared {declared}", rank, len(actions) - 1
+            )
         updates = [
             _update_of(program, run, action.microbatch) if action.kind in (BACKWARD, BACKWARD_WEIGHT) else None
             for action in actions
         ]
         buffers = gradient_buffers(actions, updates)
         if buffers > program.gradient_buffers:
-            yield Fault(
+            yield MessageFault(
                 f"rank {rank} sums {buffers} updates at once, declared {program.gradient_buffers}",
                 rank,
                 len(actions) - 1,
             )
 
 
-def _activations(program: Program, run: Sequence[Batch], lists: Sequence[Sequence[Action]]) -> Iterator[Fault]:
+def _activations(
+    program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]
+) -> Iterator[MessageFault]:
     if any(batch.size != program.num_microbatches for batch in run):
         return  # the declared peak is that of num_microbatches
     for rank, actions in enumerate(lists):
@@ -272,7 +284,7 @@ def _activations(program: Program, run: Sequence[Batch], lists: Sequence[Sequenc
         for position, (whole, weight_only) in zip(owners, activation_counts(actions), strict=True):
             # Both sides are linear in M_W / M_B, so its two extremes decide for all values between them.
             if whole > declared.full or whole + weight_only > declared.full + declared.weight_only:
-                yield Fault(
+                yield MessageFault(
                     f"rank {rank} holds {whole} + {weight_only} (awaiting W) chunk activations, declared "
                     f"{declared.full} + {declared.weight_only}",
                     rank,
@@ -280,7 +292,7 @@ def _activations(program: Program, run: Sequence[Batch], lists: Sequence[Sequenc
                 )
 
 
-def _refusal(program: Program, rule: str, faults: Sequence[Fault], lists: Sequence[Sequence[Action]]) -> str:
+def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Sequence[Sequence[Action]]) -> str:
     lines = [f"schedule {program.name} is refused: {rule}: {faults[0].message}"]
     culprits = {fault.rank: fault.position for fault in faults}
     lines += [draw_list(rank, actions, culprits.get(rank)) for rank, actions in enumerate(lists)]

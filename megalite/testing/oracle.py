@@ -21,12 +21,12 @@ from torch.func import functional_call
 from megalite.comm import ParallelMesh
 from megalite.config import parse
 from megalite.gradient import GradSink, attach_sink, sink_of
-from megalite.inventory import stage_cuts
+from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn import placement_of
 from megalite.parallel.tensor import LayerContext
-from megalite.schedule import build
+from megalite.schedule import build_program
 from megalite.testing.update_rules import RULES, decay_of, learning_rate
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -141,7 +141,7 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together
     then updates its newest ones with that gradient. together: samples of an update (micro-batch size x replicas).
     """
     pupil = Pupil(argv)
-    cuts = stage_cuts(pupil.config, build("pipedream", stages, 4))
+    cuts = stage_layer_ranges(pupil.config, build_program("pipedream", stages, 4))
     stage_of = {pupil.specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
     lag = {name: stages - 1 - stage_of[_layer(name)] for name in pupil.parameters}
     history, losses = [pupil.weights()], []

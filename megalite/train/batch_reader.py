@@ -1,4 +1,4 @@
-"""Feed: hands the pipeline its micro-batches by global number, and says how much each one's loss weighs.
+"""BatchReader: gives the pipeline its micro-batches by global number, and the weight of each one's loss.
 
 The sampler is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
 reads the same samples by itself and nothing is broadcast.
@@ -26,7 +26,7 @@ from megalite.comm import Axis, all_reduce_
 from megalite.microbatch import Microbatch
 
 
-class Loader(Protocol):
+class BatchSource(Protocol):
     """What the data room gives: this replica's micro-batches of the next global batch."""
 
     def next_batch(self, global_batch_size: int) -> list[Microbatch]: ...
@@ -35,7 +35,7 @@ class Loader(Protocol):
 
 
 @dataclass(frozen=True)
-class Batch:
+class GlobalBatch:
     """One global batch: its number, its first micro-batch's global number, this replica's micro-batches and their
     weights."""
 
@@ -47,7 +47,7 @@ class Batch:
     factors: list[Tensor]
 
 
-class Feed:
+class BatchReader:
     """Fetches batches on demand and forgets them when asked to.
 
     dp_size: data-parallel replicas. tokens_over: the axis over which tokens are counted, so that each has the same
@@ -57,7 +57,7 @@ class Feed:
 
     def __init__(
         self,
-        loader: Loader | None,
+        loader: BatchSource | None,
         *,
         dp_size: int,
         tokens_over: Axis | None,
@@ -73,7 +73,7 @@ class Feed:
         self._seconds = 0.0
         self._loss_scale = loss_scale
         self._plan: dict[int, tuple[int, int]] = {}
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, GlobalBatch] = {}
 
     def plan(self, number: int, *, first: int, samples: int) -> None:
         """Announces batch `number`: its micro-batches are numbered from `first`, it holds `samples` samples over all
@@ -95,7 +95,7 @@ class Feed:
         batch = self.batch(self.number_of(microbatch))
         return batch.number, batch.factors[microbatch - batch.first] / batch.loss_scale
 
-    def batch(self, number: int) -> Batch:
+    def batch(self, number: int) -> GlobalBatch:
         """The batch with this number, fetched in order."""
         if number not in self._batches:
             first, samples = self._plan[number]
@@ -104,7 +104,7 @@ class Feed:
             local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
-            self._batches[number] = Batch(number, first, samples, scale, local, self._factors(local, scale))
+            self._batches[number] = GlobalBatch(number, first, samples, scale, local, self._factors(local, scale))
         return self._batches[number]
 
     def pass_over(self, samples: int) -> None:

@@ -13,13 +13,12 @@ from functools import cached_property, partial
 import torch
 
 from megalite.comm import Axis, ParallelMesh, TensorSpec
-from megalite.config import UPDATE_RULES, Config, flat
+from megalite.config import OPTIMIZER_SPECS, Config, flat
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import FAMILIES, boundary_shape, lowered
+from megalite.inventory import AXIS_FAMILIES, boundary_shape, lowered_program
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
-from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler
-from megalite.optim import Hyperparameters as OptimizerSettings
+from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler, OptimizerSettings
 from megalite.parallel.pipeline import SharedGradient, Stage, StageKey, holders
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
@@ -30,7 +29,7 @@ from megalite.parallel.zero import (
     ZeroOptions,
     stage_buffers,
 )
-from megalite.schedule import Placement, Program, find, validate
+from megalite.schedule import Program, StagePlacement, find_schedule, validate
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def wide_dtype(config: Config) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Schedules:
+class ProgramCache:
     """The pipeline programs of a run: one for each number of micro-batches (ramp-up), flush ones for the first
     steps."""
 
@@ -57,7 +56,7 @@ class Schedules:
     def program(self, num_microbatches: int, iteration: int) -> Program:
         """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
         parallel = self.config.parallel
-        flush = find(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
+        flush = find_schedule(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
         return self._lowered(flush or parallel.schedule, num_microbatches)
 
     def full(self, world_size: int) -> Program:
@@ -67,7 +66,7 @@ class Schedules:
     def _lowered(self, name: str, num_microbatches: int) -> Program:
         key = (name, num_microbatches)
         if key not in self._cache:
-            self._cache[key] = lowered(self.config, num_microbatches, name)
+            self._cache[key] = lowered_program(self.config, num_microbatches, name)
             validate(self._cache[key])
         return self._cache[key]
 
@@ -83,7 +82,7 @@ class Model:
     stages: dict[StageKey, Stage]
     buffers: dict[StageKey, list[ParameterBuffers]]
     optimizer: ShardedOptimizer
-    placement: Placement
+    placement: StagePlacement
     shared: SharedGradient
     num_slots: int
     update_per_microbatch: bool
@@ -121,7 +120,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             replica=key[1],
             num_gradients=program.gradient_buffers,
             keep_gradients=program.keeps_gradients,
-            whole=UPDATE_RULES[config.optimizer.optimizer].whole,
+            whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
             extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
             fill=partial(fill, seed=config.training.seed),
             device=device,
@@ -169,13 +168,13 @@ def _build_module(
 
 def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
     """The ranks that hold one copy of the model and, where it is sharded, of the optimizer's state."""
-    shards = FAMILIES["dense"].shard if config.parallel.zero_stage else ()
+    shards = AXIS_FAMILIES["dense"].shard if config.parallel.zero_stage else ()
     # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
     pipeline = () if program.update_per_microbatch else ("pp",)
     return mesh.over("tp", *shards, *pipeline)
 
 
-def _replica_axes(mesh: ParallelMesh, placement: Placement) -> dict[int, Axis]:
+def _replica_axes(mesh: ParallelMesh, placement: StagePlacement) -> dict[int, Axis]:
     """For schedules that hold a stage more than once (Chimera): stage -> the axis through its holders."""
     if placement.num_replicas == 1:
         return {}

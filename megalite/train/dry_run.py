@@ -12,12 +12,12 @@ from megalite.comm import Axis
 from megalite.config import Config, dump_yaml
 from megalite.data import Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError
-from megalite.inventory import stage_cuts
+from megalite.inventory import stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE, format_table, start_up_table
 from megalite.schedule import render_text, simulate
-from megalite.train.build import Schedules
-from megalite.train.param_schedules import settle
+from megalite.train.build import ProgramCache
+from megalite.train.param_schedules import resolve_schedules
 from megalite.train.run import changed_data
 from megalite.train.run_data import resolve_tokenizer
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
@@ -38,8 +38,8 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
         notes += [] if checked else [" not checked: raw text, which is tokenised at the start"]
     else:
         notes.append(f" not checked: devices, data, --load and --save ({world_size} ranks are not meant for this host)")
-    program = Schedules(config).full(world_size)
-    cuts = stage_cuts(config, program)
+    program = ProgramCache(config).full(world_size)
+    cuts = stage_layer_ranges(config, program)
     table = start_up_table(config, world_size, program=program, cuts=cuts)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
@@ -55,7 +55,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
         check_writable(config.checkpoint.save)
     directory = RunDirectory(config, Axis.single("world"))
     start = directory.start()
-    config = settle(directory.config, world_size, start).config
+    config = resolve_schedules(directory.config, world_size, start).config
     if any(path.stat().st_size > LONGEST_TEXT for path in raw_texts(config)):
         return config, False
     training = config.training

@@ -93,7 +93,7 @@ class ParamSchedules:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedSchedules:
     """config: with the settings of the schedules that hold. origin: whose schedules, for the log."""
 
     config: Config
@@ -101,7 +101,7 @@ class Settled:
     origin: str
 
 
-def settle(config: Config, world_size: int, start: StartingPoint | None) -> Settled:
+def resolve_schedules(config: Config, world_size: int, start: StartingPoint | None) -> ResolvedSchedules:
     """The schedules that a run follows. Raises ConfigError with a line for each value that flags and checkpoint have
     otherwise, where no flag decides.
     """
@@ -117,7 +117,7 @@ def settle(config: Config, world_size: int, start: StartingPoint | None) -> Sett
         or not settings.load_optim
         or config.training.skip_train
     ):
-        return Settled(config, own, "flags")
+        return ResolvedSchedules(config, own, "flags")
     if META in start.meta:
         theirs = ParamSchedules.from_meta(start.meta[META], str(start.path))
     else:  # written before schedules were
@@ -125,11 +125,11 @@ def settle(config: Config, world_size: int, start: StartingPoint | None) -> Sett
     ours, saved = own.facts(), theirs.facts()
     differing = [name for name, value in ours.items() if name in saved and saved[name] != value]
     if not differing:
-        return Settled(config, own, "checkpoint")
+        return ResolvedSchedules(config, own, "checkpoint")
     if override:
-        return Settled(config, own, f"flags ({OVERRIDE})")
+        return ResolvedSchedules(config, own, f"flags ({OVERRIDE})")
     if adopt:
-        return Settled(_adopted(config, start.saved, theirs, world_size), theirs, f"checkpoint ({ADOPT})")
+        return ResolvedSchedules(_adopted(config, start.saved, theirs, world_size), theirs, f"checkpoint ({ADOPT})")
     sizes = config.global_batch_size(world_size), start.saved.global_batch_size(start.world_size)
     batches = f" (batches of {sizes[0]:,}, there {sizes[1]:,})" if sizes[0] != sizes[1] else ""
     raise ConfigError([_difference(config, name, ours[name], saved[name], batches) for name in differing])

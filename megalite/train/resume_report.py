@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config import SECTIONS, Config, Option, effective, flat, options_of, show
 from megalite.observe import Record, describe_layout
-from megalite.train.param_schedules import Settled
+from megalite.train.param_schedules import ResolvedSchedules
 from megalite.train.starting_point import StartingPoint
 
 # Where a run reads and writes, what it tells on the way and when it pauses is no change of the run.
@@ -44,7 +44,7 @@ LAYOUT = (
 
 
 @dataclass(frozen=True)
-class Report:
+class ResumeReport:
     """rows: name and text of each line. record: what the start line of metrics.jsonl carries of it."""
 
     rows: Sequence[tuple[str, str]]
@@ -56,11 +56,11 @@ def resume_report(
     config: Config,
     world_size: int,
     *,
-    settled: Settled,
+    settled: ResolvedSchedules,
     loaded: Sequence[str],
     matmul: str | None,
     data: Sequence[str],
-) -> Report:
+) -> ResumeReport:
     """The report of a run that begins with `start`.
 
     Args:
@@ -96,7 +96,9 @@ def resume_report(
     rows += [("data", "; ".join(data))] if data else []
     if start.saved is not None:
         rows.append(("changed", "; ".join(f"{name} {old} -> {new}" for name, (old, new) in found.items()) or "nothing"))
-    return Report(rows, {"loaded_path": str(start.path), "changed": {name: list(pair) for name, pair in found.items()}})
+    return ResumeReport(
+        rows, {"loaded_path": str(start.path), "changed": {name: list(pair) for name, pair in found.items()}}
+    )
 
 
 def changes(before: Config, size_before: int, now: Config, size: int) -> Mapping[str, tuple[str, str]]:

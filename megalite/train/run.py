@@ -16,23 +16,23 @@ import torch
 from megalite.checkpoint import Meta
 from megalite.comm import Channel, ParallelMesh, World, share_axis
 from megalite.config import Config
-from megalite.data import Survey, differences
+from megalite.data import Survey, survey_differences
 from megalite.errors import DataError
-from megalite.inventory import stage_cuts
+from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, format_table, make_hooks, start_up_table
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Executor
 from megalite.train import matmul_precision
-from megalite.train.batch_reader import Feed
-from megalite.train.build import Model, Schedules, build_model, build_scaler, wide_dtype
+from megalite.train.batch_reader import BatchReader
+from megalite.train.build import Model, ProgramCache, build_model, build_scaler, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.matmul_precision import set_matmul_precision
-from megalite.train.param_schedules import ParamSchedules, settle
+from megalite.train.param_schedules import ParamSchedules, resolve_schedules
 from megalite.train.resume_report import resume_report
-from megalite.train.run_data import DataFlow, open_data, resolve_tokenizer
+from megalite.train.run_data import RunData, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
-from megalite.train.trainer import Progress, Trainer
+from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.update import Hyperparameters, Updater
 from megalite.train.validation import Validator
 
@@ -79,16 +79,16 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     )
     if world.device.type == "cpu":
         mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
-    schedules = Schedules(config)
+    schedules = ProgramCache(config)
     program = schedules.full(world.size)
-    cuts = stage_cuts(config, program)
+    cuts = stage_layer_ranges(config, program)
     if world.is_first:
         table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
         logger.info("\n%s", format_table(table))
     world.report_phase("start-up: run directory")
     with RunDirectory(config, mesh.world) as directory:
         start = directory.start()
-        settled = settle(directory.config, world.size, start)
+        settled = resolve_schedules(directory.config, world.size, start)
         config = settled.config
         directory.config = config
         goes_on = start.meta if start is not None and not start.weights_only else {}
@@ -103,7 +103,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         state = RunState(
             config, model, scaler, tokenizer, data.datasets, directory.checkpointer, settled.schedules, products
         )
-        progress, facts = Progress(), None
+        progress, facts = TrainingProgress(), None
         if start is not None:
             world.report_phase(f"start-up: loading {start.path}")
             progress, loaded = state.load(start)
@@ -119,7 +119,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
             facts = report.record
             if world.is_first:
                 logger.info("\n%s", format_table(report.rows))
-        trainer = assemble(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
+        trainer = assemble_trainer(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
         mesh.complete()
         yield OpenRun(trainer, state, directory)
 
@@ -128,7 +128,7 @@ def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: 
     """How the data differ from those of the checkpoint that the run goes on from. Raises DataError, unless it may."""
     if config.training.skip_train:
         return []
-    found = differences(then, surveys)
+    found = survey_differences(then, surveys)
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
             f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose order it would go on in; "
@@ -151,20 +151,20 @@ def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def assemble(
+def assemble_trainer(
     config: Config,
     world: World,
     mesh: ParallelMesh,
-    data: DataFlow,
-    schedules: Schedules,
+    data: RunData,
+    schedules: ProgramCache,
     model: Model,
     scaler: LossScaler,
     state: RunState,
-    progress: Progress,
+    progress: TrainingProgress,
     start_facts: Record | None = None,
 ) -> Trainer:
-    """Wires executor, updater, feed, evaluation and hooks into a trainer."""
-    feed = Feed(
+    """Wires executor, updater, batch reader, validator and hooks into a trainer."""
+    reader = BatchReader(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
         dp_size=mesh.size("dp"),
         tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
@@ -172,7 +172,7 @@ def assemble(
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),
     )
-    updater = make_updater(config, state.schedules, model, scaler, feed, progress)
+    updater = make_updater(config, state.schedules, model, scaler, reader, progress)
 
     def scale_of(batch: int) -> float:
         """2BW begins a batch before or after the update of the one before it, by stage and by what is saved; what that
@@ -193,7 +193,7 @@ def assemble(
         device=world.device,
         executor=executor,
         updater=updater,
-        feed=feed,
+        batch_reader=reader,
         program=schedules.program,
         batch_sizes=config.batch_size_schedule(world.size),
         train_iters=train_iters,
@@ -201,20 +201,25 @@ def assemble(
         hooks=make_hooks(config, world.rank, start_facts),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         finish_save=state.checkpointer.wait,
-        evaluate=evaluation(config, mesh, data, model, channel, updater, world.device),
+        evaluate=make_validator(config, mesh, data, model, channel, updater, world.device),
         save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )
 
 
 def make_updater(
-    config: Config, schedules: ParamSchedules, model: Model, scaler: LossScaler, feed: Feed, progress: Progress
+    config: Config,
+    schedules: ParamSchedules,
+    model: Model,
+    scaler: LossScaler,
+    reader: BatchReader,
+    progress: TrainingProgress,
 ) -> Updater:
     """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of rate and decay."""
-    update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else feed.number_of
+    update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else reader.number_of
 
     def policy(update: int) -> Hyperparameters:
-        batch = feed.batch(feed.number_of(update) if model.update_per_microbatch else update)
+        batch = reader.batch(reader.number_of(update) if model.update_per_microbatch else update)
         samples = progress.schedule_samples
         return Hyperparameters(schedules.learning_rate(samples), schedules.weight_decay(samples), batch.loss_scale)
 
@@ -234,10 +239,10 @@ def make_updater(
     )
 
 
-def evaluation(
+def make_validator(
     config: Config,
     mesh: ParallelMesh,
-    data: DataFlow,
+    data: RunData,
     model: Model,
     channel: Channel,
     updater: Updater,

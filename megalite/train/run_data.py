@@ -15,16 +15,16 @@ from torch import Tensor
 from megalite.comm import ParallelMesh, all_gather_json, patiently
 from megalite.config import Config, with_vocab_size
 from megalite.data import (
+    BatchLoader,
     Dataset,
     Datasets,
-    Loader,
     Tokenizer,
     build_datasets,
     build_tokenizer,
     cache_directory,
     full_pass,
     resolve_vocab_size,
-    to_meta,
+    surveys_to_meta,
 )
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
@@ -48,7 +48,7 @@ class _Masks(TypedDict):
 
 
 @dataclass(frozen=True)
-class DataFlow:
+class RunData:
     """Everything that reads data in a run; the same on tensor- and pipeline-parallel peers."""
 
     config: Config
@@ -57,7 +57,7 @@ class DataFlow:
     datasets: Datasets
     device: torch.device
 
-    def train_loader(self, consumed_samples: int) -> Loader:
+    def train_loader(self, consumed_samples: int) -> BatchLoader:
         """Training batches after `consumed_samples` samples."""
         assert self.datasets.train is not None
         return self._loader(self.datasets.train, consumed_samples)
@@ -89,8 +89,8 @@ class DataFlow:
             while True:
                 yield loader.next_batch(samples)
 
-    def _loader(self, dataset: Dataset, consumed_samples: int) -> Loader:
-        return Loader(
+    def _loader(self, dataset: Dataset, consumed_samples: int) -> BatchLoader:
+        return BatchLoader(
             dataset,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
@@ -125,7 +125,7 @@ def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
 
 def open_data(
     config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, began_with: Sequence[int]
-) -> DataFlow:
+) -> RunData:
     """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
     where they do not see rank 0's disk). Raises DataError."""
 
@@ -136,12 +136,12 @@ def open_data(
     datasets = patiently(build if first is None else None, mesh.world) or first
     assert datasets is not None
     _check_alike(datasets, mesh)
-    return DataFlow(config, mesh, tokenizer, datasets, device)
+    return RunData(config, mesh, tokenizer, datasets, device)
 
 
 def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
     """Raises DataError where a rank reads other files than rank 0 (an old copy on its node). Collective."""
-    surveys = to_meta(datasets.surveys)
+    surveys = surveys_to_meta(datasets.surveys)
     told = all_gather_json(xxhash.xxh3_64_hexdigest(json.dumps(surveys).encode()), mesh.world)
     others = [rank for rank, digest in enumerate(told) if digest != told[0]]
     if others:

@@ -17,14 +17,14 @@ from pathlib import Path
 from megalite.checkpoint import Checkpointer, Meta
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
-from megalite.data import Datasets, Tokenizer, to_meta, tokenizer_files
+from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
 from megalite.optim import LossScaler
 from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
 from megalite.train.starting_point import StartingPoint, load_weights
-from megalite.train.trainer import Progress, progress_from_meta, progress_to_meta
+from megalite.train.trainer import TrainingProgress, progress_from_meta, progress_to_meta
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RunState:
     schedules: ParamSchedules
     products: MatmulChoice
 
-    def save(self, progress: Progress) -> str:
+    def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
         meta = {
             "iteration": progress.iteration,
@@ -50,7 +50,7 @@ class RunState:
             "progress": progress_to_meta(progress),
             "loss_scaler": self.scaler.state_dict(),
             "train_requests": list(self.datasets.train_requests),
-            "data": to_meta(self.datasets.surveys),
+            "data": surveys_to_meta(self.datasets.surveys),
             param_schedules.META: self.schedules.to_meta(),
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),
@@ -59,7 +59,7 @@ class RunState:
         write = self.checkpointer.save_async if self.config.checkpoint.async_save else self.checkpointer.save
         return str(write(progress.iteration, self._shards(self._version(progress)), meta, files))
 
-    def check_room(self, progress: Progress) -> None:
+    def check_room(self, progress: TrainingProgress) -> None:
         """Whether a checkpoint has room where it will be written. Collective. Raises CheckpointError."""
         if self.config.checkpoint.save is not None:
             self.checkpointer.check_room(self._shards(self._version(progress)))
@@ -68,13 +68,13 @@ class RunState:
         """Local: whether a save in the background came to nothing, as far as this rank knows."""
         return self.checkpointer.failure is not None
 
-    def load(self, start: StartingPoint) -> tuple[Progress, list[str]]:
+    def load(self, start: StartingPoint) -> tuple[TrainingProgress, list[str]]:
         """Takes up a checkpoint of any layout, or a Hugging Face model's weights. Collective.
 
         Returns where the run stands, and what was taken, in words.
         """
         model, meta = self.model, Meta(start.meta, str(start.path))
-        progress = Progress() if start.weights_only else progress_from_meta(meta.section("progress"))
+        progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
         with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
         shards = model.optimizer.shards()
@@ -94,7 +94,7 @@ class RunState:
             self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
         return progress, self._taken(progress, start, with_state=with_state, older=older)
 
-    def _taken(self, progress: Progress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
+    def _taken(self, progress: TrainingProgress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
         """What came from a checkpoint, in words."""
         if start.weights_only:
             return ["weights"]
@@ -104,7 +104,7 @@ class RunState:
         taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.precision.fp16 else []
         return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
 
-    def _version(self, progress: Progress) -> int:
+    def _version(self, progress: TrainingProgress) -> int:
         return progress.microbatches if self.model.update_per_microbatch else progress.updates
 
     def _shards(self, version: int) -> list[TensorShard]:

@@ -18,14 +18,14 @@ from typing import Any
 from megalite.checkpoint import (
     COMMITTED,
     Manifest,
+    bytes_text,
     check_tensors,
     committed,
     first_problem,
-    in_words,
     is_huggingface,
     read_extra,
     read_manifest,
-    resolve,
+    resolve_checkpoint,
 )
 from megalite.comm import Axis, TensorShard, all_gather_json
 from megalite.config import Config, ModelConfig, Offer, from_dict
@@ -75,7 +75,7 @@ def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
         return Offer(f"{root / CONFIG}", source.model, _tokenizer_flags(source.tokenizer.kind, root), huggingface=True)
     if ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
         return None
-    path = resolve(root, ckpt_step)
+    path = resolve_checkpoint(root, ckpt_step)
     manifest = read_manifest(path)
     model, tokenizer = config_of(path, manifest).model, {}
     if DESCRIPTION_FILE in manifest.extra_files:
@@ -122,4 +122,4 @@ def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world
     if agreed:
         raise CheckpointError(agreed)
     seconds = time.perf_counter() - started
-    logger.info("loaded %s (%s on this rank in %.2f s)", source.directory, in_words(nbytes), seconds)
+    logger.info("loaded %s (%s on this rank in %.2f s)", source.directory, bytes_text(nbytes), seconds)

@@ -27,9 +27,9 @@ from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.observe import Hooks, PipelineTracer, Record, StepStats
 from megalite.parallel.pipeline import Executor
-from megalite.schedule import Batch as ScheduleBatch
+from megalite.schedule import BatchRange as ScheduleBatch
 from megalite.schedule import Program
-from megalite.train.batch_reader import Feed
+from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
 from megalite.train.update import Updater
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Where a run stands: all of it is in every checkpoint.
 
     iteration: iterations done, skipped ones included. updates: batches that went through the pipeline (each is one
@@ -64,20 +64,20 @@ class Trainer:
     for one in the background.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     config: Config
     mesh: ParallelMesh
     device: torch.device
     executor: Executor
     updater: Updater
-    feed: Feed
+    batch_reader: BatchReader
     program: Callable[[int, int], Program]
     batch_sizes: BatchSizeSchedule
     train_iters: int
     hooks: Hooks
     exits: ExitPolicy
     evaluate: Callable[[int, bool], list[Record]]
-    save: Callable[[Progress], str] | None
+    save: Callable[[TrainingProgress], str] | None
     report_phase: Callable[[str], None]
     finish_save: Callable[[], None] | None = None
     tracer: PipelineTracer | None = None
@@ -158,7 +158,9 @@ class Trainer:
         actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
         if self.tracer is not None:
             self.tracer.before(number, program, batch)
-        for action in self.executor.run(actions, self.feed):  # those that concern weights: REDUCE, NORM, STEP ...
+        for action in self.executor.run(
+            actions, self.batch_reader
+        ):  # those that concern weights: REDUCE, NORM, STEP ...
             self.updater.execute(action)
         if self.tracer is not None:
             self.tracer.after(number, program)
@@ -167,7 +169,7 @@ class Trainer:
         if self._drained:
             self.executor.finish()
         loss = self._batch_loss(batch.iteration)
-        self.feed.forget(batch.iteration)
+        self.batch_reader.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1
         progress.consumed_samples += samples
         progress.microbatches += batch.size
@@ -188,7 +190,7 @@ class Trainer:
             skipped=skipped,
             iteration_time_s=time.perf_counter() - began,
             wait_time_s=self.mesh.waits.take(),
-            data_time_s=self.feed.take_seconds(),
+            data_time_s=self.batch_reader.take_seconds(),
         )
 
     def _plan(self, samples: int, *, drain: bool) -> ScheduleBatch:
@@ -199,8 +201,8 @@ class Trainer:
         # A batch of another size has another program: the pipeline runs empty between the two.
         skips = self.iteration + 2 in self.config.training.iterations_to_skip
         next_size = 0 if drain or skips or following != samples else size
-        self.feed.plan(progress.updates, first=progress.microbatches, samples=samples)
-        self.feed.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
+        self.batch_reader.plan(progress.updates, first=progress.microbatches, samples=samples)
+        self.batch_reader.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
         return ScheduleBatch(progress.updates, progress.microbatches, size, next_size, first=self._drained)
 
     def _microbatches(self, samples: int) -> int:
@@ -212,7 +214,7 @@ class Trainer:
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.skipped_iterations += 1
-        self.feed.pass_over(samples)
+        self.batch_reader.pass_over(samples)
         return StepStats(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -229,14 +231,14 @@ class Trainer:
 
     def _add_losses(self, losses: dict[int, Tensor]) -> None:
         for microbatch, loss in losses.items():
-            batch, share = self.feed.share_of_loss(microbatch)
+            batch, share = self.batch_reader.share_of_loss(microbatch)
             self._losses[batch] = self._losses.get(batch, torch.zeros_like(share)) + loss * share
 
     def _batch_loss(self, number: int) -> Tensor:
         """The batch's loss, the same on all ranks. The sum over ranks is on its way until the next step or log line."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
-        total = torch.zeros((), dtype=self.feed.loss_dtype, device=self.device) if mine is None else mine
+        total = torch.zeros((), dtype=self.batch_reader.loss_dtype, device=self.device) if mine is None else mine
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
@@ -282,11 +284,11 @@ class Trainer:
         self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
 
 
-def progress_to_meta(progress: Progress) -> dict[str, Any]:
+def progress_to_meta(progress: TrainingProgress) -> dict[str, Any]:
     """The JSON form that a checkpoint holds."""
     return dict(vars(progress))
 
 
-def progress_from_meta(meta: Meta) -> Progress:
+def progress_from_meta(meta: Meta) -> TrainingProgress:
     """The inverse. Raises CheckpointError."""
-    return Progress(**{name: meta.integer(name) for name in vars(Progress())})
+    return TrainingProgress(**{name: meta.integer(name) for name in vars(TrainingProgress())})

@@ -14,7 +14,7 @@ from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, Stage, StageKey, forward_program
 from megalite.progress import LINES, ProgressBar
-from megalite.schedule import Placement
+from megalite.schedule import StagePlacement
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Validator:
     def __init__(
         self,
         stages: Mapping[StageKey, Stage],
-        placement: Placement,
+        placement: StagePlacement,
         channel: Channel,
         mesh: ParallelMesh,
         *,

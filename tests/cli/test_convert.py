@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megalite.checkpoint import CheckpointReader, resolve
+from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.convert import hf_files, megatron_process
 from megalite.inference.loaded_model import load_for_inference
 from megalite.inventory.layers import parameter_shapes
@@ -72,7 +72,7 @@ def test_export_is_verified_and_comes_back_bit_equal(changes: Any, convert: Conv
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == 256
 
     assert convert("--from", "hf", "--to", "megalite", "--load", tmp_path / "hf", "--save", tmp_path / "b")[0] == 0
-    before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("run", "b"))
+    before, after = (CheckpointReader(resolve_checkpoint(tmp_path / name)) for name in ("run", "b"))
     weights = list(parameter_shapes(load_for_inference(tmp_path / "run").config.model))
     assert sorted(after.names) == sorted(weights)
     assert all(torch.equal(before.read(name), after.read(name)) for name in weights)
@@ -103,7 +103,7 @@ def test_dtype_and_same_side_conversion(convert: Convert, tmp_path: Path) -> Non
     write_checkpoint(tmp_path / "run", model=tiny_model_config(**LLAMA))
     sides = "--from", "megalite", "--to", "megalite"
     assert convert(*sides, "--load", tmp_path / "run", "--save", tmp_path / "half", "--dtype", "bf16")[0] == 0
-    half = CheckpointReader(resolve(tmp_path / "half"))
+    half = CheckpointReader(resolve_checkpoint(tmp_path / "half"))
     assert {half.read(name).dtype for name in half.names} == {torch.bfloat16}
     assert convert("--from", "megalite", "--to", "hf", "--load", tmp_path / "half", "--save", tmp_path / "hf")[0] == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -135,7 +135,7 @@ def test_megatron_and_back(
     for source, load, target, save, more in steps:
         status, out, error = convert("--from", source, "--to", target, "--load", load, "--save", save, *more)
         assert status == 0 and out == f"wrote {save / 'iter_0000000' if save == back else save}\n", error
-    before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("run", "back"))
+    before, after = (CheckpointReader(resolve_checkpoint(tmp_path / name)) for name in ("run", "back"))
     assert sorted(after.names) == sorted(parameter_shapes(load_for_inference(back).config.model))
     assert all(torch.equal(before.read(name), after.read(name)) for name in after.names)
 
@@ -199,7 +199,7 @@ def test_a_run_goes_on_from_a_converted_model(convert: Convert, tmp_path: Path, 
     assert pretrain(flags) == 2
     assert "holds weights and no run (it was converted); add --finetune" in capsys.readouterr().err
     assert pretrain([*flags, "--finetune", "--lr", "1e-9"]) == 0
-    before, after = (CheckpointReader(resolve(tmp_path / name)) for name in ("start", "next"))
+    before, after = (CheckpointReader(resolve_checkpoint(tmp_path / name)) for name in ("start", "next"))
     name = "layers.1.attention.qkv.weight"
     torch.testing.assert_close(after.read(name).double(), before.read(name).double(), rtol=0, atol=1e-6)
 

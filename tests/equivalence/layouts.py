@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite.checkpoint import CheckpointReader, resolve
+from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
@@ -44,7 +44,7 @@ def train_body(world: World, argv: list[str], steps: int) -> tuple[list[float], 
 
 def saved_tensors(directory: Path | str) -> dict[str, Tensor]:
     """Every logical tensor of a checkpoint (of the newest one of a run directory), whole, in its own dtype."""
-    reader = CheckpointReader(resolve(directory))
+    reader = CheckpointReader(resolve_checkpoint(directory))
     return {name: reader.read(name) for name in reader.names if name != "optimizer/step"}
 
 

@@ -17,7 +17,7 @@ from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
-from megalite.train.batch_reader import Feed
+from megalite.train.batch_reader import BatchReader
 
 MODEL = ("--num-layers", "4", "--clip-grad", "0.5")
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -25,8 +25,10 @@ TP2 = ("--tensor-model-parallel-size", "2")
 
 
 def loss_not_divided_by_m():
-    right = Feed._factors
-    return patch.object(Feed, "_factors", lambda self, mbs, scale: [f * len(mbs) for f in right(self, mbs, scale)])
+    right = BatchReader._factors
+    return patch.object(
+        BatchReader, "_factors", lambda self, mbs, scale: [f * len(mbs) for f in right(self, mbs, scale)]
+    )
 
 
 def gradient_not_reduced():
@@ -60,8 +62,8 @@ def newest_version_in_2bw():
 
 
 def stale_microbatch():
-    right = Feed.get
-    return patch.object(Feed, "get", lambda self, k: right(self, k - 1 if k % 8 == 5 else k))
+    right = BatchReader.get
+    return patch.object(BatchReader, "get", lambda self, k: right(self, k - 1 if k % 8 == 5 else k))
 
 
 class _Done:

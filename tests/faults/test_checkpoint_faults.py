@@ -20,7 +20,7 @@ import torch
 
 from megalite.checkpoint import Checkpointer, RunLock, committed, latest
 from megalite.checkpoint.discovery import interrupted
-from megalite.checkpoint.lock import Holder
+from megalite.checkpoint.lock import LockHolder
 from megalite.comm.collectives import barrier
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.rectangles import TensorShard
@@ -193,7 +193,7 @@ def race_for_the_lock(world: World, directory: str, rounds: int) -> list[bool]:
         place = Path(directory) / str(number)
         if world.is_first:
             place.mkdir()
-            (place / "run.lock").write_text(json.dumps({**Holder.myself().__dict__, "process_start": "1"}))  # dead
+            (place / "run.lock").write_text(json.dumps({**LockHolder.myself().__dict__, "process_start": "1"}))  # dead
         barrier(axis)
         lock = RunLock(place)
         try:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megalite.comm.world import World
 from megalite.config import Config, parse
 from megalite.faults import fault_point
-from megalite.launch.launcher import Place, launch
+from megalite.launch.launcher import LaunchEnvironment, launch
 from megalite.testing import RanksFailed, run_single
 
 TIMEOUT_SECONDS = 2.0
@@ -46,7 +46,7 @@ def main_waits_for_a_signal(config: Config, world: World) -> int:
 def body_launch(world: World, main_name: str) -> tuple[int, float]:
     config = parse(FLAGS)
     start = time.monotonic()
-    status = launch(config, globals()[main_name], Place())
+    status = launch(config, globals()[main_name], LaunchEnvironment())
     return status, time.monotonic() - start
 
 
@@ -87,7 +87,7 @@ def body_signals_launcher(world: World, number: int) -> int:
             time.sleep(0.01)
         os.kill(launcher, number)
         os._exit(0)
-    return launch(parse(FLAGS), main_waits_for_a_signal, Place())
+    return launch(parse(FLAGS), main_waits_for_a_signal, LaunchEnvironment())
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
@@ -105,7 +105,7 @@ def main_is_interrupted(config: Config, world: World) -> None:
 
 def body_launch_alone(world: World) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
-    return launch(parse(FLAGS[:-2]), main_is_interrupted, Place())
+    return launch(parse(FLAGS[:-2]), main_is_interrupted, LaunchEnvironment())
 
 
 @pytest.mark.parametrize("body", ["alone", "three ranks"])

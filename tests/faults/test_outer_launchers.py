@@ -17,7 +17,7 @@ from megalite.comm.world import World
 from megalite.config import Config, parse
 from megalite.faults import fault_point
 from megalite.launch import watch
-from megalite.launch.launcher import Place, launch
+from megalite.launch.launcher import LaunchEnvironment, launch
 from megalite.testing import run_single
 
 TIMEOUT_SECONDS = 2.0
@@ -50,7 +50,7 @@ def start(main_name: str, launcher: str) -> list[int]:
     for rank in range(SIZE):
         pids.append(os.fork())
         if pids[-1] == 0:
-            place = Place(launcher, rank, SIZE, rank, SIZE, "127.0.0.1", port)
+            place = LaunchEnvironment(launcher, rank, SIZE, rank, SIZE, "127.0.0.1", port)
             os._exit(launch(parse(FLAGS), globals()[main_name], place))
     return pids
 

@@ -15,7 +15,7 @@ from faults.test_training_kills import STEPS, command, whole_run
 
 from megalite.comm.world import World
 from megalite.config.cli import parse
-from megalite.launch.launcher import Place, launch
+from megalite.launch.launcher import LaunchEnvironment, launch
 from megalite.testing import run_ranks, run_single
 from megalite.train.run import run_training
 
@@ -27,7 +27,7 @@ CHUNKS = {"interleaved": "2", "breadth-first": "2"}
 
 def body_launch(world: World, argv: list[str]) -> tuple[int, float]:
     began = time.monotonic()
-    status = launch(parse(argv), run_training, Place())
+    status = launch(parse(argv), run_training, LaunchEnvironment())
     return status, time.monotonic() - began
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.checkpoint.verify import verify
+from megalite.checkpoint.verify import verify_checkpoint
 from megalite.data.gpt_index import BLOCK, build_sample_index
 from megalite.progress import ERASE, ProgressBar, amount, duration
 from tests.unit.inference.tiny_checkpoint import write_checkpoint
@@ -113,7 +113,10 @@ def test_an_index_says_how_many_documents_it_has_seen() -> None:
 def test_verification_says_how_many_bytes_it_has_read(tmp_path: Path) -> None:
     told: list[tuple[float, float | None]] = []
     write_checkpoint(tmp_path)
-    assert verify(tmp_path / "iter_0000007", on_progress=lambda done, total, note: told.append((done, total))) == []
+    assert (
+        verify_checkpoint(tmp_path / "iter_0000007", on_progress=lambda done, total, note: told.append((done, total)))
+        == []
+    )
     done = [n for n, _ in told]
     assert done == sorted(set(done)) and done[-1] <= (told[0][1] or 0) <= done[-1] + 100_000
 

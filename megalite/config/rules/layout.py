@@ -9,7 +9,7 @@ from megalite.config.batch_size import parse_step_schedule
 from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ScheduleError
 
@@ -98,9 +98,9 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     if sum(given) != 1 or size == 1 or parallel.pipeline_schedule_file is not None or not batches:
         return
     micro_batches = batches[-1][0]
-    if schedules.legal(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs):
+    if schedules.schedule_problems(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs):
         return
-    program = schedules.build(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs)
+    program = schedules.build_program(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs)
     try:
         schedules.partition(config.model.num_layers, program.placement, first=first, last=last, layout=layout)
     except ScheduleError as error:
@@ -120,10 +120,10 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
             yield f"--pipeline-schedule={name}: excludes --pipeline-schedule-file; give one of them"
         return
     for micro_batches, samples in batches_in_micro_batches(config, world_size):
-        reasons = schedules.legal(name, size, micro_batches, given, num_pairs=parallel.chimera_pairs)
+        reasons = schedules.schedule_problems(name, size, micro_batches, given, num_pairs=parallel.chimera_pairs)
         for reason in reasons:
             yield reason + _enough_samples(parallel, micro_batches, samples)
-    schedule = schedules.find(name)
+    schedule = schedules.find_schedule(name)
     if parallel.pipeline_flush_steps and schedule.flush_schedule is None:
         why = "steps after every micro-batch" if schedule.update_per_microbatch else "flushes after every iteration"
         yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
@@ -158,7 +158,7 @@ def _enough_samples(parallel: ParallelConfig, micro_batches: int, samples: int) 
     """The nearest larger batch with which the schedule runs, where that is what is missing."""
     size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     for more in range(micro_batches + 1, micro_batches + 4 * size + 1):
-        if not schedules.legal(parallel.schedule, size, more, chunks, num_pairs=parallel.chimera_pairs):
+        if not schedules.schedule_problems(parallel.schedule, size, more, chunks, num_pairs=parallel.chimera_pairs):
             return f" (legal: --global-batch-size={samples // micro_batches * more})"
     return ""
 
@@ -219,12 +219,12 @@ def warnings(config: Config, world_size: int) -> list[str]:
     if training.precision.fp16 and parallel.hardware.device == "cpu":
         lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
     name, lr = config.optimizer.optimizer, config.optimizer.lr
-    high = UPDATE_RULES[name].high_lr
+    high = OPTIMIZER_SPECS[name].high_lr
     if high is not None and lr > high:
         lines.append(f"--lr={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common")
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
         for micro_batches, _ in batches_in_micro_batches(config, world_size):
-            lines += schedules.warnings(
+            lines += schedules.schedule_warnings(
                 parallel.schedule,
                 parallel.pipeline_model_parallel_size,
                 micro_batches,

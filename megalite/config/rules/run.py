@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from megalite.config.root import Config
 from megalite.config.training import TrainingLength
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
-from megalite.schedule import find
+from megalite.schedule import find_schedule
 
 
 def length(config: Config, world_size: int) -> Iterator[str]:
@@ -76,10 +76,10 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
     """Which settings belong to which optimizer."""
     optimizer = config.optimizer
     name = optimizer.optimizer
-    for field in dict.fromkeys(field for rule in UPDATE_RULES.values() for field in rule.settings):
+    for field in dict.fromkeys(field for rule in OPTIMIZER_SPECS.values() for field in rule.settings):
         value = getattr(optimizer, field)
-        if value != getattr(type(optimizer), field) and field not in UPDATE_RULES[name].settings:
-            users = " and ".join(user for user, rule in UPDATE_RULES.items() if field in rule.settings)
+        if value != getattr(type(optimizer), field) and field not in OPTIMIZER_SPECS[name].settings:
+            users = " and ".join(user for user, rule in OPTIMIZER_SPECS.items() if field in rule.settings)
             yield f"--{field.replace('_', '-')}={value}: not with --optimizer={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
@@ -88,7 +88,7 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
         if optimizer.offload.optimizer_cpu_offload:
             yield "--store-param-remainders: excludes --optimizer-cpu-offload; give one of them"
-        if find(config.parallel.schedule).asynchronous:
+        if find_schedule(config.parallel.schedule).asynchronous:
             yield (
                 f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "
                 "weights of an update elsewhere than it reads them"

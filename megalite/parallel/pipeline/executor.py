@@ -7,8 +7,8 @@ the executor, so the next batch's list continues where this one's ended: asynchr
 need nothing special.
 
 The actions that concern weights (REDUCE, NORM, STEP, UNSHARD, RESHARD) are not the pipeline's: `run` hands each to its
-caller in its turn. Micro-batches come from a `Source` by their global number; the executor drops them after their last
-use.
+caller in its turn. Micro-batches come from a `MicrobatchSource` by their global number; the executor drops them after
+their last use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megalite.comm import Channel, Incoming, Label
+from megalite.comm import Channel, IncomingMessage, MessageLabel
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.microbatch import Microbatch
@@ -39,7 +39,7 @@ from megalite.schedule import (
     SEND_B,
     SEND_F,
     Action,
-    Placement,
+    StagePlacement,
 )
 
 _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
@@ -48,7 +48,7 @@ StageKey = tuple[int, int]
 """(stage, replica)"""
 
 
-class Source(Protocol):
+class MicrobatchSource(Protocol):
     """Where micro-batches come from."""
 
     def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
@@ -68,7 +68,7 @@ class Events:
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionTiming:
     """One action as it was executed: seconds of a monotonic clock. It starts when its input has arrived: waiting is
     idleness, not work.
     """
@@ -82,7 +82,7 @@ class Span:
 class _State:
     """Everything that lives across actions (and across batches)."""
 
-    posted: dict[tuple[str, int, int, int], Incoming] = field(default_factory=dict)
+    posted: dict[tuple[str, int, int, int], IncomingMessage] = field(default_factory=dict)
     ready: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
     outgoing: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
     batches: dict[int, tuple[Microbatch, Tensor]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Executor:
         self,
         rank: int,
         stages: Mapping[StageKey, Stage],
-        placement: Placement,
+        placement: StagePlacement,
         channel: Channel,
         events: Events,
         *,
@@ -109,14 +109,14 @@ class Executor:
         self.rank = rank
         self.stages = dict(stages)
         self.placement = placement
-        self.trace: list[Span] | None = None
+        self.trace: list[ActionTiming] | None = None
         self._channel = channel
         self._events = events
         self._synchronize = synchronize
         self._arrival = 0.0
         self._state = _State()
         self._losses: dict[int, Tensor] = {}
-        self._handlers: dict[str, Callable[[Action, Source], None]] = {
+        self._handlers: dict[str, Callable[[Action, MicrobatchSource], None]] = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
             BACKWARD_INPUT: self._backward,
@@ -127,7 +127,7 @@ class Executor:
             RECV_B: self._post,
         }
 
-    def run(self, actions: Sequence[Action], source: Source) -> Iterator[Action]:
+    def run(self, actions: Sequence[Action], source: MicrobatchSource) -> Iterator[Action]:
         """Runs the actions in order; yields those that concern weights, to be carried out before the next one."""
         for index, action in enumerate(actions):
             for part in action.parts or (action,):
@@ -141,7 +141,7 @@ class Executor:
                 else:
                     yield part
                 if self.trace is not None:
-                    self.trace.append(Span(part, max(start, self._arrival), self._clock()))
+                    self.trace.append(ActionTiming(part, max(start, self._arrival), self._clock()))
 
     def take_losses(self) -> dict[int, Tensor]:
         """The summed losses of the micro-batches whose last stage has run here since the last call, by number."""
@@ -168,7 +168,7 @@ class Executor:
 
     # one handler an action kind
 
-    def _forward(self, action: Action, source: Source) -> None:
+    def _forward(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stages[action.stage_key]
         batch, factor = self._batch(action, source)
         version = action.version if action.version != NONE else self._events.newest_version()
@@ -179,7 +179,7 @@ class Executor:
         else:
             self._pass_on("F", out, action, to=action.stage + 1)
 
-    def _backward(self, action: Action, source: Source) -> None:
+    def _backward(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stages[action.stage_key]
         dy = None if stage.is_last else self._take("B", action)
         whole = action.kind == BACKWARD
@@ -187,19 +187,19 @@ class Executor:
         if dx is not None:
             self._pass_on("B", dx, action, to=action.stage - 1)
 
-    def _backward_weight(self, action: Action, source: Source) -> None:
+    def _backward_weight(self, action: Action, source: MicrobatchSource) -> None:
         self.stages[action.stage_key].backward_weight(action.microbatch)
 
-    def _send(self, action: Action, source: Source) -> None:
+    def _send(self, action: Action, source: MicrobatchSource) -> None:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)
         target = action.stage + step
         x = self._state.outgoing.pop((kind, target, action.replica, action.microbatch))
-        self._channel.send(x, peer=action.peer, label=Label(kind, target, action.microbatch))
+        self._channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
-    def _post(self, action: Action, source: Source) -> None:
+    def _post(self, action: Action, source: MicrobatchSource) -> None:
         kind = "F" if action.kind == RECV_F else "B"
         spec = self.stages[action.stage_key].spec
-        label = Label(kind, action.stage, action.microbatch)
+        label = MessageLabel(kind, action.stage, action.microbatch)
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
         self._state.posted[kind, action.stage, action.replica, action.microbatch] = incoming
 
@@ -221,7 +221,7 @@ class Executor:
         table = self._state.ready if here else self._state.outgoing
         table[kind, to, action.replica, action.microbatch] = x
 
-    def _batch(self, action: Action, source: Source) -> tuple[Microbatch, Tensor]:
+    def _batch(self, action: Action, source: MicrobatchSource) -> tuple[Microbatch, Tensor]:
         """The action's micro-batch; kept until its forward has been run by every stage of its replica on this rank."""
         state, number = self._state, action.microbatch
         if number not in state.batches:

@@ -10,18 +10,26 @@ from torch import Tensor
 from megalite.comm import TensorSpec
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline.stage import Stage
-from megalite.schedule import Action, Batch, Peak, Placement, Program, forward, insert_communication
+from megalite.schedule import (
+    Action,
+    BatchRange,
+    PeakActivations,
+    Program,
+    StagePlacement,
+    forward,
+    insert_communication,
+)
 
 
 @cache
-def forward_program(placement: Placement, num_microbatches: int) -> Program:
+def forward_program(placement: StagePlacement, num_microbatches: int) -> Program:
     """Every stage runs all micro-batches, first chunk first; nothing is kept for a backward. Replica 0 does it all.
 
     p=2, m=3     rank 0  F0 F1 F2
                  rank 1  .. F0 F1 F2
     """
 
-    def order(rank: int, batch: Batch) -> Iterator[Action]:
+    def order(rank: int, batch: BatchRange) -> Iterator[Action]:
         for stage, replica in placement.stages_of(rank):
             if replica == 0:
                 for microbatch in range(batch.size):
@@ -34,7 +42,7 @@ def forward_program(placement: Placement, num_microbatches: int) -> Program:
         num_microbatches=num_microbatches,
         order=lambda rank, batch: list(order(rank, batch)),
         weight_versions=(1,) * ranks,
-        peak_activations=(Peak(0),) * ranks,
+        peak_activations=(PeakActivations(0),) * ranks,
         staleness=(0,) * placement.num_stages,
     )
     return insert_communication(program)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megalite.comm import Axis, Done, Handle, all_reduce_
-from megalite.schedule import Placement
+from megalite.schedule import StagePlacement
 
 
-def holders(placement: Placement) -> list[int]:
+def holders(placement: StagePlacement) -> list[int]:
     """Pipeline ranks that hold the first or the last stage of any replica, ascending."""
     ends = (0, placement.num_stages - 1)
     return sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas) for stage in ends})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalite.comm import FamilyAxes
-from megalite.inventory import FAMILIES
+from megalite.inventory import AXIS_FAMILIES
 from megalite.parallel.zero.buckets import NamedParameters, ParameterBuffers, placement_of
 from megalite.parallel.zero.launches import Launches
 from megalite.parallel.zero.options import ZeroOptions
@@ -24,7 +24,7 @@ def stage_buffers(
     that of the table, narrow dtypes first. beside: those of this rank's other stages. more: as in `ParameterBuffers`.
     """
     parts: dict[tuple[int, int, str], list[list[Any]]] = {}
-    order = list(FAMILIES)
+    order = list(AXIS_FAMILIES)
     for number, version in enumerate(versions):
         for name, parameter in version:
             family = placement_of(name, parameter).family

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
@@ -26,14 +26,18 @@ def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
         yield from (backward(chunk * p + rank, k) for k in range(m))
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p, m, v, _ = shape
     return flush_program(
-        "breadth-first", loop(p, v), m, lambda rank, m: rank_order(rank, p, m, v), lambda rank, m: Peak(m * v)
+        "breadth-first",
+        loop(p, v),
+        m,
+        lambda rank, m: rank_order(rank, p, m, v),
+        lambda rank, m: PeakActivations(m * v),
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
     return [

@@ -19,8 +19,8 @@ held.
 
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.placement import bidirectional
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def rank_order(rank: int, p: int, m: int, f: int) -> list[Action]:
@@ -37,13 +37,13 @@ def rank_order(rank: int, p: int, m: int, f: int) -> list[Action]:
     return [action for _, action in sorted(slots)]
 
 
-def peak(rank: int, p: int, f: int) -> Peak:
+def peak(rank: int, p: int, f: int) -> PeakActivations:
     """Least at the ends of a pipeline pair, most in its middle."""
     within, length = rank % (p // f), p // f
-    return Peak(p - p // (2 * f) + 1 + min(within, length - 1 - within))
+    return PeakActivations(p - p // (2 * f) + 1 + min(within, length - 1 - within))
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p, m, _, f = shape
     return flush_program(
         "chimera",
@@ -54,7 +54,7 @@ def build(shape: Shape) -> Program:
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     p, m, _, f = shape
     reasons = []
     if p % (2 * f):

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 
 from megalite.schedule.action import Action, backward, backward_input, backward_weight, forward, overlap
 from megalite.schedule.placement import vee
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 class _Chunks:
@@ -90,18 +90,18 @@ def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
         yield do.w()
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
     return flush_program(
         "dualpipe-v",
         vee(p),
         shape.m,
         lambda rank, m: rank_order(rank, p, m),
-        lambda rank, m: Peak(2 * p + 1),
+        lambda rank, m: PeakActivations(2 * p + 1),
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= 2 * shape.p:
         return []
     return [

@@ -10,19 +10,19 @@ times in all. The price: rank r holds min(m, 2(p-r)-1) micro-batches.
 """
 
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.program import PeakActivations, Program, flush_program
 from megalite.schedule.schedules.one_f_one_b import one_f_one_b
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
     return flush_program(
         "eager-1f1b",
         loop(p),
         shape.m,
         lambda rank, m: one_f_one_b(rank, m, warmup=2 * (p - 1 - rank)),
-        lambda rank, m: Peak(min(m, 2 * (p - rank) - 1)),
+        lambda rank, m: PeakActivations(min(m, 2 * (p - rank) - 1)),
     )
 
 

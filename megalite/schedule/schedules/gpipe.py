@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def rank_order(rank: int, m: int) -> Iterator[Action]:
@@ -23,8 +23,8 @@ def rank_order(rank: int, m: int) -> Iterator[Action]:
     yield from (backward(rank, k) for k in range(m))
 
 
-def build(shape: Shape) -> Program:
-    return flush_program("gpipe", loop(shape.p), shape.m, rank_order, lambda rank, m: Peak(m))
+def build(shape: ScheduleShape) -> Program:
+    return flush_program("gpipe", loop(shape.p), shape.m, rank_order, lambda rank, m: PeakActivations(m))
 
 
 SCHEDULE = Schedule(

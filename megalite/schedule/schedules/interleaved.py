@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def warmup_chunks(rank: int, p: int, m: int, v: int) -> int:
@@ -47,18 +47,18 @@ def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
         yield backward_turn(turn)
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p, m, v, _ = shape
     return flush_program(
         "interleaved",
         loop(p, v),
         m,
         lambda rank, m: rank_order(rank, p, m, v),
-        lambda rank, m: Peak(min(m * v, warmup_chunks(rank, p, m, v) + 1)),
+        lambda rank, m: PeakActivations(min(m * v, warmup_chunks(rank, p, m, v) + 1)),
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     if shape.m % shape.p == 0:
         return []
     return [

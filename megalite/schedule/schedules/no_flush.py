@@ -14,16 +14,16 @@ them. In a last window they, and all forwards of batch t + 1, are left out.
 from collections.abc import Callable, Iterator
 
 from megalite.schedule.action import Action, backward, forward, norm, step
-from megalite.schedule.program import Batch
+from megalite.schedule.program import BatchRange
 
 
 def window(
     stage: int,
-    batch: Batch,
+    batch: BatchRange,
     *,
     warmup: int,
     delay: Callable[[int], int],
-    version: Callable[[int, Batch], int],
+    version: Callable[[int, BatchRange], int],
     step_per_microbatch: bool,
     norm_delay: int = 0,
 ) -> Iterator[Action]:

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
@@ -28,14 +28,14 @@ def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
         yield backward(stage, k)
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
     return flush_program(
         "1f1b",
         loop(p),
         shape.m,
         lambda rank, m: one_f_one_b(rank, m, warmup=p - 1 - rank),
-        lambda rank, m: Peak(min(m, p - rank)),
+        lambda rank, m: PeakActivations(min(m, p - rank)),
     )
 
 

@@ -13,15 +13,15 @@ Because a decision to stop is taken one batch ahead, the forwards may not run fu
 
 from megalite.schedule.action import Action
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Batch, Peak, Program
+from megalite.schedule.program import BatchRange, PeakActivations, Program
 from megalite.schedule.schedules.no_flush import window
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         warmup = p - 1 - rank
         return list(
             window(
@@ -40,7 +40,7 @@ def build(shape: Shape) -> Program:
         num_microbatches=shape.m,
         order=order,
         weight_versions=tuple(p - rank for rank in range(p)),
-        peak_activations=tuple(Peak(p - rank) for rank in range(p)),
+        peak_activations=tuple(PeakActivations(p - rank) for rank in range(p)),
         staleness=tuple(p - 1 - rank for rank in range(p)),
         asynchronous=True,
         update_per_microbatch=True,
@@ -48,7 +48,7 @@ def build(shape: Shape) -> Program:
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p - 1:
         return []
     return [

@@ -21,9 +21,9 @@ is exact and free. Rank r finishes its backwards r tB before rank 0. Its share o
 
 from megalite.schedule.action import Action
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Batch, Peak, Program
+from megalite.schedule.program import BatchRange, PeakActivations, Program
 from megalite.schedule.schedules.no_flush import window
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def norm_delay(rank: int, p: int, m: int) -> int:
@@ -39,16 +39,16 @@ def step_delay(rank: int, p: int, m: int) -> int:
     return min(m - (p - 1 - rank), norm_delay(rank, p, m) + 2)
 
 
-def version(microbatch: int, batch: Batch) -> int:
+def version(microbatch: int, batch: BatchRange) -> int:
     """Weights of the update before the newest that this batch could have; batches 0 and 1 both use the initial ones."""
     own = batch.iteration if microbatch < batch.end else batch.iteration + 1
     return max(own - 1, 0)
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         return list(
             window(
                 rank,
@@ -67,14 +67,14 @@ def build(shape: Shape) -> Program:
         num_microbatches=shape.m,
         order=order,
         weight_versions=(2,) * p,
-        peak_activations=tuple(Peak(p - rank) for rank in range(p)),
+        peak_activations=tuple(PeakActivations(p - rank) for rank in range(p)),
         staleness=(1,) * p,
         asynchronous=True,
         gradient_buffers=2 if p > 1 else 1,
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p - 1:
         return []
     return [
@@ -84,7 +84,7 @@ def problems(shape: Shape) -> list[str]:
     ]
 
 
-def warnings(shape: Shape) -> list[str]:
+def warnings(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
     return [

@@ -20,7 +20,7 @@ from megalite.schedule.schedules import (
     zb_h2,
     zb_v,
 )
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 _MODULES = (
     gpipe,
@@ -44,7 +44,7 @@ ALIASES = MappingProxyType({alias: entry.name for entry in SCHEDULES.values() fo
 """Other names that people know a schedule by -> its name."""
 
 
-def find(name: str) -> Schedule:
+def find_schedule(name: str) -> Schedule:
     """The schedule called `name` or with this alias. Raises ScheduleError that lists all names."""
     schedule: Schedule | None = SCHEDULES.get(ALIASES.get(name, name))
     if schedule is None:
@@ -59,16 +59,16 @@ def default_schedule(num_chunks: int | None) -> str:
 
 def resolve_chunks(name: str, num_chunks: int | None) -> int:
     """Chunks per rank: the given number, or the schedule's own (2 for V shapes, else its smallest)."""
-    schedule = find(name)
+    schedule = find_schedule(name)
     return num_chunks if num_chunks is not None else (schedule.num_chunks or schedule.min_chunks)
 
 
-def legal(
+def schedule_problems(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
 ) -> list[str]:
     """Reasons why this schedule cannot run in this shape, each a full sentence for the user; empty if it can."""
-    schedule = find(name)
-    shape = Shape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
+    schedule = find_schedule(name)
+    shape = ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
     reasons = [f"--pipeline-schedule={name}: {what} = {n}, must be 1 or more" for what, n in _counts(shape) if n < 1]
     if reasons:
         return reasons
@@ -90,14 +90,16 @@ def legal(
     return reasons + schedule.problems(shape)
 
 
-def warnings(
+def schedule_warnings(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
 ) -> list[str]:
     """Legal, but there is something the user should know (2BW with m = p-1)."""
-    return find(name).warnings(Shape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs))
+    return find_schedule(name).warnings(
+        ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
+    )
 
 
-def build(
+def build_program(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
 ) -> Program:
     """The computations and STEPs of a schedule (`passes.lower` adds the rest).
@@ -105,12 +107,14 @@ def build(
     num_ranks: p. num_microbatches: m per batch. num_chunks: v per rank. num_pairs: Chimera's f.
     Raises ScheduleError with every reason why the shape is illegal.
     """
-    reasons = legal(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
+    reasons = schedule_problems(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
     if reasons:
         raise ScheduleError("\n".join(reasons))
-    return find(name).build(Shape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs))
+    return find_schedule(name).build(
+        ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
+    )
 
 
-def _counts(shape: Shape) -> list[tuple[str, int]]:
+def _counts(shape: ScheduleShape) -> list[tuple[str, int]]:
     names = ("number of ranks", "micro-batches per batch", "chunks per rank", "pairs of pipelines")
     return list(zip(names, shape, strict=True))

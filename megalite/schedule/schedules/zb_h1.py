@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward_input, backward_weight, forward
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[Action]:
@@ -31,18 +31,18 @@ def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[A
     yield from (backward_weight(stage, k) for k in range(max(m - delay, 0), m))
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
     return flush_program(
         "zb-h1",
         loop(p),
         shape.m,
         lambda rank, m: split_one_f_one_b(rank, m, warmup=p - 1 - rank, delay=rank),
-        lambda rank, m: Peak(p - rank, rank),
+        lambda rank, m: PeakActivations(p - rank, rank),
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
     return [

@@ -10,23 +10,23 @@ and 2r of which only what W needs is left.
 """
 
 from megalite.schedule.placement import loop
-from megalite.schedule.program import Peak, Program, flush_program
+from megalite.schedule.program import PeakActivations, Program, flush_program
 from megalite.schedule.schedules.zb_h1 import split_one_f_one_b
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
     return flush_program(
         "zb-h2",
         loop(p),
         shape.m,
         lambda rank, m: split_one_f_one_b(rank, m, warmup=2 * (p - 1 - rank), delay=2 * rank),
-        lambda rank, m: Peak(2 * (p - rank) - 1, 2 * rank),
+        lambda rank, m: PeakActivations(2 * (p - rank) - 1, 2 * rank),
     )
 
 
-def problems(shape: Shape) -> list[str]:
+def problems(shape: ScheduleShape) -> list[str]:
     least = 2 * shape.p - 1
     if shape.m >= least:
         return []

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward_input, backward_weight, forward
 from megalite.schedule.placement import vee
-from megalite.schedule.program import Peak, Program, flush_program
-from megalite.schedule.shape import Schedule, Shape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.shape import Schedule, ScheduleShape
 
 
 class _Chunks:
@@ -78,18 +78,18 @@ def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
         yield from do.w(0)
 
 
-def build(shape: Shape) -> Program:
+def build(shape: ScheduleShape) -> Program:
     p = shape.p
     return flush_program(
         "zb-v",
         vee(p),
         shape.m,
         lambda rank, m: rank_order(rank, p, m),
-        lambda rank, m: Peak(min(2 * m, 2 * p)),
+        lambda rank, m: PeakActivations(min(2 * m, 2 * p)),
     )
 
 
-def warnings(shape: Shape) -> list[str]:
+def warnings(shape: ScheduleShape) -> list[str]:
     least = 2 * shape.p - 1
     if shape.m >= least:
         return []

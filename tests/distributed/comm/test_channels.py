@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from megalite.comm import p2p
 from megalite.comm.mesh import Axis, ParallelMesh, make_axis
-from megalite.comm.p2p import Channel, Label, TensorSpec
+from megalite.comm.p2p import Channel, MessageLabel, TensorSpec
 from megalite.comm.world import World
 from megalite.testing import run_ranks
 
-LABEL = Label("F", 1, 0)
+LABEL = MessageLabel("F", 1, 0)
 
 
 def body_device_tensor(world: World) -> object:

@@ -24,15 +24,15 @@ def body(world: World, dtype: torch.dtype, async_op: bool) -> int:
     """Three reduce-scatters and then three all-gathers, all under way at once; how many went by direct messages."""
     axis = ParallelMesh.build(rank=world.rank, size=world.size)["dp"]
     direct = 0
-    originals = exchange.reduce_scatter, exchange.all_gather
+    originals = exchange.start_reduce_scatter, exchange.start_all_gather
 
     def counted(out: Tensor, x: Tensor, axis: object, *, which: int) -> exchange.Exchange:
         nonlocal direct
         direct += 1
         return originals[which](out, x, axis)  # type: ignore[arg-type]
 
-    exchange.reduce_scatter = lambda out, x, axis: counted(out, x, axis, which=0)  # type: ignore[assignment]
-    exchange.all_gather = lambda out, x, axis: counted(out, x, axis, which=1)  # type: ignore[assignment]
+    exchange.start_reduce_scatter = lambda out, x, axis: counted(out, x, axis, which=0)  # type: ignore[assignment]
+    exchange.start_all_gather = lambda out, x, axis: counted(out, x, axis, which=1)  # type: ignore[assignment]
     total = SLICE * axis.size
     wholes = [draw(axis.rank, number, total, dtype) for number in range(3)]
     slices = [whole[SLICE * axis.rank : SLICE * (axis.rank + 1)] for whole in wholes]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megalite.comm.world import World
 from megalite.config import Config, ParallelConfig, parse
-from megalite.config.parallel import Hardware
+from megalite.config.parallel import DeviceOptions
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
-from megalite.launch.environment import Place
+from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.launcher import check_devices, choose_backend, launch, threads_of
 from megalite.testing import run_single
 
@@ -48,14 +48,16 @@ def main_fails(config: Config, world: World) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def body_launch(world: World, main_name: str, flags: list[str], place: Place) -> int:
+def body_launch(world: World, main_name: str, flags: list[str], place: LaunchEnvironment) -> int:
     return launch(config_of(*flags), globals()[main_name], place)
 
 
-def _launch(folder: Path, main_name: str, flags: list[str], place: Place | None = None, **env: str | None) -> int:
+def _launch(
+    folder: Path, main_name: str, flags: list[str], place: LaunchEnvironment | None = None, **env: str | None
+) -> int:
     # The zygote sets OMP_NUM_THREADS; a user's shell usually does not.
     environment = {"MEGALITE_TEST_FOLDER": str(folder), "OMP_NUM_THREADS": None} | env
-    return run_single(body_launch, main_name, flags, place or Place(), env=environment)
+    return run_single(body_launch, main_name, flags, place or LaunchEnvironment(), env=environment)
 
 
 def test_one_process_has_no_process_group(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_nprocs_starts_local_ranks_that_share_the_cores(tmp_path: Path) -> None:
     [("nprocs", 64, 8), ("torchrun", 64, 8), ("srun", 8, 8), ("srun", 64, 8), ("mpirun", 1, 1), ("torchrun", 4, 1)],
 )
 def test_cores_that_a_launcher_has_shared_out_are_not_shared_again(launcher: str, allowed: int, threads: int) -> None:
-    assert threads_of(Place(launcher, 0, 8, 0, 8), 64, allowed) == threads
+    assert threads_of(LaunchEnvironment(launcher, 0, 8, 0, 8), 64, allowed) == threads
 
 
 def test_omp_num_threads_wins(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_omp_num_threads_wins(tmp_path: Path) -> None:
 
 
 def body_outer_rank(world: World, port: int, rank: int) -> int:
-    return launch(config_of(), main_writes, Place("torchrun", rank, 2, rank, 2, "127.0.0.1", port))
+    return launch(config_of(), main_writes, LaunchEnvironment("torchrun", rank, 2, rank, 2, "127.0.0.1", port))
 
 
 def body_two_outer_ranks(world: World, port: int) -> list[int]:
@@ -113,25 +115,28 @@ def test_a_users_error_is_printed_once_and_exits_2(flags: list[str], capfd: pyte
 
 
 def test_nprocs_under_another_launcher_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    assert _launch(Path(), "main_writes", ["--nprocs", "2"], Place("torchrun", 0, 8)) == 2
+    assert _launch(Path(), "main_writes", ["--nprocs", "2"], LaunchEnvironment("torchrun", 0, 8)) == 2
     assert "--nprocs=2: torchrun already started this process as rank 0 of 8; drop --nprocs" in capfd.readouterr().out
 
 
 def test_devices_that_are_not_there_are_refused_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError) as caught:
-        check_devices(ParallelConfig(hardware=Hardware(device="cuda")), 1)
+        check_devices(ParallelConfig(hardware=DeviceOptions(device="cuda")), 1)
     assert caught.value.problems[0].startswith("--device=cuda: torch sees no GPU (torch 2.")
     with pytest.raises(ConfigError, match="^--distributed-backend=nccl: needs CUDA; use gloo$"):
-        check_devices(ParallelConfig(hardware=Hardware(distributed_backend="nccl")), 1)
+        check_devices(ParallelConfig(hardware=DeviceOptions(distributed_backend="nccl")), 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="^4 ranks on this host: it has 2 GPUs; use 2 ranks or --device=cpu$"):
         check_devices(ParallelConfig(), 4)
-    check_devices(ParallelConfig(hardware=Hardware(device="cpu")), 4)
-    check_devices(ParallelConfig(hardware=Hardware(distributed_backend="gloo")), 4)
+    check_devices(ParallelConfig(hardware=DeviceOptions(device="cpu")), 4)
+    check_devices(ParallelConfig(hardware=DeviceOptions(distributed_backend="gloo")), 4)
 
 
 def test_backend_follows_the_device() -> None:
     assert choose_backend(ParallelConfig(), torch.device("cpu")) == "gloo"
     assert choose_backend(ParallelConfig(), torch.device("cuda")) == "cpu:gloo,cuda:nccl"
-    assert choose_backend(ParallelConfig(hardware=Hardware(distributed_backend="gloo")), torch.device("cuda")) == "gloo"
+    assert (
+        choose_backend(ParallelConfig(hardware=DeviceOptions(distributed_backend="gloo")), torch.device("cuda"))
+        == "gloo"
+    )

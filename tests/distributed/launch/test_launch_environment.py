@@ -9,8 +9,8 @@ import pytest
 
 from megalite.data.cache import cache_directory
 from megalite.errors import ConfigError, DataError
-from megalite.launch.environment import Place, detect_place, expand_tasks, first_host
-from megalite.launch.launcher import check_interface, read_place
+from megalite.launch.environment import LaunchEnvironment, detect_environment, expand_tasks, first_host
+from megalite.launch.launcher import check_interface, read_environment
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",
@@ -30,23 +30,23 @@ MPIRUN = {
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place()),
-        ({"HOME": "/root", "MASTER_ADDR": "left-over"}, Place()),
-        (TORCHRUN, Place("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Place("torchrun", 0, 1)),
-        (SRUN, Place("srun", 9, 11, 1, 3, "gpu07", 20123)),
-        (SRUN | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77"}, Place("srun", 9, 11, 1, 3, "ib0", 77)),
-        (MPIRUN, Place("mpirun", 1, 2, 1, 2)),
-        (TORCHRUN | SRUN, Place("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
+        ({}, LaunchEnvironment()),
+        ({"HOME": "/root", "MASTER_ADDR": "left-over"}, LaunchEnvironment()),
+        (TORCHRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchEnvironment("torchrun", 0, 1)),
+        (SRUN, LaunchEnvironment("srun", 9, 11, 1, 3, "gpu07", 20123)),
+        (SRUN | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77"}, LaunchEnvironment("srun", 9, 11, 1, 3, "ib0", 77)),
+        (MPIRUN, LaunchEnvironment("mpirun", 1, 2, 1, 2)),
+        (TORCHRUN | SRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
         # A job script sees the variables of task 0, but srun did not start it.
-        ({"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Place()),
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, Place()),
+        ({"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, LaunchEnvironment()),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, LaunchEnvironment()),
     ],
     ids=["nothing", "left-over", "torchrun", "one-by-hand", "srun", "srun-address", "mpirun", "torchrun-in-slurm",
          "batch-script", "salloc"],
 )  # fmt: skip
-def test_place(environment: dict[str, str], place: Place) -> None:
-    assert detect_place(environment) == place
+def test_place(environment: dict[str, str], place: LaunchEnvironment) -> None:
+    assert detect_environment(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_place(environment: dict[str, str], place: Place) -> None:
 )
 def test_contradictions_are_one_line_each(environment: dict[str, str], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        detect_place(environment)
+        detect_environment(environment)
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(line)
 
@@ -113,7 +113,7 @@ def test_what_a_process_is_started_in_is_looked_at_first(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(ConfigError, match="the working directory has been deleted"):
-        read_place()
+        read_environment()
     monkeypatch.chdir(tmp_path)
 
 

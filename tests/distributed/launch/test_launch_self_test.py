@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megalite.comm.world import World
 from megalite.errors import ConfigError, RuntimeFailure
-from megalite.launch.self_test import check_collective, check_same_config, fingerprint
+from megalite.launch.self_test import check_collective, check_same_config, run_fingerprint
 from megalite.testing import run_ranks
 
 
@@ -37,7 +37,7 @@ def _store(folder: str, size: int) -> dist.Store:
 def body_compare(world: World, folder: str, odd: int, config: dict[str, float]) -> str:
     mine = Outer(Inner(**config)) if world.rank == odd else Outer()  # type: ignore[arg-type]
     try:
-        check_same_config(_store(folder, world.size), world, fingerprint(mine), 5)
+        check_same_config(_store(folder, world.size), world, run_fingerprint(mine), 5)
     except ConfigError as error:
         return str(error)
     return ""
@@ -63,7 +63,7 @@ def body_missing(world: World, folder: str, missing: int) -> str:
         return "away"
     start = time.monotonic()
     try:
-        check_same_config(_store(folder, world.size), world, fingerprint(Outer()), 0.5)
+        check_same_config(_store(folder, world.size), world, run_fingerprint(Outer()), 0.5)
     except RuntimeFailure as error:
         assert time.monotonic() - start < 5
         return str(error)

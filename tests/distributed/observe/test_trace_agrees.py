@@ -20,7 +20,7 @@ from equivalence.layouts import TINY
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.parallel.pipeline.stage import Stage
-from megalite.schedule import Costs, build, simulate
+from megalite.schedule import Costs, build_program, simulate
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 
@@ -112,7 +112,7 @@ def test_a_traced_run_takes_what_was_simulated(schedule: str, tmp_path: Path) ->
 
 def known_makespan(schedule: str, iterations: int) -> float:
     """Milliseconds, from what each action sleeps."""
-    program = build(schedule, P, M, 2 if schedule in ("interleaved", "breadth-first") else None)
+    program = build_program(schedule, P, M, 2 if schedule in ("interleaved", "breadth-first") else None)
     costs = {
         (stage, kind): 1e3 * seconds * uneven(stage)
         for stage in range(program.num_stages)

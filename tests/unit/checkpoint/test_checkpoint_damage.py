@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_layouts import holds, load_as_ranks, make_model, random_layout, save_as_ranks
 
-from megalite.checkpoint import Checkpointer, verify
+from megalite.checkpoint import Checkpointer, verify_checkpoint
 from megalite.checkpoint.format import (
     COMMITTED,
     MANIFEST,
@@ -64,10 +64,10 @@ def test_two_hundred_bit_flips_are_all_refused_with_the_file_named(saved: Path) 
         names = f"{MANIFEST}.*{COMMITTED}|format v" if path.name in (COMMITTED, MANIFEST) else path.name
         with pytest.raises(CheckpointError, match=names):
             load(saved)
-        assert len(verify(saved)) == 1
+        assert len(verify_checkpoint(saved)) == 1
         path.write_bytes(whole)
     holds(make_model(0), [load(saved)])
-    assert verify(saved) == []
+    assert verify_checkpoint(saved) == []
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99, None])

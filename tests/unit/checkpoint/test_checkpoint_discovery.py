@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, committed, latest, resolve
+from megalite.checkpoint import Checkpointer, committed, latest, resolve_checkpoint
 from megalite.checkpoint.discovery import TRACKER, interrupted
 from megalite.checkpoint.storage import read_manifest
-from megalite.checkpoint.verify import verify
+from megalite.checkpoint.verify import verify_checkpoint
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
@@ -40,8 +40,10 @@ def test_latest_is_found_by_looking_not_by_the_tracker(tmp_path: Path) -> None:
     (tmp_path / "iter_0000040.tmp-abc").mkdir()
     (tmp_path / "iter_99").mkdir()
     assert steps(tmp_path) == [5, 20, 10_000_000]
-    assert latest(tmp_path) == resolve(tmp_path) == tmp_path / "iter_10000000"
-    assert resolve(tmp_path, 20) == resolve(tmp_path / "iter_0000020") == tmp_path / "iter_0000020"
+    assert latest(tmp_path) == resolve_checkpoint(tmp_path) == tmp_path / "iter_10000000"
+    assert (
+        resolve_checkpoint(tmp_path, 20) == resolve_checkpoint(tmp_path / "iter_0000020") == tmp_path / "iter_0000020"
+    )
 
 
 def test_errors_say_what_was_found(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ def test_errors_say_what_was_found(tmp_path: Path) -> None:
     )
     for load, step, message in cases:
         with pytest.raises(CheckpointError) as caught:
-            resolve(load, step)
+            resolve_checkpoint(load, step)
         assert str(caught.value) == message
 
 
@@ -173,7 +175,7 @@ def test_a_folder_of_another_format_is_called_what_it_is(files: dict[str, bytes]
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        resolve(tmp_path)
+        resolve_checkpoint(tmp_path)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -196,7 +198,7 @@ def test_a_file_in_place_of_a_directory_is_called_what_it_is(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
-        resolve(tmp_path / name)
+        resolve_checkpoint(tmp_path / name)
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +211,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monke
         return opened(name, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    (problem,) = verify(path)
+    (problem,) = verify_checkpoint(path)
     assert problem == (
         f"{path}/rank_00000.safetensors: can not be read (Permission denied); the checkpoint may be whole, give this "
         "user the right to read it"
@@ -222,4 +224,4 @@ def test_a_folder_whose_parent_may_not_be_read_is_not_called_missing(monkeypatch
 
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(CheckpointError, match=r"^--load=/a/b: can not be read \(Permission denied\)$"):
-        resolve("/a/b")
+        resolve_checkpoint("/a/b")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, RunLock, storage, verify
+from megalite.checkpoint import Checkpointer, RunLock, storage, verify_checkpoint
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
@@ -55,7 +55,7 @@ def test_a_flip_in_any_block_of_a_rectangle_is_seen(saved: Path) -> None:
         path.write_bytes(flipped)
         with pytest.raises(CheckpointError, match=path.name):
             load(saved, "a", "b")
-        assert len(verify(saved)) == 1
+        assert len(verify_checkpoint(saved)) == 1
     path.write_bytes(content)
     assert whole(load(saved, "a", "b"))
 
@@ -88,7 +88,7 @@ def test_what_is_no_file_is_named_and_nobody_waits_for_it(saved: Path) -> None:
         make(path)
         with pytest.raises(CheckpointError, match=f"{path.name}: not a plain file"):
             load(saved, "a", "b")
-        assert "not a plain file" in verify(saved)[0]
+        assert "not a plain file" in verify_checkpoint(saved)[0]
 
 
 def test_a_read_only_directory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from megalite.checkpoint.reshard import Box, Holding, cover, find_overlap, share_out
+from megalite.checkpoint.reshard import Box, HeldRectangle, cover, find_overlap, share_out
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
@@ -51,7 +51,8 @@ def test_work_is_spread_over_copies_and_every_box_is_written_once() -> None:
     big, small = Box((0, 0), (1001, 1024)), Box((0,), (64,))
     names = [f"bias{i}" for i in range(9)]
     holdings = [
-        [Holding("w", big, 4, 0, rank)] + [Holding(name, small, 4, 1 + i, rank) for i, name in enumerate(names)]
+        [HeldRectangle("w", big, 4, 0, rank)]
+        + [HeldRectangle(name, small, 4, 1 + i, rank) for i, name in enumerate(names)]
         for rank in range(4)
     ]
     duties = share_out(holdings)
@@ -65,5 +66,5 @@ def test_work_is_spread_over_copies_and_every_box_is_written_once() -> None:
 
 def test_a_box_without_replica_zero_is_not_written() -> None:
     whole, half = Box((0,), (8,)), Box((0,), (4,))
-    duties = share_out([[Holding("w", whole, 4, 0, 0)], [Holding("w", half, 4, 0, 1)]])
+    duties = share_out([[HeldRectangle("w", whole, 4, 0, 0)], [HeldRectangle("w", half, 4, 0, 1)]])
     assert [len(mine) for mine in duties] == [1, 0]

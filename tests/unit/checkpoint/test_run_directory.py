@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, RunLock
-from megalite.checkpoint.lock import Holder
+from megalite.checkpoint.lock import LockHolder
 from megalite.checkpoint.run_dir import (
     clear_completed,
     decide_start,
@@ -197,7 +197,7 @@ def test_a_second_run_is_refused_and_a_dead_one_taken_over(tmp_path: Path) -> No
 
 
 def foreign_lock(directory: Path, age: float, **changes: object) -> None:
-    value = {**Holder.myself().__dict__, "host": "another-host", **changes}
+    value = {**LockHolder.myself().__dict__, "host": "another-host", **changes}
     (directory / "run.lock").write_text(json.dumps(value))
     past = time.time() - age
     os.utime(directory / "run.lock", (past, past))
@@ -215,7 +215,7 @@ def test_another_hosts_lock_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
 
 
 def test_a_reused_process_number_is_not_the_holder(tmp_path: Path) -> None:
-    foreign_lock(tmp_path, age=1, host=Holder.myself().host, process_start="12345")
+    foreign_lock(tmp_path, age=1, host=LockHolder.myself().host, process_start="12345")
     with RunLock(tmp_path) as lock:
         assert lock.held
 

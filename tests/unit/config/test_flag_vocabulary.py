@@ -12,7 +12,7 @@ from config_arguments import argv
 
 from megalite.config import parse
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, SHORT_FORMS
-from megalite.config.reader import known_names
+from megalite.config.reader import known_options
 from megalite.config.root import all_options
 from megalite.errors import ConfigError
 from tools.make_flag_table import flag_table, main
@@ -47,7 +47,7 @@ def repository_files() -> list[Path]:
 def test_no_text_names_a_flag_that_does_not_exist() -> None:
     files = [path for path in repository_files() if path.suffix in {".py", ".md", ".sh", ".sbatch", ".yaml", ".toml"}]
     texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files}
-    known = known_names(all_options()) | {"config", "help"}
+    known = known_options(all_options()) | {"config", "help"}
     for path, text in texts.items():
         if path.parts[0] == "tools" or "ArgumentParser" in text:
             own = {name.replace("-", "_") for name in re.findall(r"\"--([a-z][\w-]*)\"", text)}
@@ -81,7 +81,7 @@ def megatron_rows() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("flag", "here", "note"), megatron_rows(), ids=[row[0] for row in megatron_rows()])
 def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str) -> None:
     name = flag[2:].replace("-", "_")
-    known = known_names(all_options())
+    known = known_options(all_options())
     if here == "no":
         assert name not in known and name in NOT_NEEDED, "no: the parser refuses it with a reason"
         with pytest.raises(ConfigError) as caught:
@@ -100,7 +100,7 @@ def test_tables_of_names_point_at_fields() -> None:
         assert target in options, target
     for name in [*RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS]:
         assert name not in options, name
-    assert not set(NOT_NEEDED) & known_names(options)
+    assert not set(NOT_NEEDED) & known_options(options)
     for reason in NOT_NEEDED.values():
         for other in FLAG.findall(reason):
             assert other.replace("-", "_") in options or other == "config", reason

@@ -9,7 +9,7 @@ from config_arguments import argv
 
 from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_origins, to_dict
 from megalite.config.root import SECTIONS, all_options
-from megalite.config.schema import assemble, flat
+from megalite.config.schema import build_section, flat
 from megalite.config.values import as_typed
 from megalite.errors import ConfigError
 
@@ -172,5 +172,5 @@ def test_sections_are_taken_apart_and_put_together() -> None:
     config = parse(argv())
     for section, cls in SECTIONS.items():
         values = getattr(config, section)
-        assert assemble(cls, flat(values)) == values
+        assert build_section(cls, flat(values)) == values
     assert (as_typed("--bf16", True), as_typed("--lr", 0.5)) == ("--bf16", "--lr=0.5")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megalite.checkpoint import verify
+from megalite.checkpoint import verify_checkpoint
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
 from megalite.convert.megatron import write_args
@@ -100,7 +100,7 @@ def test_round_trip_is_bit_equal_and_logits_agree(case: str, tmp_path: Path) -> 
     model = peer(case)
     model.save_pretrained(tmp_path / "there")
     committed = write_checkpoint(HuggingFaceSource(tmp_path / "there"), tmp_path / "ours")
-    assert verify(committed) == []
+    assert verify_checkpoint(committed) == []
 
     logits, normalization = our_logits(tmp_path / "ours")
     with torch.no_grad():

@@ -24,7 +24,7 @@ from megalite.convert import (
     write_huggingface,
     write_megatron,
 )
-from megalite.convert.source import Source
+from megalite.convert.source import ModelSource
 from megalite.errors import ConfigError
 from megalite.inventory.layers import parameter_shapes
 from tests.unit.convert.megatron_layout import HereInstead, Way, megatron_enum, write_megatron_files
@@ -59,7 +59,7 @@ def peer(kind: str, **changes: Any) -> Any:
     return model
 
 
-def all_tensors(source: Source) -> dict[str, Tensor]:
+def all_tensors(source: ModelSource) -> dict[str, Tensor]:
     return {name: source.read(name) for name in parameter_shapes(source.model)}
 
 

@@ -12,7 +12,7 @@ import pytest
 from megalite.data import cache, tokenise
 from megalite.data.cache import cached_folder
 from megalite.data.corpus import TextCorpus
-from megalite.data.corpus import tokenise as tokens_of
+from megalite.data.corpus import tokenise_corpus as tokens_of
 from megalite.data.indexed import IndexedDataset
 from megalite.data.tokenizer import ByteTokenizer
 

@@ -14,7 +14,7 @@ from data_inputs import write_documents
 
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset
-from megalite.data.loader import Loader, full_pass, make_microbatch
+from megalite.data.loader import BatchLoader, full_pass, make_microbatch
 from megalite.data.sampler import num_micro_batches
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
@@ -42,7 +42,7 @@ def test_every_layout_reads_the_same_samples(dataset: GPTDataset, workers: int) 
         seen: dict[int, list[int]] = {}
         for rank in range(dp_size):
             options = {"micro_batch_size": micro, "dp_rank": rank, "dp_size": dp_size, "num_workers": workers}
-            with Loader(dataset, consumed_samples=8, **options) as loader:
+            with BatchLoader(dataset, consumed_samples=8, **options) as loader:
                 batches = [batch for size in (8, 16) for batch in loader.next_batch(size)]
                 assert loader.consumed_samples == 32
             assert all(batch.shape == (micro, 8) for batch in batches)
@@ -52,7 +52,7 @@ def test_every_layout_reads_the_same_samples(dataset: GPTDataset, workers: int) 
 
 
 def test_labels_are_tokens_moved_by_one(dataset: GPTDataset) -> None:
-    with Loader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1) as loader:
+    with BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1) as loader:
         (batch,) = loader.next_batch(2)
     for row in range(2):
         assert [*batch.tokens[row].tolist(), int(batch.labels[row, -1])] == dataset[row].tolist()
@@ -69,7 +69,7 @@ def test_a_global_batch_is_a_whole_number_of_micro_steps() -> None:
 
 
 def test_threads_follow_a_changing_batch_size_and_a_jump(dataset: GPTDataset) -> None:
-    with Loader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=1, dp_size=2, num_workers=2) as loader:
+    with BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=1, dp_size=2, num_workers=2) as loader:
         first = rows(loader.next_batch(4))
         loader.skip(8)
         second = rows(loader.next_batch(12))
@@ -80,7 +80,9 @@ def test_threads_follow_a_changing_batch_size_and_a_jump(dataset: GPTDataset) ->
 
 def test_the_end_of_the_samples_is_named(dataset: GPTDataset) -> None:
     total = len(dataset)
-    with Loader(dataset, consumed_samples=total - 2, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1) as loader:
+    with BatchLoader(
+        dataset, consumed_samples=total - 2, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1
+    ) as loader:
         loader.next_batch(2)
         with pytest.raises(DataError, match=rf"no samples left to consume \({total} consumed, {total} in all"):
             loader.next_batch(2)
@@ -114,7 +116,7 @@ def test_masks_follow_documents(masks: tuple[bool, bool, bool]) -> None:
 def test_masks_need_an_end_of_document(dataset: GPTDataset) -> None:
     for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         with pytest.raises(DataError, match=f"^--{flag.replace('_', '-')}: the tokenizer has no end-of-document token"):
-            Loader(dataset, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, **{flag: True})
+            BatchLoader(dataset, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, **{flag: True})
 
 
 @pytest.mark.parametrize("dp_size", [1, 3])

@@ -13,7 +13,7 @@ from data_inputs import config, write_documents
 from megalite.data import build_datasets, survey
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import HEADER, IndexedDataset
-from megalite.data.survey import Survey, differences, to_meta
+from megalite.data.survey import Survey, survey_differences, surveys_to_meta
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer
 from megalite.errors import DataError
 
@@ -79,18 +79,21 @@ def test_differences_are_told_in_numbers() -> None:
     then = Survey("--data-path=a", 1200, 60000, "x", "y")
     now = Survey("--data-path=b", 1000, 50000, "x", "z")
     numbers = "--data-path=b: 1,000 documents of 50,000 tokens (checkpoint 1,200 documents of 60,000 tokens)"
-    assert differences(to_meta({"train": [then]}), {"train": [now]}) == [f"{numbers}, there --data-path=a"]
+    assert survey_differences(surveys_to_meta({"train": [then]}), {"train": [now]}) == [
+        f"{numbers}, there --data-path=a"
+    ]
     for lengths, content, what in (("x", "w", "but other tokens"), ("v", "y", "but of other lengths")):
         other = Survey("--data-path=a", 1200, 60000, lengths, content)
-        (line,) = differences(to_meta({"train": [then]}), {"train": [other]})
+        (line,) = survey_differences(surveys_to_meta({"train": [then]}), {"train": [other]})
         assert line == f"--data-path=a: 1,200 documents of 60,000 tokens as in the checkpoint, {what}"
-    assert differences(to_meta({"train": [then]}), {"train": [then], "valid": [now]}) == []
-    assert differences({}, {"train": [now]}) == [], "an older checkpoint says nothing"
+    assert survey_differences(surveys_to_meta({"train": [then]}), {"train": [then], "valid": [now]}) == []
+    assert survey_differences({}, {"train": [now]}) == [], "an older checkpoint says nothing"
     assert (
-        "2 sources of train data (checkpoint 1)" in differences(to_meta({"train": [then]}), {"train": [then, now]})[0]
+        "2 sources of train data (checkpoint 1)"
+        in survey_differences(surveys_to_meta({"train": [then]}), {"train": [then, now]})[0]
     )
     renamed = Survey("--valid-data-path=b", 5, 9, "q", "q")
-    assert differences(to_meta({"valid": [then]}), {"valid": [renamed]}) == [], "told as a changed flag"
+    assert survey_differences(surveys_to_meta({"valid": [then]}), {"valid": [renamed]}) == [], "told as a changed flag"
 
 
 ODD = {"train": [{"source": "a", "sequences": None, "tokens": 1, "lengths": "", "content": ""}]}
@@ -99,7 +102,7 @@ ODD = {"train": [{"source": "a", "sequences": None, "tokens": 1, "lengths": "", 
 @pytest.mark.parametrize("meta", [[1], {"train": 3}, {"train": [{"tokens": 1}]}, "x", {"train": [[]]}, 7, ODD])
 def test_a_damaged_account_is_one_line(meta: object) -> None:
     with pytest.raises(DataError, match="account of its data is damaged"):
-        differences(meta, {"train": [Survey("a", 1, 1, "", "")]})
+        survey_differences(meta, {"train": [Survey("a", 1, 1, "", "")]})
 
 
 @pytest.mark.parametrize("whole", [True, False])

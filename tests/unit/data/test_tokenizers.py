@@ -12,7 +12,14 @@ import pytest
 from data_inputs import config, shared_file
 
 from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
-from megalite.data.tokenizer import ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer, fingerprint, token_dtype
+from megalite.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    token_dtype,
+    tokenizer_fingerprint,
+)
 from megalite.data.tokenizer_io import load_tokenizer, resolve_vocab_size, tokenizer_files, tokenizer_from_config
 from megalite.errors import DataError
 from tokenizer_training import train_bpe, train_sentencepiece
@@ -143,14 +150,14 @@ def test_a_checkpoint_folder_gives_the_tokenizer_back(bpe: HuggingFaceTokenizer,
         for name, content in tokenizer_files(tokenizer).items():
             (folder / name).write_bytes(content)
         again = load_tokenizer(folder)
-        assert type(again) is type(tokenizer) and fingerprint(again) == fingerprint(tokenizer)
+        assert type(again) is type(tokenizer) and tokenizer_fingerprint(again) == tokenizer_fingerprint(tokenizer)
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
 
 
 def test_fingerprints_tell_tokenizers_apart() -> None:
     different = [ByteTokenizer(), NullTokenizer(257), NullTokenizer(258), CharTokenizer("ab"), CharTokenizer("ac")]
-    assert len({fingerprint(tokenizer) for tokenizer in different}) == len(different)
+    assert len({tokenizer_fingerprint(tokenizer) for tokenizer in different}) == len(different)
 
 
 def test_the_type_on_disk_is_megatrons() -> None:

@@ -14,7 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.inventory import layers as inventory
 from megalite.inventory.activation_bytes import kept_bytes
 from megalite.inventory.layers import count_parameters, flops_per_iteration, model_layers
-from megalite.inventory.pipeline import stage_cuts
+from megalite.inventory.pipeline import stage_layer_ranges
 from megalite.planner.activations import stage_activations
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
@@ -91,7 +91,7 @@ def test_cuts_follow_the_work(config: Config) -> None:
     work = [layer.flops() for layer in model_layers(config.model)]
     ways = [(0, *inner, 10) for inner in itertools.combinations(range(1, 10), 3)]
     loads = [[sum(work[a:b]) for a, b in itertools.pairwise(way)] for way in ways]
-    found = [sum(work[cut.start : cut.stop]) for cut in stage_cuts(config, program_of(config, 4))]
+    found = [sum(work[cut.start : cut.stop]) for cut in stage_layer_ranges(config, program_of(config, 4))]
 
     def measure(stages: list[int]) -> tuple[int, int]:
         return max(stages), sum(load * load for load in stages)

@@ -9,7 +9,7 @@ import torch
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import CheckpointConfig, Config, LoggingConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.config.schema import assemble
+from megalite.config.schema import build_section
 from megalite.config.training import TrainingLength
 from megalite.observe.stats import StepStats
 
@@ -28,7 +28,7 @@ def tiny_config(*, save: str | None = None, **logging: Any) -> Config:
         training=TrainingConfig(micro_batch_size=3, length=TrainingLength(train_iters=100)),
         optimizer=OptimizerConfig(lr=1e-3),
         checkpoint=CheckpointConfig(save=save),
-        logging=assemble(LoggingConfig, logging),
+        logging=build_section(LoggingConfig, logging),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.observe.startup_table import format_table, in_units, start_up_table
-from megalite.schedule import build, lower
+from megalite.schedule import build_program, lower
 from tests.unit.observe.fake_trainer import tiny_config
 
 
@@ -25,7 +25,7 @@ def test_the_table_says_what_will_run() -> None:
         pipeline_model_parallel_size=2, zero_stage=1, pipeline_schedule="2bw", training={"global_batch_size": 24}
     )
     cuts = [range(2), range(2, 4)]
-    text = format_table(start_up_table(config, 4, program=lower(build("2bw", 2, 4)), cuts=cuts))
+    text = format_table(start_up_table(config, 4, program=lower(build_program("2bw", 2, 4)), cuts=cuts))
     assert "pp2 x dp2, schedule 2bw, ZeRO stage 1, on 4 x cpu" in text
     assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
     assert "1.87 k (1,872)" in text

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megalite.observe.pipeline_trace import mean_costs
-from megalite.schedule import Costs, build, simulate
+from megalite.schedule import Costs, build_program, simulate
 from megalite.schedule.simulate import Timeline
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager-1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"])
 def test_a_trace_gives_its_own_makespan(schedule: str) -> None:
-    program = build(schedule, 4, 8, 2 if schedule in ("interleaved", "breadth-first") else None)
+    program = build_program(schedule, 4, 8, 2 if schedule in ("interleaved", "breadth-first") else None)
     kinds = {"F": 1.0, "I": 1.3, "W": 0.8, "B": 2.1}
     uneven = {
         (stage, kind): cost * (1 + 0.3 * (stage % 3))

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.inventory.placement import Placement
-from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.optim.muon import orthogonalise
 
 
-def run(name: str, steps: int, settings: Hyperparameters, *, matrix: bool = False, **group: Any) -> tuple[Tensor, Any]:
+def run(
+    name: str, steps: int, settings: OptimizerSettings, *, matrix: bool = False, **group: Any
+) -> tuple[Tensor, Any]:
     """Trains one tensor on gradients drawn from a fixed seed; (its values, the optimizer)."""
     generator = torch.Generator().manual_seed(1)
     shape = (6, 4) if matrix else (24,)
@@ -41,8 +43,8 @@ def gradients(steps: int, shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]
 
 
 def test_bf16_moments_halve_the_state_and_stay_close() -> None:
-    exact, full = run("adam", 20, Hyperparameters())
-    mixed = Hyperparameters(exp_avg_dtype=torch.bfloat16)
+    exact, full = run("adam", 20, OptimizerSettings())
+    mixed = OptimizerSettings(exp_avg_dtype=torch.bfloat16)
     close, half = run("adam", 20, mixed)
     state = half.state[half.param_groups[0]["params"][0]]
     assert state["exp_avg"].dtype == torch.bfloat16 and state["exp_avg_sq"].dtype == torch.float32
@@ -73,7 +75,7 @@ def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch
 
 
 def test_lion_follows_the_paper() -> None:
-    settings = Hyperparameters(lion_beta1=0.9, lion_beta2=0.99)
+    settings = OptimizerSettings(lion_beta1=0.9, lion_beta2=0.99)
     got, _ = run("lion", 3, settings)
     p, draws = gradients(3, (24,))
     m = torch.zeros(24)
@@ -94,7 +96,7 @@ def test_orthogonalise_brings_singular_values_to_one(shape: tuple[int, ...]) -> 
 
 
 def test_muon_moves_matrices_orthogonally_and_the_rest_as_adamw() -> None:
-    settings = Hyperparameters(muon_momentum=0.9, muon_extra_scale_factor=0.2)
+    settings = OptimizerSettings(muon_momentum=0.9, muon_extra_scale_factor=0.2)
     got, _ = run("muon", 3, settings, matrix=True)
     p, draws = gradients(3, (6, 4))
     m = torch.zeros(6, 4)
@@ -107,7 +109,7 @@ def test_muon_moves_matrices_orthogonally_and_the_rest_as_adamw() -> None:
 
 
 def test_sgd_is_torch_sgd() -> None:
-    got, _ = run("sgd", 4, Hyperparameters(sgd_momentum=0.8))
+    got, _ = run("sgd", 4, OptimizerSettings(sgd_momentum=0.8))
     p, draws = gradients(4, (24,))
     theirs = torch.optim.SGD([p], lr=0.1, momentum=0.8, weight_decay=0.01)
     for g in draws:
@@ -134,17 +136,17 @@ def test_apex_is_asked_for_by_name_and_missing() -> None:
     if importlib.util.find_spec("apex") is not None:
         pytest.skip("apex is installed")
     with pytest.raises(ConfigError, match="--optimizer-impl=apex"):
-        run("adam", 1, Hyperparameters(optimizer_impl="apex"))
+        run("adam", 1, OptimizerSettings(optimizer_impl="apex"))
 
 
 def test_the_table_without_torch_says_what_is_kept() -> None:
     """Numbers as large as the parameter in a rule's state, for a flat slice and for a whole matrix."""
-    assert set(UPDATE_RULES) == set(OPTIMIZERS)
+    assert set(OPTIMIZER_SPECS) == set(OPTIMIZERS)
     settings = OptimizerConfig(lr=0.1)
-    for name, rule in UPDATE_RULES.items():
+    for name, rule in OPTIMIZER_SPECS.items():
         if rule.statistics:  # counted in tests/unit/planner/test_states.py
             continue
         for matrix in (False, True) if rule.whole is not None else (False,):
-            p, optimizer = run(name, 1, Hyperparameters(), matrix=matrix)
+            p, optimizer = run(name, 1, OptimizerSettings(), matrix=matrix)
             kept = [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
             assert len(kept) == (rule.most_moments(settings) if matrix else len(rule.moments(settings))), (name, matrix)

@@ -11,7 +11,7 @@ from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.inventory.layers import count_parameters, flops_per_iteration
-from megalite.planner.communication import Group
+from megalite.planner.communication import CommGroup
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import available, load_hardware, parse_hardware
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
@@ -90,13 +90,13 @@ def test_a_long_batch_is_continued_exactly(schedule: str) -> None:
 def test_collectives_follow_alpha_and_beta() -> None:
     hardware = load_hardware("h100")
     link, network = hardware.intra_node, hardware.inter_node
-    assert Group(hardware, 1).all_reduce(1e9) == 0
-    assert Group(hardware, 8).gather(8e9) == pytest.approx(7 * link.latency + 7e9 / link.bandwidth)
+    assert CommGroup(hardware, 1).all_reduce(1e9) == 0
+    assert CommGroup(hardware, 8).gather(8e9) == pytest.approx(7 * link.latency + 7e9 / link.bandwidth)
     # eight ranks in eight nodes share nothing with the other groups of their nodes
-    assert Group(hardware, 8, 8).gather(8e9) == pytest.approx(8 * network.latency + 7e9 / network.bandwidth)
+    assert CommGroup(hardware, 8, 8).gather(8e9) == pytest.approx(8 * network.latency + 7e9 / network.bandwidth)
     # sixteen in two nodes use eight links between them
-    assert Group(hardware, 16).bandwidth == min(link.bandwidth, 8 * network.bandwidth)
-    assert Group(hardware, 2, 8).send(1e9) == pytest.approx(network.latency + 1e9 / network.bandwidth)
+    assert CommGroup(hardware, 16).bandwidth == min(link.bandwidth, 8 * network.bandwidth)
+    assert CommGroup(hardware, 2, 8).send(1e9) == pytest.approx(network.latency + 1e9 / network.bandwidth)
 
 
 def test_hardware_files_are_complete_and_errors_name_the_field() -> None:

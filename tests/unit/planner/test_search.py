@@ -9,11 +9,11 @@ import pytest
 
 from megalite.config import Config
 from megalite.config.cli import read_unjudged
-from megalite.config.legal import problems
+from megalite.config.legal import config_problems
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.predict import predict
-from megalite.planner.search import Found, pareto, search
+from megalite.planner.search import SearchResult, pareto, search
 from megalite.planner.search_space import Layout, apply, layout_of, legal_layouts
 from megalite.schedule import SCHEDULES
 from plan_fit import explain, remedy
@@ -29,7 +29,7 @@ def _config(extra: str = "") -> Config:
     return config
 
 
-def _search(config: Config, devices: int, hardware: Hardware, given: frozenset[str] = frozenset()) -> Found:
+def _search(config: Config, devices: int, hardware: Hardware, given: frozenset[str] = frozenset()) -> SearchResult:
     return search(config, devices, hardware, Roofline(hardware), given=given)
 
 
@@ -56,7 +56,7 @@ def test_no_legal_layout_is_missed(devices: int, flags: str) -> None:
             or (chunks is None and SCHEDULES[name].num_chunks is None)
         )
         layout = Layout(tp, pp, chunks, split, name, zero, micro, kind)
-        if not runs_the_same and not problems(apply(config, layout), devices):
+        if not runs_the_same and not config_problems(apply(config, layout), devices):
             brute.add(layout)
     # pipedream wants neither clipping nor tied embeddings; it is in the space but illegal for this configuration
     assert set(legal_layouts(config, devices, frozenset(), stale=True)) == brute
@@ -70,7 +70,7 @@ def test_the_ranking_is_by_time_and_all_that_is_shown_is_legal_and_fits() -> Non
     times = [prediction.step_time for prediction in found.predictions]
     assert times == sorted(times) and len(times) >= 10
     for prediction in found.predictions:
-        assert not problems(prediction.config, 4)
+        assert not config_problems(prediction.config, 4)
         assert prediction.memory_bytes <= hardware.usable_bytes
     front = pareto(found.predictions)
     assert front[0] is found.predictions[0]

@@ -12,7 +12,7 @@ from torch import nn
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.config import Config
 from megalite.config.cli import parse
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import Entry, plan_buckets
 from megalite.inventory.layers import stage_parameters
@@ -80,7 +80,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
         axes=ParallelMesh.single().family(),
         options=zero_options(config),
         tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
-        whole=UPDATE_RULES[config.optimizer.optimizer].whole,
+        whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
     )
     fraction = config.optimizer.offload.fraction
     optimizer = ShardedOptimizer(

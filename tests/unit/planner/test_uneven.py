@@ -12,17 +12,17 @@ import pytest
 
 from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
-from megalite.config.legal import problems
+from megalite.config.legal import config_problems
 from megalite.config.saved import dump_yaml
-from megalite.inventory.pipeline import stage_cuts
-from megalite.planner.cost import Roofline, Times
+from megalite.inventory.pipeline import stage_layer_ranges
+from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.memory import rank_memory
 from megalite.planner.predict import predict, program_of
-from megalite.planner.search import Found, search
+from megalite.planner.search import SearchResult, search
 from megalite.planner.search_space import SEARCHED
-from megalite.planner.uneven import Room, deal, recomputing, recut, smallest_numbers
-from megalite.schedule import SCHEDULES, build, compact_layout, legal, partition, partition_of
+from megalite.planner.uneven import MemoryHeadroom, deal, recomputing, recut, smallest_numbers
+from megalite.schedule import SCHEDULES, build_program, compact_layout, partition, partition_of, schedule_problems
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from megalite.schedule.placement import loop
 
@@ -41,10 +41,10 @@ def _hardware(usable: float) -> Hardware:
     return replace(load_hardware("h100"), memory_bytes=usable, reserved_bytes=0.0)
 
 
-def _room(config: Config, usable: float) -> tuple[Room, list[range]]:
+def _room(config: Config, usable: float) -> tuple[MemoryHeadroom, list[range]]:
     program = program_of(config, config.parallel.pipeline_model_parallel_size)
-    room = Room(config, config.parallel.pipeline_model_parallel_size, _hardware(usable), program)
-    return room, stage_cuts(config, program)
+    room = MemoryHeadroom(config, config.parallel.pipeline_model_parallel_size, _hardware(usable), program)
+    return room, stage_layer_ranges(config, program)
 
 
 def _totals(config: Config, cuts: list[range]) -> list[float]:
@@ -102,14 +102,20 @@ def test_the_memory_of_a_stage_is_that_of_its_own_number() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_fullest_moments_are_those_of_a_walk(name: str) -> None:
     """The peak by the few moments that count, against a sum that is carried through every action."""
-    from megalite.planner.activations import Kept
+    from megalite.planner.activations import StageActivations
     from megalite.planner.memory import _peak
 
     rng = random.Random(name)
-    shapes = [(p, m, v) for p in (2, 3, 4) for m in (4, 6, 12, 23) for v in (None, 2, 3) if not legal(name, p, m, v)]
+    shapes = [
+        (p, m, v)
+        for p in (2, 3, 4)
+        for m in (4, 6, 12, 23)
+        for v in (None, 2, 3)
+        if not schedule_problems(name, p, m, v)
+    ]
     for p, m, v in rng.sample(shapes, min(8, len(shapes))):
-        program = build(name, p, m, v)
-        kept = {stage: Kept(*(rng.uniform(0, 9) for _ in range(5))) for stage in range(program.num_stages)}
+        program = build_program(name, p, m, v)
+        kept = {stage: StageActivations(*(rng.uniform(0, 9) for _ in range(5))) for stage in range(program.num_stages)}
         transient = rng.uniform(0, 9)
         for rank in range(p):
             now, most = 0.0, 0.0
@@ -164,7 +170,7 @@ def test_a_cut_is_written_as_it_is_read() -> None:
     assert compact_layout(partition_of(94, [5, *[6] * 14, 5])) == "Et*5|(t*6|)*14t*5L"
 
 
-def _search(config: Config, devices: int, usable: float, *searched: str) -> Found:
+def _search(config: Config, devices: int, usable: float, *searched: str) -> SearchResult:
     hardware = _hardware(usable)
     return search(config, devices, hardware, Roofline(hardware), given=frozenset(SEARCHED) - set(searched))
 
@@ -177,7 +183,7 @@ def test_the_search_recomputes_where_memory_binds() -> None:
     found = _search(config, 4, usable, "recompute_granularity")
     best = found.predictions[0]
     assert len(best.config.model.recompute_num_layers or ()) == 4
-    assert best.memory_bytes <= usable and not problems(best.config, 4)
+    assert best.memory_bytes <= usable and not config_problems(best.config, 4)
     whole = predict(_full(config), 4, _hardware(usable), Roofline(_hardware(usable)))
     assert best.step_time < whole.step_time
     # what the user gave stays
@@ -198,7 +204,7 @@ def test_cuts_follow_the_costs_of_the_ends(tmp_path) -> None:
     path.write_text(dump_yaml(cut.config))
     assert parse(["--config", str(path)], world_size=2) == cut.config
     program = program_of(cut.config, 2)
-    layers = [len(range(max(1, c.start), min(9, c.stop))) for c in stage_cuts(cut.config, program)]
+    layers = [len(range(max(1, c.start), min(9, c.stop))) for c in stage_layer_ranges(cut.config, program)]
     assert sum(layers) == 8 and layers[0] > layers[1]
     # a given cut stays
     kept = _config(f"{'--vocab-size 65536'} --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4")
@@ -211,7 +217,7 @@ def test_the_time_source_says_what_a_layer_costs() -> None:
     """Whatever the FLOPs are: an embedding as slow as a layer, a head as slow as three (as a profile may find them)."""
     config = _config("--vocab-size 512 --pipeline-model-parallel-size 2")
     room, _ = _room(config, 80e9)
-    measured = [Times(1.0, 1.0, 1.0)] * 9 + [Times(3.0, 3.0, 3.0)]
+    measured = [LayerTimes(1.0, 1.0, 1.0)] * 9 + [LayerTimes(3.0, 3.0, 3.0)]
     found = recut(room, measured, flexible=False)
     assert found is not None and found[0].parallel.stage_layout.pipeline_model_parallel_layout == "Et*5|t*3L"
     assert found[1] == [range(0, 6), range(6, 10)]
@@ -253,7 +259,7 @@ def test_a_cut_may_be_the_only_one_that_fits() -> None:
     assert found.rejected and found.predictions
     for prediction in found.predictions:
         assert prediction.config.parallel.stage_layout.pipeline_model_parallel_layout is not None
-        assert prediction.memory_bytes <= usable and not problems(prediction.config, 4)
+        assert prediction.memory_bytes <= usable and not config_problems(prediction.config, 4)
 
 
 def test_a_plan_with_uneven_stages_is_read_back(tmp_path) -> None:

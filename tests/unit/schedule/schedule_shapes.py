@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from megalite.schedule import SCHEDULES, Program, Shape, build, legal
+from megalite.schedule import SCHEDULES, Program, ScheduleShape, build_program, schedule_problems
 
 
-def random_shapes(count: int, *, seed: int, largest_rank: int = 6) -> Iterator[tuple[str, Shape]]:
+def random_shapes(count: int, *, seed: int, largest_rank: int = 6) -> Iterator[tuple[str, ScheduleShape]]:
     """`count` legal (name, shape) pairs, every schedule equally often."""
     rng = random.Random(seed)
     names = list(SCHEDULES)
@@ -19,11 +19,11 @@ def random_shapes(count: int, *, seed: int, largest_rank: int = 6) -> Iterator[t
         m = rng.choice([rng.randint(1, 4 * p), p * rng.randint(1, 4)])
         v = rng.choice([2, 3]) if SCHEDULES[name].num_chunks is None else None
         f = rng.choice([1, 2]) if name == "chimera" else 1
-        if not legal(name, p, m, v, num_pairs=f):
+        if not schedule_problems(name, p, m, v, num_pairs=f):
             found += 1
-            yield name, Shape(p, m, v or SCHEDULES[name].num_chunks or 1, f)
+            yield name, ScheduleShape(p, m, v or SCHEDULES[name].num_chunks or 1, f)
 
 
-def build_shape(name: str, shape: Shape) -> Program:
+def build_shape(name: str, shape: ScheduleShape) -> Program:
     chunks = shape.v if SCHEDULES[name].num_chunks is None else None
-    return build(name, shape.p, shape.m, chunks, num_pairs=shape.f)
+    return build_program(name, shape.p, shape.m, chunks, num_pairs=shape.f)

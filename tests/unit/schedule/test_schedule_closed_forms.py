@@ -6,7 +6,15 @@ from fractions import Fraction
 
 import pytest
 
-from megalite.schedule import SCHEDULES, Costs, build, find, legal, simulate, warnings
+from megalite.schedule import (
+    SCHEDULES,
+    Costs,
+    build_program,
+    find_schedule,
+    schedule_problems,
+    schedule_warnings,
+    simulate,
+)
 
 HALF = Fraction(1, 2)
 
@@ -23,7 +31,7 @@ UNEQUAL = [("1", "1", "1"), ("1", "1.2", "0.8"), ("1", "1.4", "0.6"), ("2", "3",
 @pytest.mark.parametrize(("p", "m"), [*SHAPES, (1, 3), (3, 5), (4, 2)])
 def test_gpipe_and_1f1b_idle(name: str, p: int, m: int) -> None:
     for f, i, w in UNEQUAL:
-        run = simulate(build(name, p, m), cost(f, i, w))
+        run = simulate(build_program(name, p, m), cost(f, i, w))
         forward_and_backward = Fraction(f) + Fraction(i) + Fraction(w)
         assert run.idle_per_rank == ((p - 1) * forward_and_backward,) * p
         assert run.bubble_over_ideal == Fraction(p - 1, m)
@@ -33,7 +41,7 @@ def test_gpipe_and_1f1b_idle(name: str, p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), [*SHAPES, (3, 2), (4, 1)])
 def test_activations_of_one_chunk_schedules(p: int, m: int) -> None:
     def peak(name: str) -> tuple[Fraction | float, ...]:
-        return simulate(build(name, p, m)).peak_activations_per_rank
+        return simulate(build_program(name, p, m)).peak_activations_per_rank
 
     assert peak("gpipe") == (m,) * p
     assert peak("1f1b") == tuple(min(m, p - r) for r in range(p))
@@ -45,7 +53,7 @@ def test_activations_of_one_chunk_schedules(p: int, m: int) -> None:
 def test_asynchronous_schedules_pay_one_bubble_a_run(
     name: str, least: int | None, p: int, m: int, batches: int
 ) -> None:
-    run = simulate(build(name, p, m), batches=batches)
+    run = simulate(build_program(name, p, m), batches=batches)
     assert run.idle_per_rank == ((p - 1) * 3,) * p
     assert run.peak_activations_per_rank == tuple(p - r for r in range(p))
     if least is None:
@@ -56,17 +64,17 @@ def test_asynchronous_schedules_pay_one_bubble_a_run(
 
 def test_2bw_against_flush() -> None:
     """The published example: p = m = 4, ten batches: 9 units of idle time against 90."""
-    assert sum(simulate(build("2bw", 4, 4), batches=10).idle_per_rank) == 4 * 9
-    assert sum(simulate(build("1f1b", 4, 4), batches=10).idle_per_rank) == 4 * 90
+    assert sum(simulate(build_program("2bw", 4, 4), batches=10).idle_per_rank) == 4 * 9
+    assert sum(simulate(build_program("1f1b", 4, 4), batches=10).idle_per_rank) == 4 * 90
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_2bw_hides_the_global_norm_in_its_slack(p: int) -> None:
     for m in (p, p + 1, 2 * p):
-        program = build("2bw", p, m)
+        program = build_program("2bw", p, m)
         assert simulate(program, batches=6, global_norm=True).makespan == simulate(program, batches=6).makespan
     if p > 2:  # m = p - 1 leaves rank 0 no slack
-        tight = build("2bw", p, p - 1)
+        tight = build_program("2bw", p, p - 1)
         waiting = simulate(tight, cost("1", "1", "1", "0.5"), batches=6, global_norm=True)
         assert waiting.makespan > simulate(tight, cost("1", "1", "1", "0.5"), batches=6).makespan
 
@@ -75,7 +83,7 @@ def test_2bw_hides_the_global_norm_in_its_slack(p: int) -> None:
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_chunks_divide_the_bubble(name: str, v: int, p: int, m: int) -> None:
-    run = simulate(build(name, p, m, v), cost("1", "1.4", "0.6"))
+    run = simulate(build_program(name, p, m, v), cost("1", "1.4", "0.6"))
     assert run.idle_per_rank == (Fraction((p - 1) * 3, v),) * p
     chunks = [(v - 1) * p + 2 * (p - 1 - r) + 1 if name == "interleaved" else m * v for r in range(p)]
     assert run.peak_activations_per_rank == tuple(Fraction(count, v) for count in chunks)
@@ -85,37 +93,37 @@ def test_chunks_divide_the_bubble(name: str, v: int, p: int, m: int) -> None:
 def test_zb_h1_and_h2(p: int, m: int) -> None:
     for f, i, w in UNEQUAL[:3]:
         costs = cost(f, i, w)
-        h1, h2 = simulate(build("zb-h1", p, m), costs), simulate(build("zb-h2", p, m), costs)
+        h1, h2 = simulate(build_program("zb-h1", p, m), costs), simulate(build_program("zb-h2", p, m), costs)
         assert h1.idle_per_rank == ((p - 1) * (costs.forward + costs.backward_input - costs.backward_weight),) * p
         skew = (p - 1) * costs.forward  # the parallelogram: what lies outside a rank's own work
         inside = (p - 1) * (costs.forward + costs.backward_input - 2 * costs.backward_weight)
         assert max(h2.idle_inside_per_rank) == max(inside, 0)
         assert h2.idle_per_rank[0] >= skew - (p - 1) * costs.backward_weight
     for weight_share in (Fraction(0), HALF, Fraction(1)):
-        h1 = simulate(build("zb-h1", p, m), weight_fraction=weight_share)
-        h2 = simulate(build("zb-h2", p, m), weight_fraction=weight_share)
+        h1 = simulate(build_program("zb-h1", p, m), weight_fraction=weight_share)
+        h2 = simulate(build_program("zb-h2", p, m), weight_fraction=weight_share)
         assert h1.peak_activations_per_rank == tuple(p - r + r * weight_share for r in range(p))
         assert h2.peak_activations_per_rank == tuple(2 * (p - r) - 1 + 2 * r * weight_share for r in range(p))
 
 
 @pytest.mark.parametrize(("p", "m"), [*SHAPES, (3, 5), (1, 4)])
 def test_zb_v(p: int, m: int) -> None:
-    run = simulate(build("zbv", p, m))
+    run = simulate(build_program("zbv", p, m))
     assert run.idle_inside_per_rank == (0,) * p
     assert run.idle_per_rank == (Fraction(p - 1, 2),) * p
     assert run.peak_activations_per_rank == (min(m, p),) * p
 
 
 def test_zb_v_is_bubble_free_only_at_equal_times() -> None:
-    assert max(simulate(build("zb-v", 4, 8), cost("1", "1.2", "0.8")).idle_inside_per_rank) == Fraction("1.2")
-    assert max(simulate(build("zb-v", 4, 8), cost("1", "1.4", "0.6")).idle_inside_per_rank) == Fraction("2.4")
+    assert max(simulate(build_program("zb-v", 4, 8), cost("1", "1.2", "0.8")).idle_inside_per_rank) == Fraction("1.2")
+    assert max(simulate(build_program("zb-v", 4, 8), cost("1", "1.4", "0.6")).idle_inside_per_rank) == Fraction("2.4")
 
 
 @pytest.mark.parametrize(("p", "f"), [(2, 1), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1), (8, 2), (16, 2)])
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_chimera(p: int, f: int, units: int) -> None:
     m = units * p
-    program = build("chimera", p, m, num_pairs=f)
+    program = build_program("chimera", p, m, num_pairs=f)
     run = simulate(program, Costs(Fraction(1), HALF, HALF))
     assert run.idle_per_rank == (Fraction(p - 2 * f, 2 * f) * 2,) * p
     assert run.bubble_over_total == Fraction(p - 2 * f, 2 * f * m + p - 2 * f)
@@ -128,7 +136,7 @@ def test_chimera(p: int, f: int, units: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_dualpipe_v(p: int, m: int) -> None:
-    run = simulate(build("dualpipe-v", p, m))
+    run = simulate(build_program("dualpipe-v", p, m))
     chunk = HALF  # F&B + tB - 3 tW in chunk times: 3 + 2 - 3 of 1/2 each
     assert run.idle_per_rank == ((p - 1) * (3 + 2 - 3) * chunk,) * p
     assert run.peak_activations_per_rank == (Fraction(2 * p + 1, 2),) * p
@@ -136,7 +144,7 @@ def test_dualpipe_v(p: int, m: int) -> None:
 
 def test_a_hop_costs_1f1b_every_slot_and_eager_only_the_ramps() -> None:
     def idle(name: str, p: int, m: int) -> Fraction | float:
-        return simulate(build(name, p, m), cost("1", "1", "1", "0.5")).idle_per_rank[0]
+        return simulate(build_program(name, p, m), cost("1", "1", "1", "0.5")).idle_per_rank[0]
 
     assert [idle(name, 4, 16) for name in ("1f1b", "eager-1f1b", "gpipe")] == [23, 12, 12]
     assert [idle(name, 8, 32) for name in ("1f1b", "eager-1f1b", "gpipe")] == [55, 28, 28]
@@ -144,9 +152,9 @@ def test_a_hop_costs_1f1b_every_slot_and_eager_only_the_ramps() -> None:
 
 def test_head_and_embedding_show_as_imbalance() -> None:
     heavy_head = Costs(stages=[Fraction(1)] * 3 + [Fraction(2)])
-    assert simulate(build("1f1b", 4, 8), heavy_head).makespan == 3 * 3 + 8 * 6
+    assert simulate(build_program("1f1b", 4, 8), heavy_head).makespan == 3 * 3 + 8 * 6
     exact = Costs(exact={(0, "F"): Fraction(5)})
-    assert simulate(build("gpipe", 2, 3), exact).busy_per_rank == (15 + 6, 9)
+    assert simulate(build_program("gpipe", 2, 3), exact).busy_per_rank == (15 + 6, 9)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +177,15 @@ def test_head_and_embedding_show_as_imbalance() -> None:
 )
 def test_illegal_shapes_are_refused_with_the_reason(name: str, p: int, m: int, v: int | None, reason: str) -> None:
     with pytest.raises(Exception, match=reason):
-        build(name, p, m, v)
-    assert len(legal(name, p, m, v)) == 1
+        build_program(name, p, m, v)
+    assert len(schedule_problems(name, p, m, v)) == 1
 
 
 def test_the_table() -> None:
     names = "gpipe 1f1b eager-1f1b pipedream 2bw interleaved breadth-first zb-h1 zb-h2 zb-v chimera dualpipe-v"
     assert " ".join(SCHEDULES) == names
-    assert {find(alias).name for alias in ("dapple", "pipedream-flush")} == {"1f1b"}
-    assert find("interleaved-1f1b").name == "interleaved" and find("zbv").name == "zb-v"
+    assert {find_schedule(alias).name for alias in ("dapple", "pipedream-flush")} == {"1f1b"}
+    assert find_schedule("interleaved-1f1b").name == "interleaved" and find_schedule("zbv").name == "zb-v"
     with pytest.raises(Exception, match="no such schedule; one of gpipe, 1f1b"):
-        find("2f2b")
-    assert "no slack" in warnings("2bw", 4, 3)[0] and not warnings("2bw", 4, 4)
+        find_schedule("2f2b")
+    assert "no slack" in schedule_warnings("2bw", 4, 3)[0] and not schedule_warnings("2bw", 4, 4)

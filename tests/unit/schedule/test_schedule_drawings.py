@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 from schedule_shapes import build_shape, random_shapes
 
-from megalite.schedule import SCHEDULES, Costs, Timeline, build, simulate
+from megalite.schedule import SCHEDULES, Costs, Timeline, build_program, simulate
 from megalite.schedule.action import Action
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import OPTIMIZER, render_html, render_svg
@@ -37,7 +37,7 @@ HEADS = {
 @pytest.mark.parametrize("module", HEADS)
 def test_the_drawing_at_the_head_of_the_file_is_the_program(module: str) -> None:
     name, p, m, v, batches = HEADS[module]
-    drawing = render_text(simulate(build(name, p, m, v), EQUAL if name == "chimera" else None, batches=batches))
+    drawing = render_text(simulate(build_program(name, p, m, v), EQUAL if name == "chimera" else None, batches=batches))
     loaded = importlib.import_module(f"megalite.schedule.schedules.{module}")
     assert loaded.SCHEDULE is SCHEDULES[name]
     shown = [line for line in loaded.__doc__.splitlines() if re.match(r"    rank \d+  ", line)]
@@ -50,7 +50,7 @@ def test_every_schedule_has_a_checked_drawing() -> None:
 
 
 def test_long_drawings_break_into_blocks() -> None:
-    run = simulate(build("1f1b", 2, 4))
+    run = simulate(build_program("1f1b", 2, 4))
     whole, blocks = render_text(run), render_text(run, line_width=30).split("\n\n")
     assert len(blocks) > 1 and all(len(line) <= 30 for block in blocks for line in block.splitlines())
     for rank, line in enumerate(whole.splitlines()):
@@ -59,11 +59,11 @@ def test_long_drawings_break_into_blocks() -> None:
 
 
 def test_more_than_two_chunks_name_the_stage() -> None:
-    assert "4F0" in render_text(simulate(build("interleaved", 2, 2, 3)))
+    assert "4F0" in render_text(simulate(build_program("interleaved", 2, 2, 3)))
 
 
 def test_times_without_a_common_unit_are_drawn_to_scale() -> None:
-    text = render_text(simulate(build("1f1b", 2, 2), Costs(1.03, 0.97, 0.5)), scaled_width=40)
+    text = render_text(simulate(build_program("1f1b", 2, 2), Costs(1.03, 0.97, 0.5)), scaled_width=40)
     rows = text.splitlines()
     assert all(len(row) == len("rank 0  ") + 40 for row in rows) or rows[0].startswith("rank 0  FFF")
     assert rows[0].count("F") == pytest.approx(40 * 1.03 / (2 * 2.5 + 2.5), abs=1)
@@ -82,7 +82,7 @@ def test_svg_holds_every_action_once_and_nothing_foreign() -> None:
 
 
 def test_svg_boxes_are_where_the_times_are() -> None:
-    run = simulate(build("1f1b", 2, 2))
+    run = simulate(build_program("1f1b", 2, 2))
     groups = ElementTree.fromstring(render_svg(run)).iter("{http://www.w3.org/2000/svg}g")
     boxes = {}
     for group in groups:
@@ -96,12 +96,14 @@ def test_svg_boxes_are_where_the_times_are() -> None:
 
 
 def test_html_page() -> None:
-    page = render_html([simulate(build("1f1b", 2, 2)), simulate(build("2bw", 2, 2), batches=3)], heading="plan & run")
+    page = render_html(
+        [simulate(build_program("1f1b", 2, 2)), simulate(build_program("2bw", 2, 2), batches=3)], heading="plan & run"
+    )
     assert page.count("<svg") == 2 and "<h1>plan &amp; run</h1>" in page and page.startswith("<!doctype html>")
 
 
 def test_trace_of_plan_and_measured_run_side_by_side() -> None:
-    plan = simulate(build("1f1b", 2, 2))
+    plan = simulate(build_program("1f1b", 2, 2))
     spans = [(span.rank, span.action, 100 + float(span.start) / 10, 100 + float(span.end) / 10) for span in plan.spans]
     real = Timeline.measured(spans, title="1f1b")
     assert real.unit == "ms" and float(real.makespan) == pytest.approx(100 * float(plan.makespan))
@@ -125,6 +127,6 @@ def test_measured_runs_are_drawn_like_plans() -> None:
     assert "rank 1" in render_text(run) and "<svg" in render_svg(run) and "optimizer step" not in render_svg(run)
     stepped = render_svg(Timeline.measured([*spans, (0, Action("STEP", 0, 0), 0.05, 0.06)]))
     assert OPTIMIZER in stepped and "grey up to ▲: optimizer step" in stepped  # it is no idleness
-    assert OPTIMIZER not in render_svg(simulate(build("1f1b", 2, 2)))  # a plan's takes no time
+    assert OPTIMIZER not in render_svg(simulate(build_program("1f1b", 2, 2)))  # a plan's takes no time
     assert run.num_ranks == 2 and run.busy_per_rank == pytest.approx((11.0, 28.0))
     assert Timeline.measured([]).makespan == 0 and "<svg" in render_svg(Timeline.measured([]))

@@ -9,7 +9,7 @@ from schedule_shapes import build_shape, random_shapes
 from toy_machine import Machine, sequential
 
 from megalite.errors import ScheduleError
-from megalite.schedule import SCHEDULES, build, dump_program, load_program, lower, parse_program, validate
+from megalite.schedule import SCHEDULES, build_program, dump_program, load_program, lower, parse_program, validate
 
 OWN = """\
 # two ranks, three micro-batches
@@ -27,7 +27,7 @@ def test_own_schedule_is_proved_and_runs(tmp_path: Path) -> None:
     path.write_text(OWN)
     program = load_program(path)
     assert program.name == "my-own" and program.num_microbatches == 3
-    assert program.unroll(2) == build("1f1b", 2, 3).unroll(2)
+    assert program.unroll(2) == build_program("1f1b", 2, 3).unroll(2)
     assert [tuple(peak) for peak in program.peak_activations] == [(2, 0), (1, 0)]
     lowered = lower(program)
     assert Machine(lowered).run(lowered.batches(3)) == sequential(2, lowered.batches(3), delay=0)

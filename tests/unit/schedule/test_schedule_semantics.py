@@ -9,10 +9,10 @@ import pytest
 from schedule_shapes import build_shape, random_shapes
 from toy_machine import Machine, sequential, sequential_pipedream
 
-from megalite.schedule import Batch, Program, build, lower, validate
+from megalite.schedule import BatchRange, Program, build_program, lower, validate
 
 
-def reference(program: Program, batches: Sequence[Batch]) -> list[int]:
+def reference(program: Program, batches: Sequence[BatchRange]) -> list[int]:
     if program.name == "pipedream":
         return sequential_pipedream(program.num_stages, batches[-1].end)
     return sequential(program.num_stages, batches, delay=1 if program.name == "2bw" else 0)
@@ -26,7 +26,7 @@ def test_every_schedule_equals_its_sequential_reference() -> None:
 
 
 def test_2bw_differs_from_the_synchronous_run() -> None:
-    program = lower(build("2bw", 3, 4))
+    program = lower(build_program("2bw", 3, 4))
     batches = program.batches(4)
     assert Machine(program).run(batches) != sequential(3, batches, delay=0)
 
@@ -37,13 +37,13 @@ def test_batch_size_ramp_up(name: str) -> None:
     for _ in range(8):
         p = rng.randint(1, 4)
         sizes = [rng.randint(max(p - 1, 1), 3 * p) for _ in range(6)]
-        program = lower(build(name, p, sizes[-1]))
+        program = lower(build_program(name, p, sizes[-1]))
         batches = program.batches(sizes)
         assert Machine(program).run(batches) == reference(program, batches), (name, p, sizes)
         validate(program, sizes)
 
 
-def with_drains(program: Program, sizes: Sequence[int], drains: set[int]) -> list[Batch]:
+def with_drains(program: Program, sizes: Sequence[int], drains: set[int]) -> list[BatchRange]:
     """A run that stops after the batches in `drains` and goes on, as after a checkpoint and a resume."""
     return [
         batch._replace(
@@ -61,7 +61,7 @@ def test_stop_and_resume_anywhere_is_the_uninterrupted_run(name: str) -> None:
         p, count = rng.randint(1, 5), rng.randint(2, 7)
         sizes = [rng.randint(max(p - 1, 1), 3 * p) for _ in range(count)]
         drains = {t for t in range(count) if rng.random() < 0.4}
-        program = lower(build(name, p, max(sizes)))
+        program = lower(build_program(name, p, max(sizes)))
         run = with_drains(program, sizes, drains)
         assert Machine(program).run(run) == reference(program, program.batches(sizes)), (name, p, sizes, drains)
         validate(program, run)
@@ -69,7 +69,7 @@ def test_stop_and_resume_anywhere_is_the_uninterrupted_run(name: str) -> None:
 
 def test_stopping_is_decided_one_batch_ahead() -> None:
     """Iterations before the last are the same whether or not the run ends later; only `last` differs."""
-    program = lower(build("2bw", 3, 4))
+    program = lower(build_program("2bw", 3, 4))
     for rank in range(3):
         going_on = [program.actions_for_batch(rank, batch) for batch in program.batches(5)]
         stopping = [program.actions_for_batch(rank, batch) for batch in program.batches(3)]
@@ -79,7 +79,7 @@ def test_stopping_is_decided_one_batch_ahead() -> None:
 
 def test_an_iteration_touches_only_its_own_and_the_next_batch() -> None:
     for name, p, m in (("2bw", 4, 3), ("2bw", 4, 9), ("pipedream", 4, 3), ("2bw", 1, 2)):
-        program = lower(build(name, p, m))
+        program = lower(build_program(name, p, m))
         for batch in program.batches(5):
             for rank in range(p):
                 for action in program.actions_for_batch(rank, batch):
@@ -103,7 +103,7 @@ def test_each_iteration_ends_with_its_step() -> None:
 def test_2bw_version_rule() -> None:
     """The paper's rule, counted from 0: micro-batch k uses version max(floor(k/m) - 1, 0) on every stage."""
     for p, m in ((2, 1), (4, 4), (3, 7)):
-        for actions in build("2bw", p, m).unroll(6):
+        for actions in build_program("2bw", p, m).unroll(6):
             for action in actions:
                 if action.is_compute:
                     assert action.version == max(action.microbatch // m - 1, 0)

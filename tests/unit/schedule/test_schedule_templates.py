@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from schedule_shapes import build_shape, random_shapes
 
-from megalite.schedule import Action, Batch, Program, build, insert_unshard, lower, parse_program
+from megalite.schedule import Action, BatchRange, Program, build_program, insert_unshard, lower, parse_program
 
 
-def runs(rng: random.Random, program: Program, shape_m: int) -> list[Batch]:
+def runs(rng: random.Random, program: Program, shape_m: int) -> list[BatchRange]:
     """A run of ramped-up sizes with stops in between, and then batches from far behind it."""
     ramps = program.name in ("gpipe", "1f1b", "eager-1f1b", "2bw", "pipedream", "zb-h1", "zb-h2", "zb-v")
     least = max(program.num_ranks - 1, 1)
@@ -26,7 +26,7 @@ def runs(rng: random.Random, program: Program, shape_m: int) -> list[Batch]:
     return [*run, *far, *run[:2]]
 
 
-def check(what: object, program: Program, run: Sequence[Batch]) -> None:
+def check(what: object, program: Program, run: Sequence[BatchRange]) -> None:
     for rank in range(program.num_ranks):
         for batch in run:
             found = program.actions_for_batch(rank, batch)
@@ -55,7 +55,7 @@ def test_a_file_lists_what_it_says() -> None:
 
 def test_a_list_is_generated_once_for_each_shape_of_a_batch() -> None:
     calls = []
-    program = build("2bw", 4, 8)
+    program = build_program("2bw", 4, 8)
     order = program.order
     counted = lower(program.with_order(lambda rank, batch: calls.append(batch) or order(rank, batch)))
     for batch in counted.batches(3):
@@ -67,7 +67,7 @@ def test_a_list_is_generated_once_for_each_shape_of_a_batch() -> None:
 
 
 def test_a_list_may_be_changed_by_whoever_asked_for_it() -> None:
-    program = lower(build("1f1b", 2, 3))
+    program = lower(build_program("1f1b", 2, 3))
     first = program.actions_for_batch(0, program.batch(4))
     copy = list(first)
     first.clear()

@@ -10,7 +10,7 @@ import pytest
 from schedule_shapes import build_shape, random_shapes
 
 from megalite.errors import ScheduleError
-from megalite.schedule import Action, Batch, Peak, Program, build, lower, simulate, validate
+from megalite.schedule import Action, BatchRange, PeakActivations, Program, build_program, lower, simulate, validate
 from megalite.schedule.message_order import fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_reduce
 
@@ -43,7 +43,7 @@ def test_unsharded_weights_are_there_when_used() -> None:
 
 
 def test_breadth_first_gathers_each_chunk_at_most_once_per_direction() -> None:
-    program = lower(build("breadth-first", 2, 4, 3), unshard=True)
+    program = lower(build_program("breadth-first", 2, 4, 3), unshard=True)
     actions = program.actions_for_batch(0, program.batch(0))
     gathers = [str(action) for action in actions if action.kind in ("UNSHARD", "RESHARD")]
     # Chunks 0, 2, 4 forwards, then 4, 2, 0 backwards. One chunk is gathered ahead, so chunk 2, next to the turn, stays.
@@ -53,7 +53,7 @@ def test_breadth_first_gathers_each_chunk_at_most_once_per_direction() -> None:
 def broken(program: Program, rank: int, edit: Edit) -> Program:
     """`program` with one rank's list of batch 1 edited."""
 
-    def order(r: int, batch: Batch) -> list[Action]:
+    def order(r: int, batch: BatchRange) -> list[Action]:
         actions = program.order(r, batch)
         return edit(list(actions)) if r == rank and batch.iteration == 1 else actions
 
@@ -128,7 +128,7 @@ def swap(kind: str, first: int, second: int) -> Edit:
     ],
 )
 def test_broken_programs_are_refused_with_the_place(name: str, rank: int, edit: Edit, rule: str) -> None:
-    program = lower(build(name, 3, 4))
+    program = lower(build_program(name, 3, 4))
     batches = 3 if program.asynchronous else 2  # the last window of an endless stream is short
     validate(program, batches)
     with pytest.raises(ScheduleError, match=rule) as error:
@@ -138,9 +138,9 @@ def test_broken_programs_are_refused_with_the_place(name: str, rank: int, edit: 
 
 
 def test_a_circle_of_waits_is_drawn_on_every_rank_in_it() -> None:
-    program = build("1f1b", 2, 2)
+    program = build_program("1f1b", 2, 2)
 
-    def order(rank: int, batch: Batch) -> list[Action]:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
         f0, f1, b0, b1 = (Action(kind, rank, batch.start + k, batch.iteration) for kind in "FB" for k in (0, 1))
         wrong = [f0, b0, f1, b1] if rank == 0 else [f0, f1, b0, b1]  # rank 0 wants B0 before it has sent F1
         return [*wrong, Action("STEP", rank, batch.iteration)]
@@ -153,13 +153,13 @@ def test_a_circle_of_waits_is_drawn_on_every_rank_in_it() -> None:
 
 
 def test_declared_figures_must_hold() -> None:
-    program = lower(build("1f1b", 3, 4))
+    program = lower(build_program("1f1b", 3, 4))
     with pytest.raises(ScheduleError, match=r"V6 .* rank 0 holds 3 \+ 0 .* declared 2 \+ 0"):
-        validate(replace(program, peak_activations=(Peak(2), Peak(2), Peak(1))))
-    split = lower(build("zb-h1", 3, 4))
+        validate(replace(program, peak_activations=(PeakActivations(2), PeakActivations(2), PeakActivations(1))))
+    split = lower(build_program("zb-h1", 3, 4))
     with pytest.raises(ScheduleError, match="V6"):
-        validate(replace(split, peak_activations=(Peak(3), Peak(2), Peak(1, 2))))
-    two = lower(build("2bw", 3, 4))
+        validate(replace(split, peak_activations=(PeakActivations(3), PeakActivations(2), PeakActivations(1, 2))))
+    two = lower(build_program("2bw", 3, 4))
     with pytest.raises(ScheduleError, match="V4 .* is overwritten"):
         validate(replace(two, weight_versions=(1, 1, 1)))
     with pytest.raises(ScheduleError, match="V5 .* sums 2 updates at once, declared 1"):
@@ -171,12 +171,12 @@ def test_declared_figures_must_hold() -> None:
 def test_2bw_below_its_bound_needs_unborn_weights() -> None:
     """m = p-2, forced past the table's refusal: the validator finds the same bound as the paper's arithmetic."""
     from megalite.schedule.schedules.pipedream_2bw import SCHEDULE
-    from megalite.schedule.shape import Shape
+    from megalite.schedule.shape import ScheduleShape
 
     for p in range(3, 8):
-        validate(SCHEDULE.build(Shape(p, p - 1)))
+        validate(SCHEDULE.build(ScheduleShape(p, p - 1)))
         with pytest.raises(ScheduleError, match="refused"):
-            validate(SCHEDULE.build(Shape(p, p - 2)))
+            validate(SCHEDULE.build(ScheduleShape(p, p - 2)))
 
 
 def test_reductions_follow_the_last_gradient() -> None:
@@ -195,7 +195,7 @@ def test_reductions_follow_the_last_gradient() -> None:
 
 def test_one_communicator_for_both_directions_would_deadlock() -> None:
     """Why the transport keeps the directions apart: what the three models of the validator tell about 1F1B."""
-    program = lower(build("1f1b", 3, 4))
+    program = lower(build_program("1f1b", 3, 4))
     lists = program.unroll(2)
     assert not rendezvous_faults(lists, program.placement, "pair")
     assert not rendezvous_faults(lists, program.placement, "direction")
@@ -206,7 +206,7 @@ def test_receives_placed_by_their_user_would_cross() -> None:
     """The trap that the sender's order avoids: on a V, with each RECV directly before its use, wires mix up
     messages.
     """
-    program = lower(build("zb-v", 4, 8))
+    program = lower(build_program("zb-v", 4, 8))
     lists = [list(actions) for actions in program.unroll(1)]
     assert not list(fifo_faults(lists))
     for actions in lists:

@@ -77,10 +77,10 @@ def test_measured_costs_may_be_floats() -> None:
 
 
 def test_an_overlap_costs_the_sum_of_its_parts_unless_told_otherwise() -> None:
-    from megalite.schedule import build
+    from megalite.schedule import build_program
     from megalite.schedule.action import backward, forward, overlap
 
-    program = build("dualpipe-v", 2, 4)
+    program = build_program("dualpipe-v", 2, 4)
     pair: Action = overlap(forward(0, 3), backward(3, 1))
     assert Costs().of(pair, program) == Fraction(3, 2)
     assert Costs(overlap=Fraction(2, 3)).of(pair, program) == 1

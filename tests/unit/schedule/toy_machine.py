@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from megalite.schedule import Action, Batch, Program
+from megalite.schedule import Action, BatchRange, Program
 from megalite.schedule.passes import receives
 
 PRIME = 2**61 - 1
 LR = 3
 
 
-def sequential(num_stages: int, batches: Sequence[Batch], *, delay: int) -> list[int]:
+def sequential(num_stages: int, batches: Sequence[BatchRange], *, delay: int) -> list[int]:
     """Weights after training without any pipeline; gradients are taken on weights `delay` updates old."""
     history = [[stage + 2 for stage in range(num_stages)]]
     for t, batch in enumerate(batches):
@@ -67,7 +67,7 @@ class Machine:
         self.wires: dict[tuple[int, int], deque[int]] = defaultdict(deque)
         self.reduced: set[tuple[int, int, int]] = set()
 
-    def run(self, batches: Sequence[Batch]) -> list[int]:
+    def run(self, batches: Sequence[BatchRange]) -> list[int]:
         """Newest weights of all stages (of replica 0; all replicas must agree)."""
         for batch in batches:
             lists = [deque(self.program.actions_for_batch(rank, batch)) for rank in range(self.program.num_ranks)]
@@ -87,7 +87,7 @@ class Machine:
         assert len(copies) == 1, f"replicas of stage {stage} have drifted apart"
         return copies.pop()
 
-    def _do(self, rank: int, action: Action, batch: Batch) -> bool:
+    def _do(self, rank: int, action: Action, batch: BatchRange) -> bool:
         if action.kind in ("SEND_F", "SEND_B"):
             self.wires[rank, action.peer].append(
                 self.made.pop((action.kind, action.stage, action.replica, action.microbatch))
@@ -109,7 +109,7 @@ class Machine:
             if value is None and wire:
                 self.arrived[rank][recv] = wire.popleft()
 
-    def _compute(self, rank: int, action: Action, batch: Batch) -> bool:
+    def _compute(self, rank: int, action: Action, batch: BatchRange) -> bool:
         self._deliver(rank)
         parts = list(action.computations())
         values = [self._input(rank, part) for part in parts]
@@ -139,7 +139,7 @@ class Machine:
             return self.made.get((f"SEND_{kind}", neighbour, replica, k))
         return self.arrived[rank].get(Action(f"RECV_{kind}", stage, k, peer=peer, replica=replica))
 
-    def _apply(self, part: Action, value: int, batch: Batch) -> None:
+    def _apply(self, part: Action, value: int, batch: BatchRange) -> None:
         stage, replica, k = part.stage, part.replica, part.microbatch
         here = (stage, replica, k)
         if part.kind == "F":
@@ -156,7 +156,7 @@ class Machine:
             else:
                 self._add(part, gradient, batch)
 
-    def _add(self, part: Action, gradient: int, batch: Batch) -> None:
+    def _add(self, part: Action, gradient: int, batch: BatchRange) -> None:
         update = self.program.update_of(part.microbatch, batch)
         self.gradients[part.stage, part.replica, update] += gradient
 

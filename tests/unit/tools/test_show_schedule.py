@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalite.schedule import SCHEDULES, build, load_program
+from megalite.schedule import SCHEDULES, build_program, load_program
 from tools.show_schedule import main
 
 
@@ -121,7 +121,7 @@ def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_file_that_the_tool_writes_is_the_schedule(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     assert main(["--schedule", "zb-h1", *shape(3, 5), "--format", "file", "--output", str(path)]) == 0
-    assert load_program(path).unroll(2) == build("zb-h1", 3, 5).unroll(2)
+    assert load_program(path).unroll(2) == build_program("zb-h1", 3, 5).unroll(2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

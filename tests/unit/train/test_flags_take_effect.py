@@ -22,8 +22,8 @@ from megalite.comm.world import World
 from megalite.config import parse
 from megalite.config.root import all_options
 from megalite.errors import MegaliteError
-from megalite.inventory.pipeline import stage_cuts
-from megalite.train.build import Schedules
+from megalite.inventory.pipeline import stage_layer_ranges
+from megalite.train.build import ProgramCache
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.run import run_training
 from pretrain_gpt import main
@@ -277,7 +277,7 @@ def test_layers_are_dealt_as_asked(flags: str) -> None:
     cuts = []
     for added in ("", flags):
         config = parse([*BASE.split(), *pipeline.split(), *added.split()], world_size=4)
-        cuts.append(stage_cuts(config, Schedules(config).full(4)))
+        cuts.append(stage_layer_ranges(config, ProgramCache(config).full(4)))
     assert cuts[0] != cuts[1]
     assert [layer for cut in cuts[1] for layer in cut] == list(range(10))
 

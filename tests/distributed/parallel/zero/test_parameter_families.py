@@ -25,7 +25,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.gradient import sink_of
-from megalite.inventory.families import FAMILIES
+from megalite.inventory.families import AXIS_FAMILIES
 from megalite.inventory.placement import Placement
 from megalite.nn.norm import Norm
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
@@ -74,7 +74,7 @@ def local(spec: Spec, values: Tensor, mesh: ParallelMesh) -> Tensor:
 
 def share(spec: Spec, mesh: ParallelMesh) -> float:
     """This rank's part of the gradient: 1, 2, 3 ... parts along the axes that the gradient is summed over."""
-    family = FAMILIES[spec.family]
+    family = AXIS_FAMILIES[spec.family]
     result = 1.0
     for name in [*family.shard, *family.replicate, *([spec.partial] if spec.partial else [])]:
         size = mesh.size(name)
@@ -115,7 +115,7 @@ Result = tuple[list[float], list[tuple[str, tuple[int, ...], tuple[int, ...], Te
 def train(world: World, case: Case) -> Result:
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, **case.sizes)
     parameters = make_parameters(mesh)
-    families = {name: mesh.family(name) for name in FAMILIES}
+    families = {name: mesh.family(name) for name in AXIS_FAMILIES}
     buffers = stage_buffers([parameters], families, options=ZeroOptions(case.stage, overlap_grad_reduce=True))
     optimizer = ShardedOptimizer(
         buffers, make_optimizer=lambda groups: torch.optim.AdamW(groups, eps=1e-5, fused=True), norm_axis=mesh.world

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
-from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.gradient_sync import Bucket
 from megalite.parallel.zero.sub_optimizers import HostOptimizer
@@ -33,7 +33,7 @@ def body(
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
         norm_axis=mesh.world,
         offload_fraction=fraction,
     )
@@ -96,7 +96,7 @@ def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.
     )
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
         norm_axis=mesh.world,
         offload_fraction=1.0,
     )

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
-from megalite.config.update_rules import UPDATE_RULES
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import sink_of
 from megalite.inventory.placement import Placement
-from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.testing import run_ranks, run_single
 
@@ -56,13 +56,13 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
     """Three steps on given gradients; this rank's masters and moments as (name, whole shape, offset, values)."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size, dp_replicate=replicate)
     row = OPTIMIZERS[name.removesuffix("*")]
-    settings = Hyperparameters(adam_eps=1e-5, adafactor_scale_parameter=name.endswith("*"))
+    settings = OptimizerSettings(adam_eps=1e-5, adafactor_scale_parameter=name.endswith("*"))
     parameters = make_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],
         axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=200 if offload else None),
-        whole=UPDATE_RULES[name.removesuffix("*")].whole,
+        whole=OPTIMIZER_SPECS[name.removesuffix("*")].whole,
     )
     optimizer = ShardedOptimizer(
         [buffers],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
-from megalite.optim import OPTIMIZERS, Hyperparameters
+from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.param_remainders import join_bits, split_bits
 from megalite.testing import run_ranks
@@ -50,7 +50,7 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
     buffers.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, Hyperparameters()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
         norm_axis=mesh.world,
         store_param_remainders=remainders,
     )

@@ -14,7 +14,7 @@ from megalite.comm.p2p import TensorSpec
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline.stage import Stage
-from megalite.schedule import Costs, build, simulate
+from megalite.schedule import Costs, build_program, simulate
 
 SIZE, TOKENS, LINEARS = 8, 5, 3
 
@@ -62,7 +62,7 @@ def batch_of(microbatch: int) -> Microbatch:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_schedule_that_splits_runs_plain_modules(tied: bool, sinks: bool) -> None:
-    program = build("zb-h1", 3, 4)
+    program = build_program("zb-h1", 3, 4)
     modules = [Plain(i, is_last=i == 2, tied=tied) for i in range(3)]
     expected = [Plain(i, is_last=i == 2, tied=tied) for i in range(3)]
     for microbatch in range(4):
