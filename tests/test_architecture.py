@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from draw_architecture import PICTURE, draw
+from make_reading_pages import PAGE, room_page
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # Longest prefix wins. A module may import strictly lower floors and its own room; rooms of one floor do not see each
@@ -420,6 +423,11 @@ def test_schedules_and_optimizers_are_named_in_their_rooms_alone() -> None:
             if isinstance(node, ast.Constant) and node.value in names:
                 problems.append(f"{module}:{node.lineno}: {node.value!r}: ask its entry in the table")
     _check(problems)
+
+
+def test_the_picture_and_the_rooms_page_are_up_to_date() -> None:
+    assert PICTURE.read_text() == draw(), "docs/architecture.svg: run python tools/draw_architecture.py"
+    assert PAGE.read_text() == room_page(), "docs/rooms.md: run python tools/make_reading_pages.py"
 
 
 def test_no_notes_to_ourselves_and_no_machine_paths() -> None:
