@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A new user's first hour in a minute: quickstart.sh in a new clone, then every command of README, all of them shortened,
-# and every tool's --help, with nothing installed but the core. What needs more must say in one line which extra it is.
+# and every --help, with nothing installed but the core. What needs more must say in one line which extra it is.
 #
 #   git clone . /tmp/trial && /tmp/trial/scripts/fresh_machine.sh
 #
@@ -17,7 +17,7 @@ PLACE=$(mktemp -d)
 trap 'rm -rf "$PLACE"' EXIT
 mkdir "$PLACE/new user"
 cd "$PLACE/new user"
-for name in README.md configs pretrain_gpt.py scripts tools; do
+for name in README.md configs pretrain_gpt.py scripts tools benchmarks; do
     ln -s "$CLONE/$name" "$name"
 done
 
@@ -49,9 +49,9 @@ while IFS=$'\t' read -r extra command; do
     try "$extra" "$command" </dev/null
 done <commands
 
-echo "== every tool's --help"
-for tool in pretrain_gpt.py tools/*.py; do
-    if [[ $tool != tools/bench_adapter* ]] && grep -q '^if __name__' "$tool"; then
+echo "== every tool's and benchmark's --help"
+for tool in pretrain_gpt.py tools/*.py benchmarks/*.py; do
+    if grep -q '^if __name__' "$tool"; then
         try - "python $tool --help"
     fi
 done

@@ -52,6 +52,7 @@ FLOORS = {
     "megalite.inference": 10,
     "pretrain_gpt": 11,
     "tools": 11,
+    "benchmarks": 12,
 }
 TESTING = "megalite.testing"
 MAX_FILE_LINES = 500
@@ -95,8 +96,8 @@ AT_IMPORT = re.compile(
 # Who may name a schedule or an optimizer: the table and the options of optimizers (default, aliases), published runs,
 # benchmarks, which name what they measure, and the oracle, which computes by itself what each of them means.
 NAMES_ITS_SUBJECT = re.compile(
-    r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|bench\w+)"
-    r"|megalite\.testing\.(oracle|update_rules)"
+    r"megalite\.config\.(update_rules|optimizer|values)|tools\.compare_published|megalite\.testing\.(oracle|update_rules)"
+    r"|benchmarks\.(pipeline|megalite_step|shared_lab)"
 )
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(
@@ -113,7 +114,8 @@ def _module(path: Path) -> str:
 
 
 def _sources() -> list[Path]:
-    return sorted([*ROOT.glob("megalite/**/*.py"), *ROOT.glob("tools/**/*.py"), ROOT / "pretrain_gpt.py"])
+    rooms = ("megalite", "tools", "benchmarks")
+    return sorted([*(path for room in rooms for path in ROOT.glob(f"{room}/**/*.py")), ROOT / "pretrain_gpt.py"])
 
 
 def _everything() -> list[Path]:
@@ -172,7 +174,7 @@ def test_modules_import_lower_floors_and_their_own_room() -> None:
     for module, tree in PRODUCT.items():
         room = _room(module)
         for line, name in _imports(module, tree):
-            if name.split(".")[0] not in ("megalite", "tools", "pretrain_gpt"):
+            if name.split(".")[0] not in ("megalite", "tools", "benchmarks", "pretrain_gpt"):
                 continue
             target = _room(name)
             # `import megalite` is the version number; a package that only groups rooms has nothing to import.
@@ -289,9 +291,9 @@ def test_no_work_at_import() -> None:
 
 
 def _finds_own_package(module: str, call: ast.Call) -> bool:
-    """Tools are run as files: one line makes the package beside them importable."""
-    return module.startswith("tools") and bool(
-        re.fullmatch(r"sys\.path\.insert|str|Path\(__file__\)\.resolve", ast.unparse(call.func))
+    """Tools and benchmarks are run as files: one line makes the package beside them importable."""
+    return module.startswith(("tools", "benchmarks")) and bool(
+        re.fullmatch(r"sys\.path\.(insert|append)|str|Path\(__file__\)\.(resolve|with_name)", ast.unparse(call.func))
     )
 
 
@@ -299,7 +301,7 @@ def test_torch_distributed_is_used_in_comm_and_launch_only() -> None:
     problems = []
     for module, tree in PRODUCT.items():
         # Benchmarks run torch's own parallelism beside ours: it is what they measure.
-        if module.startswith(("megalite.comm", "megalite.launch", "tools.bench")):
+        if module.startswith(("megalite.comm", "megalite.launch", "benchmarks")):
             continue
         problems += [
             f"{module}:{line}: imports {name}; only megalite.comm and megalite.launch may"
@@ -399,12 +401,12 @@ def test_public_functions_have_type_hints() -> None:
 
 
 def test_what_the_type_checker_must_not_see_has_a_reason() -> None:
-    """`type: ignore[code]  # why`; benchmarks hold other people's code."""
+    """`type: ignore[code]  # why`."""
     ignore, reason = "# type: " + "ignore", re.compile(r"# type: " + r"ignore\[[\w, -]+\]  # \w.+")
     problems = []
     for path in _sources():
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if ignore in line and not reason.search(line) and "bench" not in path.name:
+            if ignore in line and not reason.search(line):
                 problems.append(f"{path.relative_to(ROOT)}:{number}: an ignore without its code or its reason")
     _check(problems)
 

@@ -217,6 +217,7 @@ class Bench:
         source = source_of(mean_profile(self.facts["profiles"]), self.hardware)
         lines = ["predicted ms  measured ms   error   predicted MB  measured MB   error  layout"]
         times, sizes = [], []
+        self.facts["layouts"] = []
         for number, layout in enumerate(layouts):
             laid_out, row = apply(self.config, layout), self.facts["rows"][f"layout {number}"]
             found = predict(laid_out, self.world_size, source.hardware, source)
@@ -230,6 +231,18 @@ class Bench:
             first = "  <-- first choice" if layout == choice else ""
             lines.append(f"{text}  {layout_text(laid_out, self.world_size)}{first}{disturbed}")
             times.append((found.step_time, row["seconds"]))
+            self.facts["layouts"].append(
+                {
+                    "layout": layout_text(laid_out, self.world_size) + (" (first choice)" if layout == choice else ""),
+                    "predicted_seconds": found.step_time,
+                    "measured_seconds": seconds,
+                    "seconds_error": found.step_time / seconds - 1,
+                    "predicted_memory": row["predicted_memory"],
+                    "measured_memory": row["measured_memory"],
+                    "memory_error": row["predicted_memory"] / (row["measured_memory"] or 1) - 1,
+                }
+            )
+        self.keep()
         return "\n".join([*lines, *_figures(times, sizes, times[layouts.index(choice)][1])])
 
 

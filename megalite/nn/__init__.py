@@ -17,6 +17,7 @@ What every layer is told is a `LayerContext` of `parallel.tensor`, and no collec
 layer computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
 """
 
+from megalite.nn.attention_core import AttentionCore
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head

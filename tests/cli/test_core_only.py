@@ -25,11 +25,10 @@ from tests.cli.core_only import hide_optional_packages
 from tests.unit.inference.tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-# The adapters and the variants are modules: of the shared bench, and of the tool beside them.
 TOOLS = [
     path
-    for path in [ROOT / "pretrain_gpt.py", *sorted(ROOT.glob("tools/*.py"))]
-    if re.search(r"^if __name__", path.read_text(), re.M) and not path.name.startswith("bench_adapter")
+    for path in [ROOT / "pretrain_gpt.py", *sorted(ROOT.glob("tools/*.py")), *sorted(ROOT.glob("benchmarks/*.py"))]
+    if re.search(r"^if __name__", path.read_text(), re.M)
 ]
 # It measures layers: nearly all of it is torch.
 NEEDS_TORCH = {"profile_layers.py"}
@@ -157,7 +156,7 @@ ASKING = [
     ("data", "--tokenizer-model=m.model", f"{RUN} no_tokenizer.yaml --tokenizer-model m.model"),
     ("data", "--model-type=sentencepiece", f"{TRAIN_TOKENIZER} --model-type sentencepiece"),
     ("hf", "--verify", f"{CONVERT} --verify"),
-    ("hf", "--variants=transformers", "python tools/benchmark_single.py --preset tiny"),
+    ("hf", "--variants=transformers", "python benchmarks/single.py --models tiny --variants transformers"),
     ("plot", "--plot=a.png", f"{PLAN} --plot a.png"),
     ("eval", "--tasks=hellaswag", "python tools/evaluate_harness.py --load run --tasks hellaswag"),
 ]

@@ -1,0 +1,78 @@
+"""Attention: forward and backward of megalite's core, beside torch's fused attention and plain products.
+
+    python benchmarks/attention.py                                # 128 to 2,048 tokens, fp32 and bf16
+    python benchmarks/attention.py --quick --check                # compared with baseline.json
+
+6 heads of 64 channels and 2,048 tokens in a batch, or one sequence. `megalite` takes queries, keys and values as its
+projection leaves them, `[s, b, heads, 3, d]`; the others `[b, heads, s, d]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from benchmarks.harness import Benchmark, Flag
+from benchmarks.turns import Case, Place, Variant
+
+VARIANTS = ("megalite", "sdpa", "plain")
+HEADS, CHANNELS, TOKENS = 6, 64, 2048
+FLAGS = {
+    "lengths": Flag("tokens of a sequence", [128, 256, 512, 1024, 2048], [256, 1024]),
+    "precisions": Flag("of all tensors", ["fp32", "bf16"], ["fp32", "bf16"], ("fp32", "bf16")),
+    "threads": Flag("CPU threads", 1, 1),
+}
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    pairs = (("megalite", "sdpa"), ("megalite", "plain"))
+    return [
+        Case(f"{length} tokens, {precision}", VARIANTS, pairs,
+             {"length": length, "bf16": precision == "bf16", "threads": args.threads}, inner=5)
+        for precision in args.precisions
+        for length in args.lengths
+    ]  # fmt: skip
+
+
+def build(name: str, case: Case, place: Place) -> Variant:
+    import torch
+    from torch import Tensor
+    from torch.nn import functional as F
+
+    from megalite.nn import AttentionCore
+
+    s = case.settings["length"]
+    b = max(1, TOKENS // s)
+    dtype = torch.bfloat16 if case.settings["bf16"] else torch.float32
+    settings: dict[str, Any] = {"dtype": dtype, "device": place.device}
+    if name == "megalite":
+        packed = torch.randn(s, b, HEADS, 3, CHANNELS, **settings).requires_grad_()
+        gradient = torch.randn(s, b, HEADS * CHANNELS, **settings)
+        core = AttentionCore(product_dtype=dtype)
+
+        def ours() -> None:
+            q, k, v = packed.split(1, 3)
+            torch.autograd.grad(core(q, k.squeeze(3), v.squeeze(3), packed=packed), packed, gradient)
+
+        return Variant(ours)
+    q, k, v = (torch.randn(b, HEADS, s, CHANNELS, **settings).requires_grad_() for _ in range(3))
+    gradient = torch.randn(b, HEADS, s, CHANNELS, **settings)
+    mask = torch.full((s, s), float("-inf"), **settings).triu_(1)
+
+    def result() -> Tensor:
+        if name == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = torch.matmul(q, k.transpose(-1, -2)) * CHANNELS**-0.5 + mask
+        return torch.matmul(torch.softmax(scores, -1), v)
+
+    return Variant(lambda: torch.autograd.grad(result(), (q, k, v), gradient))
+
+
+BENCHMARK = Benchmark("attention", __doc__, FLAGS, cases, build, VARIANTS)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

@@ -1,0 +1,135 @@
+"""A training step of megalite at any layout, on one batch for ever: what the benchmarks time.
+
+It is put together from the rooms that a run is put together from, without data, hooks and checkpoints: program, stages,
+optimizer, executor. A step is one iteration: all micro-batches forward and backward, reduction, clipping where it is
+asked for, and the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.turns import Place, Variant
+from megalite.comm import Channel, ParallelMesh, share_axis
+from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
+from megalite.inventory import stage_layer_ranges
+from megalite.microbatch import Microbatch
+from megalite.optim import ConstantLossScaler
+from megalite.parallel.pipeline import Executor
+from megalite.schedule import BatchRange, resolve_chunks
+from megalite.train import Hyperparameters, ProgramCache, Updater, build_model
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tp, pp: sizes; what they leave of the ranks is data-parallel. batches: in a call, of an asynchronous schedule."""
+
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    batches: int = 1
+    bf16: bool = False
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class Update:
+    """AdamW's numbers; clip_grad 0: no clipping."""
+
+    lr: float = 1e-4
+    weight_decay: float = 0.0
+    clip_grad: float = 0.0
+
+
+class TrainingStep:
+    """One rank of a training on the batch `tokens`, `labels` `[b, s]`, of which data-parallel ranks give their own."""
+
+    def __init__(
+        self, model: ModelConfig, layout: Layout, update: Update, place: Place, tokens: Tensor, labels: Tensor
+    ) -> None:
+        self.size, device = layout.num_microbatches, tokens.device
+        config = config_of(model, layout, update, tokens.shape[0] // self.size)
+        mesh = (
+            ParallelMesh.build(rank=place.rank, size=place.ranks, tp=layout.tp, pp=layout.pp)
+            if place.ranks > 1
+            else ParallelMesh.single()
+        )
+        if device.type == "cpu":
+            mesh.adopt(share_axis(mesh["tp"]))
+        self.program = ProgramCache(config).program(self.size, 1)
+        built = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), device)
+        numbers = Hyperparameters(update.lr, update.weight_decay, 1.0)
+        self.updater = Updater(
+            built.buffers,
+            built.optimizer,
+            policy=lambda update: numbers,
+            scaler=ConstantLossScaler(),
+            shared=built.shared,
+            clip_grad=update.clip_grad,
+            nonfinite="stop",
+            max_skipped=50,
+            num_slots=built.num_slots,
+            version=0,
+            update_of=lambda microbatch: microbatch // self.size,
+        )
+        channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), built.placement.neighbours)
+        self.executor = Executor(mesh.coordinate("pp"), built.stages, built.placement, channel, self.updater)
+        self.microbatches = [
+            microbatch(x, y) for x, y in zip(tokens.chunk(self.size), labels.chunk(self.size), strict=True)
+        ]
+        self.factor = torch.tensor(1.0 / (tokens.numel() * mesh.size("dp")), device=device)
+        self.batches = layout.batches if self.program.asynchronous else 1
+        self.iteration = 0
+
+    def get(self, number: int) -> tuple[Microbatch, Tensor]:
+        """The executor's source."""
+        return self.microbatches[number % self.size], self.factor
+
+    def step(self) -> list[Tensor]:
+        """`batches` iterations, an asynchronous pipeline stays filled between calls; losses of the last stage."""
+        next_size = self.size if self.program.asynchronous else 0
+        for _ in range(self.batches):
+            t = self.iteration
+            batch = BatchRange(t, t * self.size, self.size, next_size, first=t == 0 or not self.program.asynchronous)
+            for action in self.executor.run(self.program.actions_for_batch(self.executor.rank, batch), self):
+                self.updater.execute(action)
+            self.updater.take_results()
+            self.iteration += 1
+        return list(self.executor.take_losses().values())
+
+    def variant(self) -> Variant:
+        """For the harness."""
+        return Variant(self.step, divide_by=self.batches)
+
+
+def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_size: int) -> Config:
+    """The run that a layout is."""
+    return Config(
+        model=model,
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            sequence_parallel=layout.sequence_parallel,
+            zero_stage=layout.zero_stage,
+            pipeline_schedule=layout.schedule,
+            virtual_pipeline_model_parallel_size=resolve_chunks(layout.schedule, None),
+        ),
+        training=TrainingConfig(
+            micro_batch_size=micro_batch_size, precision=Precision(bf16=layout.bf16), compile=layout.compile
+        ),
+        optimizer=OptimizerConfig(lr=update.lr, clip_grad=update.clip_grad),
+    )
+
+
+def microbatch(tokens: Tensor, labels: Tensor) -> Microbatch:
+    """Tokens and labels `[b, s]` with plain positions, all of which count."""
+    device = tokens.device
+    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    ones = torch.ones(tokens.shape, device=device)
+    return Microbatch(tokens, labels, positions, ones, torch.arange(tokens.shape[0], device=device))
