@@ -64,7 +64,7 @@ class TrainingStep:
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
         built = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), device)
-        numbers = Hyperparameters(update.lr, update.weight_decay, 1.0)
+        numbers = Hyperparameters(update.lr, update.weight_decay, 1.0, iteration=1)
         self.updater = Updater(
             built.buffers,
             built.optimizer,

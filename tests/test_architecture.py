@@ -62,7 +62,7 @@ MAX_FIELDS = {
     "model": 33,
     "parallel": 19,
     "training": 20,
-    "optimizer": 16,
+    "optimizer": 17,
     "data": 16,
     "checkpoint": 14,
     "logging": 5,
@@ -96,7 +96,8 @@ AT_IMPORT = re.compile(
 # Who may name a schedule or an optimizer: the table and the options of optimizers (default, aliases), published runs,
 # benchmarks, which name what they measure, and the oracle, which computes by itself what each of them means.
 NAMES_ITS_SUBJECT = re.compile(
-    r"megalite\.config\.(update_rules|optimizer|values)|tools\.compare_published|megalite\.testing\.(oracle|update_rules)"
+    r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|study_staleness)"
+    r"|megalite\.testing\.(oracle|update_rules)"
     r"|benchmarks\.(pipeline|megalite_step|shared_lab)"
 )
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import OneOf, Spelled, option, required
+from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
 _ADAM = ("adam", "muon")  # muon leaves what is no matrix to Adam
@@ -146,6 +147,7 @@ class OptimizerConfig:
         "keep the masters of bf16 weights as the 16 bits that the weights lack: 2 bytes less each. Masters are exact; "
         "weights half-way between two bf16 numbers are rounded away from zero, not to even",
     )
+    staleness: StalenessCorrection = StalenessCorrection()
     clip_grad: float = option(
         1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables it"
     )

@@ -15,6 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.schema import Option, options_of
+from megalite.config.staleness import Correction, correction_of
 from megalite.config.training import TrainingConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
@@ -72,6 +73,11 @@ class Config:
     def total_train_samples(self, world_size: int) -> int:
         """Samples that all training iterations together consume."""
         return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
+
+    @property
+    def staleness(self) -> Correction:
+        """What is done about delayed gradients, the defaults filled in."""
+        return correction_of(self)
 
     def for_stage(self, stage: int) -> Config:
         """What stage `stage` of the pipeline is built with (`ModelConfig.for_stage`)."""

@@ -138,4 +138,6 @@ def _derived(config: Config) -> dict[str, Any]:
         "max_position_embeddings": model.max_positions,
         "pipeline_schedule": config.parallel.schedule,
         "virtual_pipeline_model_parallel_size": config.parallel.num_chunks,
+        "staleness_correction": config.staleness.method,
+        "staleness_lookahead": config.staleness.lookahead,
     }

@@ -30,6 +30,8 @@ class OptimizerSpec:
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
+    correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
+    (docs/asynchronous.md has the measurements). nesterov: why its momentum can not be taken as Nesterov did.
     """
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]]
@@ -37,6 +39,9 @@ class OptimizerSpec:
     statistics: bool = False
     settings: tuple[str, ...] = ()
     high_lr: float | None = None
+    correction: str = "none"
+    lookahead: float = 1.0
+    nesterov: str | None = None
 
     def most_moments(self, settings: OptimizerConfig) -> int:
         """How many moments most elements of a model have: those of the blocks' matrices."""
@@ -51,9 +56,15 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             high_lr=0.1,
         ),
         "sgd": OptimizerSpec(lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else ()),
-        "lion": OptimizerSpec(lambda settings: (settings.exp_avg_dtype,), settings=("exp_avg_dtype",)),
-        "muon": OptimizerSpec(lambda settings: (_WIDE, _WIDE), whole=_blocks_matrix),
-        "adafactor": OptimizerSpec(lambda settings: (), statistics=True),
+        "lion": OptimizerSpec(
+            lambda settings: (settings.exp_avg_dtype,),
+            settings=("exp_avg_dtype",),
+            nesterov="its update weighs the newest gradient by itself",
+        ),
+        "muon": OptimizerSpec(
+            lambda settings: (_WIDE, _WIDE), whole=_blocks_matrix, nesterov="its momentum is Nesterov's already"
+        ),
+        "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
     }
 )
 """Name -> UpdateRule. Muon leaves what is no matrix of a block to AdamW, whose moments are wide there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import Config
+from megalite.config import Config, has_delay
 from megalite.inventory import FLOPS_CONVENTION, count_parameters, flops_per_iteration
 from megalite.planner import RankMemory, rank_memory
 from megalite.schedule import Program
@@ -78,6 +78,8 @@ def describe_layout(config: Config, world_size: int) -> str:
     if sizes["pp"] > 1:
         chunks = f", {parallel.num_chunks} chunks per rank" if parallel.num_chunks > 1 else ""
         parts.append(f"schedule {parallel.schedule}{chunks}")
+    if has_delay(config):
+        parts.append(f"staleness correction {config.staleness}")
     if parallel.sequence_parallel and sizes["tp"] > 1:
         parts.append("sequence parallel")
     if parallel.zero_stage:

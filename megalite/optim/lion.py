@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.optim.rule import UpdateRule
 
@@ -35,3 +36,12 @@ class Lion(UpdateRule):
                 p.mul_(1.0 - group["lr"] * group["weight_decay"])
                 p.add_(moment.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
                 state["exp_avg"].copy_(moment.lerp(p.grad, 1.0 - beta2))
+
+    def foresees(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def expected_step(
+        self, p: Tensor, piece: slice, group: dict[str, Any], *, lr: float, weight_decay: float
+    ) -> Tensor:
+        sign: Tensor = self.state[p]["exp_avg"].view(-1)[piece].to(p.dtype).sign()
+        return sign.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)

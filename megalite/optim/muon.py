@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.comm import Axis, all_gather
 from megalite.inventory import Placement
-from megalite.optim.adamw import adamw_update
+from megalite.optim.adamw import adamw_step, adamw_update
 from megalite.optim.rule import UpdateRule
 
 ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
@@ -70,6 +70,14 @@ class Muon(UpdateRule):
                         if name not in state:
                             state[name] = torch.zeros_like(p)
                     adamw_update(p, state, group)
+
+    def foresees(self, group: dict[str, Any]) -> bool:
+        return not group["whole"]  # a matrix would have to be made orthogonal once more
+
+    def expected_step(
+        self, p: Tensor, piece: slice, group: dict[str, Any], *, lr: float, weight_decay: float
+    ) -> Tensor:
+        return adamw_step(p, piece, self.state[p], group, lr=lr, weight_decay=weight_decay)
 
     def _update_matrix(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any], placement: Placement) -> None:
         assert p.grad is not None

@@ -151,12 +151,15 @@ def _moments(
     fraction = optimizer.offload.fraction
     rule = OPTIMIZER_SPECS[optimizer.optimizer]
     flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
+    keeps_step = config.staleness.keeps_step
     moved = on_host = there = here = 0
     for bucket in buckets:
         share = bucket.numel // owners
         state = bucket.states * (size.wide if bucket.whole else flat)
         if rule.statistics:
             state = bucket.statistics * size.wide
+        if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):
+            state += bucket.states * size.wide
         if not bucket.whole and moved < fraction * owned:
             moved, on_host, there = moved + share, on_host + share, there + state
         else:

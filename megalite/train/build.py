@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -18,13 +19,23 @@ from megalite.gradient import WeightGradQueue
 from megalite.inventory import AXIS_FAMILIES, boundary_shape, lowered_program
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
-from megalite.optim import OPTIMIZERS, ConstantLossScaler, DynamicLossScaler, LossScaler, OptimizerSettings
+from megalite.optim import (
+    CORRECTIONS,
+    OPTIMIZERS,
+    ConstantLossScaler,
+    Delay,
+    DynamicLossScaler,
+    LossScaler,
+    OptimizerSettings,
+    UpdateRule,
+)
 from megalite.parallel.pipeline import SharedGradient, Stage, StageKey, holders
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
     MakeOptimizer,
     ParameterBuffers,
+    ParamGroup,
     ShardedOptimizer,
     ZeroOptions,
     stage_buffers,
@@ -86,6 +97,7 @@ class Model:
     shared: SharedGradient
     num_slots: int
     update_per_microbatch: bool
+    delay: Delay
 
 
 def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
@@ -130,9 +142,10 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     tied_at = holders(placement) if tied_apart else []
+    delay = _delay(config, program, rank)
     optimizer = ShardedOptimizer(
         [made for stage in buffers.values() for made in stage],
-        make_optimizer=optimizer_factory(config),
+        make_optimizer=optimizer_factory(config, delay),
         norm_axis=_norm_axis(config, mesh, program),
         offload_fraction=offload_fraction(config),
         store_param_remainders=config.optimizer.store_param_remainders,
@@ -145,7 +158,13 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         SharedGradient(mesh.through(tied_at, apart="embedding")),
         num_slots,
         program.update_per_microbatch,
+        delay,
     )
+
+
+def _delay(config: Config, program: Program, rank: int) -> Delay:
+    skipped = frozenset(config.training.iterations_to_skip)
+    return Delay(program.staleness[rank] if program.staleness else 0, config.parallel.pipeline_flush_steps, skipped)
 
 
 def _build_module(
@@ -202,15 +221,24 @@ def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
     return TensorSpec(boundary_shape(config), dtype, device)
 
 
-def optimizer_factory(config: Config) -> MakeOptimizer:
-    """Parameter groups -> the update rule of `--optimizer` with its settings."""
+def optimizer_factory(config: Config, delay: Delay | None = None) -> MakeOptimizer:
+    """Parameter groups -> the update rule of `--optimizer` with its settings, corrected for the delay of its
+    gradients."""
     settings = config.optimizer
     names = {f.name for f in dataclasses.fields(OptimizerSettings)}
     values = {name: value for name, value in flat(settings).items() if name in names}
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         values[name] = DTYPES[values[name]]
     chosen = OptimizerSettings(**values)
-    return lambda groups: OPTIMIZERS[settings.optimizer](groups, chosen)
+    correction = config.staleness
+
+    def make(groups: list[ParamGroup]) -> Any:
+        rule = OPTIMIZERS[settings.optimizer](groups, chosen)
+        if delay is None or not isinstance(rule, UpdateRule):
+            return rule
+        return CORRECTIONS[correction.method](rule, delay, correction.lookahead)
+
+    return make
 
 
 def offload_fraction(config: Config) -> float:

@@ -221,7 +221,8 @@ def make_updater(
     def policy(update: int) -> Hyperparameters:
         batch = reader.batch(reader.number_of(update) if model.update_per_microbatch else update)
         samples = progress.schedule_samples
-        return Hyperparameters(schedules.learning_rate(samples), schedules.weight_decay(samples), batch.loss_scale)
+        rate, decay = schedules.learning_rate(samples), schedules.weight_decay(samples)
+        return Hyperparameters(rate, decay, batch.loss_scale, progress.iteration + 1)
 
     return Updater(
         model.buffers,
@@ -229,6 +230,7 @@ def make_updater(
         policy=policy,
         scaler=scaler,
         shared=model.shared,
+        delay=model.delay,
         clip_grad=config.optimizer.clip_grad,
         nonfinite=config.training.nonfinite,
         max_skipped=config.training.loss_scaling.max_skipped_updates,
@@ -256,6 +258,7 @@ def make_validator(
         mesh,
         device=device,
         newest_version=updater.newest_version,
+        masters=lambda version: model.optimizer.masters_as_weights(version % model.num_slots),
         token_bytes=data.token_bytes(),
     )
 

@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, and how a run takes it up again.
 
     tensors   masters `<name>`, moments `optimizer/<moment>/<name>`, the older weights of 2BW `previous/<name>`
+              what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
               samples asked for, surveys of the data, how fp32 products are computed
     files     the tokenizer, config.yaml
@@ -18,7 +19,7 @@ from megalite.checkpoint import Checkpointer, Meta
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.optim import LossScaler
+from megalite.optim import LAST_STEP, LossScaler
 from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
@@ -27,6 +28,10 @@ from megalite.train.starting_point import StartingPoint, load_weights
 from megalite.train.trainer import TrainingProgress, progress_from_meta, progress_to_meta
 
 logger = logging.getLogger(__name__)
+
+STEPS = f"optimizer/{LAST_STEP}/"
+NEWEST = "newest_update"
+"""Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class RunState:
             "consumed_samples": progress.consumed_samples,
             "progress": progress_to_meta(progress),
             "loss_scaler": self.scaler.state_dict(),
+            NEWEST: {"learning_rate": self.model.delay.learning_rate, "weight_decay": self.model.delay.weight_decay},
             "train_requests": list(self.datasets.train_requests),
             "data": surveys_to_meta(self.datasets.surveys),
             param_schedules.META: self.schedules.to_meta(),
@@ -80,7 +86,10 @@ class RunState:
         shards = model.optimizer.shards()
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
-        older = with_state and model.num_slots > 1 and self._holds_older(start.path)
+        elif not self._holds(start.path, STEPS):  # of a run that did not need them: as before its first step
+            shards = [shard for shard in shards if not shard.name.startswith(STEPS)]
+        self._take_up_delay(progress, meta if with_state else None)
+        older = with_state and model.num_slots > 1 and self._holds(start.path, "previous/")
         if older:
             shards += self._older_shards(version)
         if start.source is not None:
@@ -114,8 +123,16 @@ class RunState:
     def _older_shards(self, version: int) -> list[TensorShard]:
         return self.model.optimizer.version_shards((version - 1) % self.model.num_slots)
 
-    def _holds_older(self, path: Path) -> bool:
-        return any(name.startswith("previous/") for name in self.checkpointer.names(path))
+    def _holds(self, path: Path, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self.checkpointer.names(path))
+
+    def _take_up_delay(self, progress: TrainingProgress, meta: Meta | None) -> None:
+        """What the compute weights of the newest version are made with. Without it they are the masters."""
+        delay = self.model.delay
+        delay.begin(progress.iteration)
+        if meta is not None and NEWEST in meta.raw:
+            newest = meta.section(NEWEST)
+            delay.learning_rate, delay.weight_decay = newest.number("learning_rate"), newest.number("weight_decay")
 
     def _fill_older_slots(self, version: int, *, loaded: bool) -> None:
         """The slot of version - 1: gathered where it was loaded, else a copy of the newest weights."""
@@ -124,7 +141,7 @@ class RunState:
             for buffers in self.model.optimizer.buffers:
                 buffers.gather_weights(slot)
             return
-        self.model.optimizer.write_weights(slot)
+        self.model.optimizer.write_weights(slot, as_masters=True)
         if version > 0:
             logger.warning(
                 "the checkpoint holds one weight version: the first batch of %s runs on the newest weights, once",

@@ -21,7 +21,7 @@ from typing import Protocol
 from megalite.comm import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.optim import LossScaler
+from megalite.optim import Delay, LossScaler
 from megalite.parallel.pipeline import Events, SharedGradient, StageKey
 from megalite.parallel.zero import ParameterBuffers, PendingNorm, ShardedOptimizer
 from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action
@@ -29,11 +29,12 @@ from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What one update uses; weight_decay is that of decayed parameters."""
+    """What one update uses; weight_decay is that of decayed parameters. iteration: the first is 1."""
 
     learning_rate: float
     weight_decay: float
     loss_scale: float
+    iteration: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Updater(Events):
         policy: Policy,
         scaler: LossScaler,
         shared: SharedGradient,
+        delay: Delay,
         clip_grad: float,
         nonfinite: str,
         max_skipped: int,
@@ -85,6 +87,7 @@ class Updater(Events):
         self._policy = policy
         self._scaler = scaler
         self._shared = shared
+        self._delay = delay
         self._clip_grad = clip_grad
         self._nonfinite = nonfinite
         self._max_skipped = max_skipped
@@ -147,7 +150,9 @@ class Updater(Events):
         numbers = self._policy(update)
         norm = float(pending.wait()) / numbers.loss_scale
         slot = (self._version + 1) % self._num_slots
+        self._delay.begin(numbers.iteration)
         if finite := self._is_usable(norm, update):
+            self._delay.learning_rate, self._delay.weight_decay = numbers.learning_rate, numbers.weight_decay
             clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
             fault_point("opt_step", update=update)
             self._optimizer.step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ not there has a loss mask of zeros."""
 class Validator:
     """Evaluates splits.
 
-    newest_version: which weight version to use. token_bytes: int `[V]`, bytes of text that each token spells;
-    None where the tokenizer cannot say.
+    newest_version: which weight version to use. masters: a context in which its weights are the masters. token_bytes:
+    int `[V]`, bytes of text that each token spells; None where the tokenizer cannot say.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Validator:
         *,
         device: torch.device,
         newest_version: Callable[[], int],
+        masters: Callable[[int], AbstractContextManager[None]],
         token_bytes: Tensor | None = None,
     ) -> None:
         self._stages = dict(stages)
@@ -48,6 +50,7 @@ class Validator:
         self._mesh = mesh
         self._device = device
         self._newest_version = newest_version
+        self._masters = masters
         self._token_bytes = None if token_bytes is None else token_bytes.to(device)
 
     def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int | None = None) -> Record:
@@ -57,12 +60,13 @@ class Validator:
         self._train(False)
         bar = ProgressBar(f"evaluating {kind}", "batches", lines=LINES if self._mesh.world.is_first else 0)
         try:
-            for number, microbatches in enumerate(batches):
-                bar(number, num_batches)
-                local = [mb.to(self._device) for mb in microbatches]
-                losses = self._losses(local)
-                if self._mesh.coordinate("tp") == 0 and losses:
-                    total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
+            with self._masters(self._newest_version()):
+                for number, microbatches in enumerate(batches):
+                    bar(number, num_batches)
+                    local = [mb.to(self._device) for mb in microbatches]
+                    losses = self._losses(local)
+                    if self._mesh.coordinate("tp") == 0 and losses:
+                        total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
         finally:
             bar.close()
             self._train(True)

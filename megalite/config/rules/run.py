@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.root import Config
+from megalite.config.staleness import has_delay
 from megalite.config.training import TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
@@ -83,6 +84,7 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield f"--{field.replace('_', '-')}={value}: not with --optimizer={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
+    yield from _staleness(config)
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:
             yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
@@ -93,3 +95,22 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
                 f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "
                 "weights of an update elsewhere than it reads them"
             )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    optimizer, parallel, given = config.optimizer, config.parallel, config.optimizer.staleness
+    method, ahead = given.staleness_correction, given.staleness_lookahead
+    flag = f"--staleness-correction={method}"
+    if method not in (None, "none"):
+        if not has_delay(config):
+            schedule = parallel.pipeline_schedule_file or parallel.schedule
+            alone = " on one rank" if find_schedule(parallel.schedule).asynchronous else ""
+            yield f"{flag}: {schedule}{alone} has no delay to correct; drop it, or use --pipeline-schedule=2bw"
+        if optimizer.optimizer_impl == "apex":
+            yield f"{flag}: not with --optimizer-impl=apex, whose step is closed; drop one of them"
+        rule = OPTIMIZER_SPECS[optimizer.optimizer]
+        why = rule.nesterov or (None if rule.moments(optimizer) else "its momentum is 0")
+        if method == "nesterov" and why is not None:
+            yield f"{flag}: not with --optimizer={optimizer.optimizer}: {why}; use predict"
+    if ahead is not None and config.staleness.method != "predict":
+        yield f"--staleness-lookahead={show(ahead)}: needs --staleness-correction=predict and a schedule with delay"

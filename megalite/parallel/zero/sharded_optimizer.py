@@ -9,7 +9,8 @@ elementwise works at any stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -171,17 +172,31 @@ class ShardedOptimizer:
             sub.end_step()
 
     @torch.no_grad()
-    def write_weights(self, version: int = 0) -> None:
-        """Masters -> compute weights of one version, on every rank."""
+    def write_weights(self, version: int = 0, *, as_masters: bool = False) -> None:
+        """Masters -> compute weights of one version, on every rank. A rule may make something else of them than
+        copies, unless `as_masters`."""
         for master in self.masters:
             if master.remainders is not None:
                 master.split()
                 continue
-            target = master.weights(version)
-            if target.data_ptr() != master.tensor.data_ptr():
-                target.copy_(master.tensor, non_blocking=True)
+            self._sub_optimizer_of[id(master)].write_weights(master, version, as_masters=as_masters)
         for buffers in self.buffers:
             buffers.gather_weights(version)
+
+    @contextmanager
+    def masters_as_weights(self, version: int) -> Iterator[None]:
+        """Inside, the compute weights of `version` are copies of the masters, whatever the rule makes of them."""
+        corrects = any(sub.corrects for sub in self.sub_optimizers)
+        if corrects:
+            self._rewrite(version, as_masters=True)
+        yield
+        if corrects:
+            self._rewrite(version, as_masters=False)
+
+    def _rewrite(self, version: int, *, as_masters: bool) -> None:
+        for buffers in self.buffers:
+            buffers.wait_weights()
+        self.write_weights(version, as_masters=as_masters)
 
     # ---- checkpoint --------------------------------------------------------------------------------------------------
 

@@ -59,6 +59,22 @@ class DeviceOptimizer:
         for master in self.masters:
             master.tensor.grad = None
 
+    @property
+    def corrects(self) -> bool:
+        """Whether the rule says itself what is computed with."""
+        return hasattr(self.rule, "write_compute_weights")
+
+    def write_weights(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
+        """Master -> compute weights, which the rule may choose otherwise (delayed gradients), unless `as_masters`."""
+        target = master.weights(version)
+        if target.data_ptr() == master.tensor.data_ptr():
+            return
+        write = None if as_masters else getattr(self.rule, "write_compute_weights", None)
+        if write is None:
+            target.copy_(master.tensor, non_blocking=True)
+        else:
+            write(master.tensor, target)
+
     def moments(self, master: MasterShard) -> dict[str, Tensor]:
         """The rule's tensors with one value per element of the master."""
         state = self.rule.state[master.tensor] if master.tensor in self.rule.state else {}

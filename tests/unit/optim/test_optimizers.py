@@ -65,7 +65,7 @@ def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch
     for step in range(5):
         if step == 3:  # the same numbers in another layout of the arithmetic: piece by piece
             state = mine.state[pieces]
-            monkeypatch.setattr(adamw, "PIECE", 8)
+            monkeypatch.setattr("megalite.optim.pieces.PIECE", 8)
             state["exp_avg"] = state["exp_avg"].double()
         pieces.grad = torch.randn(24, generator=generator)
         whole.grad = pieces.grad.clone()

@@ -17,6 +17,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import Entry, plan_buckets
 from megalite.inventory.layers import stage_parameters
 from megalite.models import build_stack, layer_specs
+from megalite.optim import Delay
 from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -143,6 +144,19 @@ def test_a_meta_instantiation_of_a_large_layout_gives_the_same_bytes(
     assert found.weights == 2 * (total // dp if zero == 3 else total)
     assert found.gradients == 4 * (total if zero < 2 else streamed // dp + total - streamed)
     assert (found.master, found.moments) == (4 * owned, 8 * owned)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd --sgd-momentum 0", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("method", ["predict", "error-feedback"])
+def test_the_last_step_is_kept_where_a_correction_needs_it(rule: str, method: str) -> None:
+    config = _config(f"--optimizer {rule} --pipeline-schedule 2bw --staleness-correction {method} --bf16")
+    versions = [module.logical_parameters() for module in _modules(config, range(0, 6), "cpu", versions=2)]
+    whole = OPTIMIZER_SPECS[config.optimizer.optimizer].whole
+    buffers = ParameterBuffers(versions, axes=ParallelMesh.single().family(), options=zero_options(config), whole=whole)
+    made = optimizer_factory(config, Delay(1))
+    optimizer = ShardedOptimizer([buffers], make_optimizer=made, norm_axis=Axis.single("model"))
+    found = state_bytes(config, 1, range(0, 6), num_stages=1, versions=2, num_gradients=1, on_cpu=True)
+    assert found.moments == optimizer.memory()["state"]
 
 
 def test_two_versions_and_two_gradients() -> None:

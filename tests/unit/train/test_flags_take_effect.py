@@ -40,6 +40,8 @@ TIMES = re.compile(
 
 # (flags that both runs share, the flags in question)
 ROWS = [
+    ("--pipeline-schedule 2bw --staleness-correction none", "--staleness-correction predict"),
+    ("--pipeline-schedule 2bw --staleness-correction predict", "--staleness-lookahead 3"),
     ("--ffn-hidden-size 64", "--model-type llama"),
     ("", "--num-layers 3"),
     ("", "--hidden-size 32"),

@@ -1,0 +1,71 @@
+"""What is done about the delay of asynchronous pipelines' gradients: the flags, and what a run without them does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megalite.config.schema import Spelled, option
+from megalite.config.update_rules import OPTIMIZER_SPECS
+from megalite.schedule import find_schedule
+
+if TYPE_CHECKING:
+    from megalite.config.root import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessCorrection(Spelled):
+    """As the user gives it; `correction_of` fills in what is left open."""
+
+    staleness_correction: str | None = option(
+        None,
+        "what is done about the delay of gradients in 2bw and pipedream: predict computes on weights that are ahead by "
+        "the steps that are missing, error-feedback makes up for each step when a fresher gradient is known, nesterov "
+        "counts the newest gradient once more beside the moment; unset: for 2bw the best of docs/asynchronous.md, "
+        "for pipedream none",
+        choices=("none", "predict", "error-feedback", "nesterov"),
+    )
+    staleness_lookahead: float | None = option(
+        None, "steps that predict looks ahead for each step of delay; unset: the best for the optimizer", gt=0, hint="1"
+    )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a run does. lookahead: of predict, else 0. keeps_step: of which tensors the last step is kept, in the
+    master's dtype: 'none', 'whole' (those that must lie in one piece) or 'all'."""
+
+    method: str = "none"
+    lookahead: float = 0.0
+    keeps_step: str = "none"
+
+    def __str__(self) -> str:
+        if self.method != "predict":
+            return self.method
+        return f"predict ({self.lookahead:g} {'step' if self.lookahead == 1 else 'steps'} ahead for each of delay)"
+
+
+def has_delay(config: Config) -> bool:
+    """Whether some stage computes gradients on weights that lack updates."""
+    schedule = find_schedule(config.parallel.schedule)
+    if config.parallel.pipeline_schedule_file is not None:
+        return False
+    alone = schedule.update_per_microbatch and config.parallel.pipeline_model_parallel_size == 1
+    return schedule.asynchronous and not alone
+
+
+def correction_of(config: Config) -> Correction:
+    """The correction of a run, the defaults filled in."""
+    optimizer, given = config.optimizer, config.optimizer.staleness
+    rule = OPTIMIZER_SPECS[optimizer.optimizer]
+    if not has_delay(config):
+        return Correction()
+    method = given.staleness_correction
+    if method is None:
+        best = not find_schedule(config.parallel.schedule).update_per_microbatch and optimizer.optimizer_impl == "torch"
+        method = rule.correction if best else "none"
+    if method == "predict":
+        foreseen = bool(rule.moments(optimizer))
+        keeps = "all" if not foreseen else "whole" if rule.whole is not None else "none"
+        return Correction(method, given.staleness_lookahead or rule.lookahead, keeps)
+    return Correction(method, keeps_step="all" if method == "error-feedback" else "none")

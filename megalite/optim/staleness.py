@@ -1,0 +1,156 @@
+"""What is done about gradients that are a few updates old (`--staleness-correction`).
+
+An asynchronous pipeline computes the gradient of an update on weights that have not seen the `delay` updates before it:
+1 in 2BW, p-1-stage in PipeDream. W is the master, U the update rule's step, d the delay.
+
+    predict          compute weights of a version:  W + s d (the step expected next)         s: --staleness-lookahead
+                     SpecTrain (arXiv 1809.02839), XPipe (1911.04610), PipeMare (1910.05124). The expected step is what
+                     the moments say (`UpdateRule.expected_step`), else the last one: linear extrapolation
+    error-feedback   what a step would have been with a fresh gradient is known d updates later; the difference is made
+                     up for: Z = W - d D,  Z' = Z + U(Z),  D' = Z' - Z,  W' = Z' + d D'        after arXiv 2606.30634
+    nesterov         the newest gradient counts once more beside the moment: NAdam's rule, or SGD's with Nesterov
+                     momentum; after arXiv 2505.01099
+
+A correction is an update rule around another, and sees nothing but its tensors: flat slices or whole matrices, on any
+device. The masters are what is evaluated, saved and exported; `write_compute_weights` alone knows of extrapolated ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.optim.pieces import pieces
+from megalite.optim.rule import UpdateRule
+
+LAST_STEP = "last_step"
+"""The state that holds what the last step added to a tensor, in the master's dtype."""
+
+
+@dataclass
+class Delay:
+    """How many updates are missing from the weights that a gradient of this rank is computed on.
+
+    updates: once the pipeline never drains. flush_steps: first iterations, which run without delay. passed_over:
+    iterations that make no update. of_gradient, of_weights: of the update that is being made, and of the batches that
+    will run on the weights that it writes. learning_rate, weight_decay: of the newest update that was not skipped.
+    """
+
+    updates: int
+    flush_steps: int = 0
+    passed_over: frozenset[int] = frozenset()
+    of_gradient: int = 0
+    of_weights: int = 0
+    learning_rate: float = 0.0
+    weight_decay: float = 0.0
+
+    def begin(self, iteration: int) -> None:
+        """The update of this iteration (the first is 1) comes next."""
+        following = iteration + 1
+        while following in self.passed_over:
+            following += 1
+        self.of_gradient, self.of_weights = self.at(iteration), self.at(following)
+
+    def at(self, iteration: int) -> int:
+        return self.updates if iteration > self.flush_steps else 0
+
+
+class Corrected(UpdateRule):
+    """An update rule inside another one, which shares its groups and its state. last_steps: of the tensors whose last
+    step is kept; a part of their state."""
+
+    def __init__(self, rule: UpdateRule, delay: Delay, keeps_step: Callable[[dict[str, Any]], bool]) -> None:
+        self.rule, self.delay = rule, delay
+        self.param_groups, self.state = rule.param_groups, rule.state
+        kept = [p for group in rule.param_groups for p in group["params"] if keeps_step(group)]
+        self.last_steps = {p: torch.zeros_like(p) for p in kept}
+
+    def step(self) -> None:
+        self.rule.step()
+
+    def statistics(self) -> Iterator[Any]:
+        """Those of the rule inside."""
+        yield from self.rule.statistics()
+
+    def write_compute_weights(self, master: Tensor, target: Tensor) -> None:
+        """target = what the pipeline computes with after this update."""
+        target.copy_(master, non_blocking=True)
+
+    def _step_and_keep(self) -> None:
+        """A step of the rule inside; `last_steps` hold what it adds."""
+        for p, last in self.last_steps.items():
+            last.copy_(p)
+        self.rule.step()
+        for p, last in self.last_steps.items():
+            torch.sub(p, last, out=last)
+            self.state[p][LAST_STEP] = last
+
+
+class Predict(Corrected):
+    """Compute weights are extrapolated by the steps that are missing from them. lookahead: times the delay."""
+
+    def __init__(self, rule: UpdateRule, delay: Delay, lookahead: float) -> None:
+        super().__init__(rule, delay, lambda group: not rule.foresees(group))
+        self.lookahead = lookahead
+        self._group = {p: group for group in rule.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._step_and_keep()
+
+    @torch.no_grad()
+    def write_compute_weights(self, master: Tensor, target: Tensor) -> None:
+        ahead, delay = self.lookahead * self.delay.of_weights, self.delay
+        if not ahead or not delay.learning_rate:
+            super().write_compute_weights(master, target)
+            return
+        group = self._group[master]
+        lr = delay.learning_rate * group.get("lr_scale", 1.0)
+        weight_decay = delay.weight_decay if group["decay"] else 0.0
+        weights, out = master.view(-1), target.view(-1)
+        for piece in pieces(master):
+            if master in self.last_steps:
+                step = self.last_steps[master].view(-1)[piece]
+            else:
+                step = self.rule.expected_step(master, piece, group, lr=lr, weight_decay=weight_decay)
+            out[piece].copy_(torch.add(weights[piece], step, alpha=ahead))
+
+
+class ErrorFeedback(Corrected):
+    """The master moves on by the difference between a step and the one before it, times the delay."""
+
+    def __init__(self, rule: UpdateRule, delay: Delay) -> None:
+        super().__init__(rule, delay, lambda group: True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        delay = float(self.delay.of_gradient)
+        for p, last in self.last_steps.items():
+            p.sub_(last, alpha=delay)
+        self._step_and_keep()
+        for p, last in self.last_steps.items():
+            p.add_(last, alpha=delay)
+
+
+class Nesterov(Corrected):
+    """A rule that has momentum takes it as Nesterov did, where the gradient is delayed."""
+
+    def __init__(self, rule: UpdateRule, delay: Delay) -> None:
+        super().__init__(rule, delay, lambda group: False)
+
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["nesterov"] = self.delay.of_gradient > 0
+        self.rule.step()
+
+
+CORRECTIONS: dict[str, Callable[[UpdateRule, Delay, float], UpdateRule]] = {
+    "none": lambda rule, delay, lookahead: rule,
+    "predict": Predict,
+    "error-feedback": lambda rule, delay, lookahead: ErrorFeedback(rule, delay),
+    "nesterov": lambda rule, delay, lookahead: Nesterov(rule, delay),
+}

@@ -1,0 +1,76 @@
+"""`--staleness-correction`: where it is refused, and what a run says it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config import parse
+from megalite.errors import ConfigError
+from pretrain_gpt import main
+
+BASE = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --lr 1e-3 --train-iters 4 --mock-data --vocab-size 64 --eval-iters 0 --device cpu"
+)
+TWO = "--pipeline-schedule 2bw"
+REFUSED = [
+    ("predict", "", "1f1b has no delay to correct; drop it, or use --pipeline-schedule=2bw"),
+    (
+        "predict",
+        "--pipeline-schedule pipedream",
+        "pipedream on one rank has no delay to correct; drop it, or use --pipeline-schedule=2bw",
+    ),
+    (
+        "nesterov",
+        f"{TWO} --optimizer muon",
+        "not with --optimizer=muon: its momentum is Nesterov's already; use predict",
+    ),
+    (
+        "nesterov",
+        f"{TWO} --optimizer lion",
+        "not with --optimizer=lion: its update weighs the newest gradient by itself; use predict",
+    ),
+    ("nesterov", f"{TWO} --optimizer adafactor", "not with --optimizer=adafactor: it has no momentum; use predict"),
+    (
+        "nesterov",
+        f"{TWO} --optimizer sgd --sgd-momentum 0",
+        "not with --optimizer=sgd: its momentum is 0; use predict",
+    ),
+    (
+        "error-feedback",
+        f"{TWO} --optimizer-impl apex",
+        "not with --optimizer-impl=apex, whose step is closed; drop one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "flags", "reason"), REFUSED)
+def test_what_does_not_exist_is_refused_in_one_line(method: str, flags: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*BASE.split(), "--staleness-correction", method, *flags.split()])
+    assert caught.value.problems == [f"--staleness-correction={method}: {reason}"]
+
+
+@pytest.mark.parametrize("flags", [f"{TWO} --staleness-correction error-feedback", ""])
+def test_a_lookahead_is_of_a_prediction(flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*BASE.split(), "--staleness-lookahead", "2", *flags.split()])
+    line = "--staleness-lookahead=2: needs --staleness-correction=predict and a schedule with delay"
+    assert caught.value.problems == [line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--staleness-correction predict --staleness-lookahead 2", "predict (2 steps ahead for each of delay)"),
+        ("--staleness-correction error-feedback", "error-feedback"),
+        ("--staleness-correction none", "none"),
+    ],
+)
+def test_a_dry_run_says_what_is_done(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE.split(), *TWO.split(), *flags.split(), "--dry-run"]) == 0
+    assert f"staleness correction {said}, on 1 x cpu" in capsys.readouterr().out
+
+
+def test_a_schedule_without_delay_has_none() -> None:
+    assert parse(BASE.split()).staleness.method == "none"

@@ -1,0 +1,228 @@
+"""What delayed gradients cost each optimizer, and what each `--staleness-correction` gives back.
+
+    python tools/study_staleness.py run --data input.txt --results study.jsonl      trains what is missing, one by one
+    python tools/study_staleness.py table --results study.jsonl                     mean over the seeds, as markdown
+    python tools/study_staleness.py plot --results study.jsonl --output gap.svg     the same as a picture (matplotlib)
+
+A run is `configs/shakespeare_char.yaml` (0.8 million parameters, 2,000 iterations of 12 x 64 characters) or, with
+`--recipe quickstart`, `configs/quickstart.yaml`, in one process: 2BW's update is the same at every number of stages,
+one included. A JSON line a run is appended to the results when it ends; a run that has its line is not run again.
+
+    flush            synchronous                     flush ahead N    synchronous, on weights N steps ahead
+    2bw              delay 1, nothing done           2bw METHOD [N]   delay 1 with a correction [N steps ahead]
+    pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0
+
+A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parent.parent
+if __package__ in (None, ""):
+    sys.path.insert(0, str(ROOT))
+
+AHEAD = "--ahead"
+"""First argument of the process that trains a synchronous run on extrapolated weights."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """config: the file. iterations: of a whole run. rates: learning rate of each optimizer, for the synchronous run."""
+
+    config: str
+    iterations: int
+    rates: dict[str, float]
+
+
+RECIPES = {
+    "character": Recipe(
+        "configs/shakespeare_char.yaml",
+        2000,
+        {"adam": 1e-3, "muon": 1e-3, "lion": 2e-4, "sgd": 1e-1, "adafactor": 1e-3, "soap": 1e-3},
+    ),
+    "quickstart": Recipe(
+        "configs/quickstart.yaml",
+        330,
+        {"adam": 3e-3, "muon": 1e-2, "lion": 6e-4, "sgd": 1e-1, "adafactor": 3e-3, "soap": 3e-3},
+    ),
+}
+FIRST = ("adam: 2bw predict 2", "adam: flush", "adam: 2bw", "muon: flush", "muon: 2bw", "muon: 2bw predict 1")
+SECOND = (
+    "adam: 2bw predict 1", "adam: 2bw nesterov", "adam: 2bw error-feedback", "adam: flush ahead 2",
+    "muon: 2bw predict 2", "muon: 2bw error-feedback", "muon: flush ahead 1",
+)  # fmt: skip
+REST = tuple(
+    f"{name}: {variant}"
+    for name in ("lion", "adafactor", "sgd", "soap")
+    for variant in ("flush", "2bw", "2bw predict 1", "2bw predict 2", "2bw error-feedback", "flush ahead 1")
+)
+SEEDS = (1337, 1, 2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. variant: as the module says, e.g. `2bw predict 2`."""
+
+    recipe: str
+    optimizer: str
+    variant: str
+    seed: int
+
+    def flags(self) -> list[str]:
+        """Of the command line; a run on weights ahead begins with `AHEAD`."""
+        recipe, (words, part) = RECIPES[self.recipe], self._words()
+        iterations = round(recipe.iterations * part)
+        flags = ["--config", str(ROOT / recipe.config), "--optimizer", self.optimizer, "--seed", str(self.seed)]
+        flags += ["--lr", str(recipe.rates[self.optimizer]), "--train-iters", str(iterations)]
+        if words[0] == "flush":
+            if len(words) == 1:
+                return flags
+            ahead = ["--pipeline-schedule", "2bw", "--pipeline-flush-steps", str(iterations)]
+            return [AHEAD, *flags, *ahead, *_correction("predict", words[2])]
+        flags += ["--pipeline-schedule", words[0], *_correction(*(words[1:] or ["none"]))]
+        if words[0] == "pipedream":
+            flags += ["--nprocs", "4", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "3"]
+            flags += ["--global-batch-size", "12", "--clip-grad", "0", "--untie-embeddings-and-output-weights"]
+        return flags
+
+    def _words(self) -> tuple[list[str], float]:
+        variant, _, part = self.variant.partition(" @ ")
+        return variant.split(), float(part or 1)
+
+
+def _correction(method: str, ahead: str | None = None) -> list[str]:
+    return ["--staleness-correction", method, *(["--staleness-lookahead", ahead] if ahead else [])]
+
+
+def train_ahead(argv: list[str]) -> int:
+    """A synchronous training whose weights are extrapolated all the same: no option of the product."""
+    from megalite.optim import Delay
+
+    main = runpy.run_path(str(ROOT / "pretrain_gpt.py"))["main"]
+    with patch.object(Delay, "at", lambda self, iteration: self.updates):
+        return int(main(argv))
+
+
+def train(run: Run, data: Path | None, cache: Path) -> dict[str, Any]:
+    """Trains; returns the line of the results."""
+    flags = run.flags()
+    entry = ROOT / ("tools/study_staleness.py" if flags[0] == AHEAD else "pretrain_gpt.py")
+    with tempfile.TemporaryDirectory(prefix="study-") as folder:
+        command = [sys.executable, str(entry), *flags, "--save", folder, "--device", "cpu"]
+        command += ["--data-cache-path", str(cache)] + (["--data-path", str(data)] if data else [])
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{run}: {' '.join(command)}\n{done.stderr[-3000:]}")
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    losses = [[line["iteration"], line["lm_loss"]] for line in lines if line["kind"] == "train"]
+    [final] = [line for line in lines if line["kind"] == "valid"]
+    return {**vars(run), "valid_loss": final["lm_loss"], "iterations": final["iteration"], "train_loss": losses}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """What has been measured."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wanted(recipe: str, names: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
+    for seed in seeds:
+        for name in names:
+            optimizer, _, variant = name.partition(": ")
+            yield Run(recipe, optimizer, variant, seed)
+
+
+def run_all(args: argparse.Namespace) -> None:
+    for run in wanted(args.recipe, args.runs, args.seeds):
+        done = {(line["recipe"], line["optimizer"], line["variant"], line["seed"]) for line in read(args.results)}
+        if (run.recipe, run.optimizer, run.variant, run.seed) in done:
+            continue
+        line = train(run, args.data, args.cache)
+        with args.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{run.recipe} {run.optimizer}: {run.variant}, seed {run.seed}: {line['valid_loss']:.4f}", flush=True)
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, float]]:
+    """(recipe, optimizer, variant) -> seed -> validation loss."""
+    found: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
+    for line in lines:
+        found[line["recipe"], line["optimizer"], line["variant"]][line["seed"]] = line["valid_loss"]
+    return dict(found)
+
+
+def gap(found: dict[tuple[str, str, str], dict[int, float]], key: tuple[str, str, str]) -> float | None:
+    """Above the synchronous runs of the same optimizer, over the seeds that both have."""
+    flush = found.get((*key[:2], "flush"), {})
+    both = sorted(flush.keys() & found[key].keys())
+    return mean(found[key][seed] - flush[seed] for seed in both) if both else None
+
+
+def table(args: argparse.Namespace) -> None:
+    found = summary(read(args.results))
+    seeds = sorted({seed for values in found.values() for seed in values}, key=lambda s: (s not in SEEDS, s))
+    print("| recipe | optimizer | variant | " + " | ".join(f"seed {s}" for s in seeds) + " | mean | above flush |")
+    print("|---|---|---|" + "---|" * (len(seeds) + 2))
+    for key, values in sorted(found.items()):
+        above = gap(found, key)
+        cells = [f"{values[s]:.4f}" if s in values else "" for s in seeds]
+        cells += [f"{mean(values.values()):.4f}", "" if above is None else f"{above:+.4f}"]
+        print(f"| {' | '.join(key)} | {' | '.join(cells)} |")
+
+
+def plot(args: argparse.Namespace) -> None:
+    from megalite.extras import optional_package
+
+    pyplot = optional_package("plot", "matplotlib.pyplot")
+    found = summary(read(args.results))
+    shown = [(key, gap(found, key)) for key in sorted(found) if key[2] != "flush"]
+    shown = [(key, above) for key, above in shown if above is not None]
+    figure, axes = pyplot.subplots(figsize=(8, 0.32 * len(shown) + 1.2))
+    colours = {"adam": "#1f77b4", "muon": "#d62728"}
+    names = [f"{key[1]}: {key[2]}" + ("" if key[0] == "character" else f" ({key[0]})") for key, _ in shown]
+    axes.barh(names, [above for _, above in shown], color=[colours.get(key[1], "#7f7f7f") for key, _ in shown])
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("validation loss above the same optimizer's synchronous runs")
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(args.output, metadata={"Date": None})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == [AHEAD]:
+        return train_ahead(argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, action in (("run", run_all), ("table", table), ("plot", plot)):
+        command = commands.add_parser(name)
+        command.set_defaults(action=action)
+        command.add_argument("--results", type=Path, default=Path("study_staleness.jsonl"))
+        if name == "plot":
+            command.add_argument("--output", type=Path, required=True)
+        if name == "run":
+            command.add_argument("--data", type=Path, help="a text; without it that of the quickstart")
+            command.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "study-staleness")
+            command.add_argument("--recipe", choices=tuple(RECIPES), default="character")
+            command.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+            command.add_argument("--runs", nargs="+", default=(*FIRST, *SECOND, *REST), metavar="'OPTIMIZER: VARIANT'")
+    args = parser.parse_args(argv)
+    args.action(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
