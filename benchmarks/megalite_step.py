@@ -71,6 +71,7 @@ class TrainingStep:
             policy=lambda update: numbers,
             scaler=ConstantLossScaler(),
             shared=built.shared,
+            delay=built.delay,
             clip_grad=update.clip_grad,
             nonfinite="stop",
             max_skipped=50,
