@@ -194,7 +194,7 @@ def _turn_of_layers(stage: Stage, buffers: ParameterBuffers, bench: Bench) -> Wo
         return bench.clock(lambda: stage.forward(number, x, batch, factor, version=0))
 
     def turn() -> dict[str, float]:
-        buffers.begin_batch()
+        buffers.gradients.begin_batch()
         forwards = [forward(0), forward(1)]
         # The first backward after `begin_batch` writes gradients, the others add to them.
         stage.backward(0, dy)
@@ -229,7 +229,7 @@ def optimizer_seconds(bench: Bench) -> list[float]:
         )
 
         seconds = bench.medians(partial(update_seconds, bench, optimizer))["step"]
-        points.append((buffers.numel, seconds))
+        points.append((sum(bucket.numel for bucket in buffers.buckets), seconds))
     (small, less), (large, more) = points[0], points[-1]
     rate = max(0.0, (more - less) / (large - small)) if large > small else more / large
     return [max(0.0, more - rate * large), rate]

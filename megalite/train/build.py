@@ -138,7 +138,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             device=device,
         )
         for module in modules:
-            buffers[key][0].attach(module.ordered(), *buffers[key][1:])
+            buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]))
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     tied_at = holders(placement) if tied_apart else []

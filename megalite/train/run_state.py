@@ -139,7 +139,7 @@ class RunState:
         slot = (version - 1) % self.model.num_slots
         if loaded:
             for buffers in self.model.optimizer.buffers:
-                buffers.gather_weights(slot)
+                buffers.weights.gather(slot)
             return
         self.model.optimizer.write_weights(slot, as_masters=True)
         if version > 0:

@@ -115,9 +115,9 @@ class Updater(Events):
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
         for family in self._buffers[stage]:
-            family.select_gradients(self._update_of(microbatch))
+            family.gradients.select(self._update_of(microbatch))
             if last:
-                family.arm()
+                family.gradients.arm()
 
     def execute(self, action: Action) -> None:
         """Carries out an action that the executor has handed over. Raises RuntimeFailure for one that nobody knows."""
@@ -129,11 +129,11 @@ class Updater(Events):
     def _reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
         for family in self._buffers[stage]:
-            family.select_gradients(update)
-            family.start_reduce()
+            family.gradients.select(update)
+            family.gradients.start_reduce()
         if self._is_last(REDUCE, stage):
             self._select(update)
-            tied = [gradient for family in self._everything for gradient in family.tied_gradients()]
+            tied = [gradient for family in self._everything for gradient in family.gradients.tied()]
             self._tied[update] = self._shared.start_sum(tied)
 
     def _send_norm(self, stage: StageKey, update: int) -> None:
@@ -167,15 +167,15 @@ class Updater(Events):
         shown = norm if finite and self._norm_is_global else None
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
         for family in self._everything:
-            family.begin_batch()
+            family.gradients.begin_batch()
 
     def _unshard(self, stage: StageKey, batch: int) -> None:
         for family in self._buffers[stage]:
-            family.unshard()
+            family.weights.unshard()
 
     def _reshard(self, stage: StageKey, batch: int) -> None:
         for family in self._buffers[stage]:
-            family.reshard()
+            family.weights.reshard()
 
     # the update
 
@@ -190,15 +190,15 @@ class Updater(Events):
 
     def _select(self, update: int) -> None:
         for family in self._everything:
-            family.select_gradients(update)
+            family.gradients.select(update)
 
     def _start_norm(self, update: int) -> PendingNorm:
         # The sum of the next update may be under way already: at m = p-1 the last rank reduces t + 1 before step t.
         self._tied.pop(update).wait()
         for family in self._everything:
-            family.start_tied_reduce()
+            family.gradients.start_tied_reduce()
         for family in self._everything:
-            family.finish_reduce()
+            family.gradients.finish_reduce()
         return self._optimizer.start_grad_norm()
 
     def _is_usable(self, norm: float, update: int) -> bool:
@@ -232,7 +232,7 @@ class Updater(Events):
                 for slot in bucket.plan.slots:
                     begin = max(slot.start, bucket.owned_start) - bucket.owned_start
                     end = min(slot.stop, bucket.owned_stop) - bucket.owned_start
-                    if begin < end and not bool(bucket.gradient[begin:end].isfinite().all()):
+                    if begin < end and not bool(bucket.gradient.reduced[begin:end].isfinite().all()):
                         found.append((slot.entry.index, slot.entry.name))
         if not found:
             return "from gradients of other ranks"

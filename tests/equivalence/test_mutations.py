@@ -13,7 +13,7 @@ from megalite.comm.mesh import Axis
 from megalite.comm.world import World
 from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.parallel.pipeline.stage import Stage
-from megalite.parallel.zero.buckets import ParameterBuffers
+from megalite.parallel.zero.reducer import GradientReducer
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
@@ -32,7 +32,7 @@ def loss_not_divided_by_m():
 
 
 def gradient_not_reduced():
-    return patch("megalite.parallel.zero.gradient_sync.all_reduce_", lambda x, axis, **more: _Done())
+    return patch("megalite.parallel.zero.held_gradient.all_reduce_", lambda x, axis, **more: _Done())
 
 
 def tied_embeddings_not_synchronised():
@@ -53,7 +53,7 @@ def clipped_by_the_local_norm():
 
 
 def norm_gradients_not_summed_over_tp():
-    return patch.object(ParameterBuffers, "_sum_partial_gradients", lambda self: None)
+    return patch.object(GradientReducer, "_sum_partial_gradients", lambda self: None)
 
 
 def newest_version_in_2bw():

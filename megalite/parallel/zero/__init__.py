@@ -8,19 +8,22 @@
 
 A batch, whatever the stage:
 
-    buffers.begin_batch(m)       then m times forward and backward
-    buffers.start_reduce()       tied parameters: tied_gradients(), summed over their stages, then start_tied_reduce()
-    buffers.finish_reduce()
-    optimizer.grad_norm()        optimizer.step(lr=..., weight_decay=..., grad_scale=..., version=...)
+    gradients.begin_batch(m)       then m times forward and backward
+    gradients.start_reduce()       tied parameters: `tied()`, summed over their stages, then start_tied_reduce()
+    gradients.finish_reduce()
+    optimizer.grad_norm()          optimizer.step(lr=..., weight_decay=..., grad_scale=..., version=...)
 
 Where things are:
 
     options.py         what is sharded, what overlaps, how large a bucket is
-    buckets.py         `ParameterBuffers`: memory, batch, reductions of one family of a stage
-    families.py        a stage's families: one `ParameterBuffers` each, always in the same order
-    launches.py        when reductions start: in the order of the plan, never in that of arrival
-    gradient_sync.py   one bucket's gradient, from the first contribution to the owned slice
+    families.py        a stage's families (dense, experts): one `ParameterBuffers` each, always in the same order
+    parameter_buffers.py   `ParameterBuffers`: the `weights` and `gradients` of one family, cut into buckets
+    flat_weights.py    its parameters in flat memory: gathered and freed
     unshard.py         weights that come before their use and go after it (stage 3), or are waited for (1, 2)
+    reducer.py         its gradients: which bucket is reduced when (in the order of the plan, never of arrival)
+    bucket.py          one bucket: its plan, weights, sinks and gradients
+    held_gradient.py, streamed_gradient.py
+                       the life of a bucket's gradient in stages 0 and 1; in stages 2 and 3
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
     sub_optimizers.py  masters and moments of one place (device, host) and the update rule over them
@@ -38,8 +41,8 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 """
 
 from megalite.parallel.zero.activation_offload import ActivationOffload
-from megalite.parallel.zero.buckets import ParameterBuffers
 from megalite.parallel.zero.families import stage_buffers
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
+from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer

@@ -7,9 +7,9 @@ from typing import Any
 
 from megalite.comm import FamilyAxes
 from megalite.inventory import AXIS_FAMILIES
-from megalite.parallel.zero.buckets import NamedParameters, ParameterBuffers, placement_of
-from megalite.parallel.zero.launches import Launches
 from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers, placement_of
+from megalite.parallel.zero.reducer import ReductionOrder
 
 
 def stage_buffers(
@@ -31,8 +31,8 @@ def stage_buffers(
             key = (order.index(family), parameter.dtype.itemsize, family)
             parts.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
     made: list[ParameterBuffers] = []
-    launches = {name: Launches(options) for name in families}
+    orders = {name: ReductionOrder(options) for name in families}
     for (_, _, family), own in sorted(parts.items(), key=lambda part: part[0]):
-        settings = {**more, "beside": [*beside, *made], "launches": launches[family]}
+        settings = {**more, "beside": [*beside, *made], "order": orders[family]}
         made.append(ParameterBuffers(own, axes=families[family], options=options, **settings))
     return made

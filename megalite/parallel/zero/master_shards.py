@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megalite.comm import TensorShard, shards_of_range
 from megalite.inventory import Run, Slot
-from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.gradient_sync import Bucket
+from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.param_remainders import ParamRemainders
+from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MasterShard:
     @property
     def gradient(self) -> Tensor:
         """The reduced gradient, in the gradient dtype, shaped like `tensor`."""
-        flat = self.bucket.gradient[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
+        flat = self.bucket.gradient.reduced[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
         return flat.view(self.tensor.shape)
 
     def weights(self, version: int) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megalite.comm import Axis, LocalParameter, Piece
-from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.gradient_sync import Bucket
+from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard
+from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 
 ParamGroup = dict[str, Any]
 """params: list of tensors. decay: whether weight decay applies. whole: the tensors have their parameter's shape and

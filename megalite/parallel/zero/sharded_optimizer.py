@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, Handle, TensorShard, all_gather_into
-from megalite.parallel.zero.buckets import ParameterBuffers
-from megalite.parallel.zero.gradient_sync import Bucket
+from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
 from megalite.parallel.zero.param_groups import MakeOptimizer
+from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 from megalite.parallel.zero.sub_optimizers import make_sub_optimizers
 
 
@@ -90,7 +90,7 @@ class ShardedOptimizer:
         self._update_masters(lr=0.0, weight_decay=0.0, grad_scale=1.0)
         self._set_step_count(0.0)
         for buffers in self.buffers:
-            buffers.begin_batch()
+            buffers.gradients.begin_batch()
 
     def memory(self) -> dict[str, int]:
         """Bytes of separate master weights and of optimizer state on the device, and of both in host memory."""
@@ -158,7 +158,7 @@ class ShardedOptimizer:
         grad_scale: 1 / loss scale x clip coefficient.
         """
         for buffers in self.buffers:  # a gather that no forward has waited for still reads the slices
-            buffers.wait_weights()
+            buffers.weights.wait()
         self._update_masters(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
         self.step_count += 1
         self.write_weights(version)
@@ -181,7 +181,7 @@ class ShardedOptimizer:
                 continue
             self._sub_optimizer_of[id(master)].write_weights(master, version, as_masters=as_masters)
         for buffers in self.buffers:
-            buffers.gather_weights(version)
+            buffers.weights.gather(version)
 
     @contextmanager
     def masters_as_weights(self, version: int) -> Iterator[None]:

@@ -164,8 +164,8 @@ def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOpti
     """What is on the device first, each family in one piece, or a bucket at a time where something exists for the step
     only (masters that are put together, gradients that are widened); then one a bucket for the host."""
     here = [m for m in masters if not m.offloaded]
-    plain = [m for m in here if m.remainders is None and m.bucket.dtype == m.tensor.dtype]
-    widened = [m for m in here if m.remainders is None and m.bucket.dtype != m.tensor.dtype]
+    plain = [m for m in here if m.remainders is None and m.bucket.gradient_dtype == m.tensor.dtype]
+    widened = [m for m in here if m.remainders is None and m.bucket.gradient_dtype != m.tensor.dtype]
     joined = [m for m in here if m.remainders is not None]
     away = [m for m in masters if m.offloaded]
     return [

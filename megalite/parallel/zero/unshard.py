@@ -35,7 +35,6 @@ class BucketWeights:
         self.shard = full[owned].clone() if self.released_after_use else full[owned]
         self.resident = True
         self.pinned = False
-        self._owned = owned
         self._gather: Handle | None = None
 
     def start_gather(self, *, async_op: bool) -> None:

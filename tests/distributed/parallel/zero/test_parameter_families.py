@@ -28,7 +28,8 @@ from megalite.gradient import sink_of
 from megalite.inventory.families import AXIS_FAMILIES
 from megalite.inventory.placement import Placement
 from megalite.nn.norm import Norm
-from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
+from megalite.parallel.zero import ShardedOptimizer, ZeroOptions, stage_buffers
+from megalite.parallel.zero.reducer import GradientReducer
 from megalite.testing import run_ranks, run_single
 from megalite.train.run import open_run
 
@@ -127,16 +128,16 @@ def train(world: World, case: Case) -> Result:
     norms = []
     for step in case.steps:
         for family in buffers:
-            family.begin_batch(1)
+            family.gradients.begin_batch(1)
         for name, p in reversed(parameters):
             (spec,) = [spec for spec in SPECS if spec.name == name]
             sink = sink_of(p)
             assert sink is not None
             sink.add(local(spec, whole(spec, step), mesh) * share(spec, mesh))
         for family in buffers:
-            family.start_reduce()
+            family.gradients.start_reduce()
         for family in buffers:
-            family.finish_reduce()
+            family.gradients.finish_reduce()
         norms.append(float(optimizer.grad_norm()))
         optimizer.step(lr=LR, weight_decay=DECAY)
     if case.save:
@@ -233,7 +234,7 @@ def copies_are_counted() -> AbstractContextManager[Any]:
 
 
 def shares_are_not_summed() -> AbstractContextManager[Any]:
-    return patch.object(ParameterBuffers, "_sum_partial_gradients", lambda self: None)
+    return patch.object(GradientReducer, "_sum_partial_gradients", lambda self: None)
 
 
 def experts_are_reduced_like_the_rest() -> AbstractContextManager[Any]:
@@ -311,20 +312,20 @@ def body_gated(world: World, options: list[ZeroOptions]) -> list[tuple[list[floa
     for option in options:
         layers, named = gated_layers()
         buffers = stage_buffers([named], {"dense": mesh.family()}, options=option)
-        buffers[0].attach(layers, *buffers[1:])
+        buffers[0].weights.attach(layers, *(family.weights for family in buffers[1:]))
         optimizer = ShardedOptimizer(
             buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), norm_axis=mesh.world
         )
         norms = []
         for step in range(3):
             for family in buffers:
-                family.begin_batch(2 // world.size)
+                family.gradients.begin_batch(2 // world.size)
             for sample in range(world.rank, 2, world.size):
                 gated_loss(layers, step, sample).backward()
             for family in buffers:
-                family.start_reduce()
+                family.gradients.start_reduce()
             for family in buffers:
-                family.finish_reduce()
+                family.gradients.finish_reduce()
             norms.append(float(optimizer.grad_norm()))
             optimizer.step(lr=LR, weight_decay=DECAY)
         masters = {name: torch.full(p.shape, math.nan) for name, p in named}
@@ -333,7 +334,7 @@ def body_gated(world: World, options: list[ZeroOptions]) -> list[tuple[list[floa
                 place = tuple(slice(a, a + n) for a, n in zip(shard.offset, shard.local.shape, strict=True))
                 masters[shard.name][place] = shard.local
         for family in buffers:
-            family.unshard()
+            family.weights.unshard()
         for name, p in named:  # what computes is the master, in the family's own precision
             kept = ~masters[name].isnan()
             assert torch.equal(p.detach()[kept], masters[name].to(p.dtype)[kept]), name

@@ -46,9 +46,9 @@ def test_update_between_forward_and_backward_is_an_error() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     layer(x).sum().backward()
     loss = layer(x).square().sum()
-    buffers.begin_batch()
-    buffers.start_reduce()
-    buffers.finish_reduce()
+    buffers.gradients.begin_batch()
+    buffers.gradients.start_reduce()
+    buffers.gradients.finish_reduce()
     optimizer.step(lr=0.1, weight_decay=0.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -66,10 +66,10 @@ def test_versions_share_one_gradient_and_one_master() -> None:
     for step in range(5):
         source = copies[max(step - 1, 0) % 2]
         assert torch.allclose(source.detach(), previous)
-        buffers.begin_batch()
+        buffers.gradients.begin_batch()
         source.square().sum().backward()
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         optimizer.step(lr=0.1, weight_decay=0.0, version=(step + 1) % 2)
         previous, current = current, current - 0.1 * 2 * previous
         assert torch.allclose(copies[(step + 1) % 2].detach(), current)
@@ -81,7 +81,7 @@ def test_versions_share_one_gradient_and_one_master() -> None:
 def test_gradient_after_its_reduction_started_is_an_error() -> None:
     weight = nn.Parameter(torch.zeros(4))
     buffers = single_buffers([[("layers.0.weight", weight)]], overlap_grad_reduce=True)
-    buffers.begin_batch(1)
+    buffers.gradients.begin_batch(1)
     weight.sum().backward()
     with pytest.raises(AssertionError, match="after its bucket was closed"):
         weight.sum().backward()
@@ -103,11 +103,11 @@ def test_gradients_of_the_last_batch_do_not_come_back() -> None:
     buffers = single_buffers([[("layers.0.a", used), ("layers.1.b", unused)]])
     optimizer = make_optimizer(buffers)
     for parameters in ([used, unused], [used]):
-        buffers.begin_batch(1)
+        buffers.gradients.begin_batch(1)
         for parameter in parameters:
             add_gradient(parameter, torch.ones(3))
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
     assert float(optimizer.grad_norm()) == pytest.approx(math.sqrt(3.0))
 
 
@@ -137,12 +137,12 @@ def body_tensor_parallel(world: World, tp_size: int, stage: int) -> tuple[float,
         options=ZeroOptions(stage),
     )
     optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
-    buffers.begin_batch(1)
+    buffers.gradients.begin_batch(1)
     share = 1.0 / mesh.size("dp")
     for (_, parameter), part in zip(parameters, (1.0, 1.0, 1.0 / tp_size), strict=True):
         add_gradient(parameter, torch.full_like(parameter, 3.0 * share * part))
-    buffers.start_reduce()
-    buffers.finish_reduce()
+    buffers.gradients.start_reduce()
+    buffers.gradients.finish_reduce()
     norm = float(optimizer.grad_norm())
     optimizer.step(lr=0.1, weight_decay=0.01)
     return norm, [(s.name, s.global_shape, s.offset, s.local, s.replica) for s in optimizer.shards()]
@@ -182,18 +182,18 @@ def body_tied(world: World, stage: int) -> tuple[float, Tensor, list[int]]:
         counts_tied=mesh.coordinate("pp") == 0,
     )
     optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
-    buffers.begin_batch(2)
+    buffers.gradients.begin_batch(2)
     for _ in range(2):
         add_gradient(tied, torch.full_like(tied, 0.25 / mesh.size("dp")))
         add_gradient(own, torch.full_like(own, 0.5 / mesh.size("dp")))
-    buffers.start_reduce()
-    for gradient in buffers.tied_gradients():
+    buffers.gradients.start_reduce()
+    for gradient in buffers.gradients.tied():
         all_reduce_(gradient, mesh["pp"])
-    buffers.start_tied_reduce()
-    buffers.finish_reduce()
+    buffers.gradients.start_tied_reduce()
+    buffers.gradients.finish_reduce()
     norm = float(optimizer.grad_norm())
     optimizer.step(lr=0.1, weight_decay=0.0)
-    buffers.unshard()
+    buffers.weights.unshard()
     weights = tied.detach().clone()
     return norm, weights, [s.replica for s in optimizer.shards() if s.name == TIED]
 
@@ -218,12 +218,12 @@ def body_not_finite(world: World, stage: int) -> float:
         options=ZeroOptions(stage),
     )
     optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
-    buffers.begin_batch(1)
+    buffers.gradients.begin_batch(1)
     gradient = torch.ones(300)
     gradient[7] = math.inf if world.rank == 1 else 1.0
     add_gradient(weight, gradient)
-    buffers.start_reduce()
-    buffers.finish_reduce()
+    buffers.gradients.start_reduce()
+    buffers.gradients.finish_reduce()
     return float(optimizer.grad_norm())
 
 

@@ -93,25 +93,25 @@ def train(world: World, case: Case, dtype: torch.dtype = torch.float64) -> tuple
         axes=mesh.family(),
         options=ZeroOptions(case.stage, case.overlap, case.overlap, case.bucket_size),
     )
-    buffers.attach(list(layers))
+    buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer([buffers], make_optimizer=OPTIMIZERS[case.optimizer], norm_axis=mesh.world)
     per_rank = BATCH // mesh.size("dp")
     pieces = case.microbatches or per_rank
     norms = []
     for step in range(STEPS):
-        buffers.begin_batch(pieces if case.counted else None)
+        buffers.gradients.begin_batch(pieces if case.counted else None)
         for piece in range(pieces):
             if piece == pieces - 1 and not case.counted:
-                buffers.arm()
+                buffers.gradients.arm()
             first = mesh.coordinate("dp") * per_rank + piece * (per_rank // pieces)
             losses = [loss_of(layers, step, first + i, dtype) for i in range(per_rank // pieces)]
             torch.stack(losses).sum().backward()
-        buffers.start_reduce()
-        buffers.start_tied_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.start_tied_reduce()
+        buffers.gradients.finish_reduce()
         norms.append(float(optimizer.grad_norm()))
         optimizer.step(lr=LR, weight_decay=DECAY)
-    buffers.unshard()
+    buffers.weights.unshard()
     weights = {name: p.detach().clone() for name, p in named(layers)}
     return norms, weights
 

@@ -21,7 +21,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.parallel.zero.gradient_sync import ScratchPool
+from megalite.parallel.zero.streamed_gradient import ScratchPool
 from megalite.parallel.zero.unshard import BucketWeights
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
@@ -70,13 +70,13 @@ def body_bytes(world: World, hidden: int, stage: int, dtype: torch.dtype, versio
     after_step = []
     gradient = torch.zeros(1, dtype=dtype)
     for _ in range(2):
-        buffers.begin_batch(1)
+        buffers.gradients.begin_batch(1)
         for _, parameter in reversed(copies[0]):
             sink = sink_of(parameter)
             assert sink is not None
             sink.add(gradient.expand(parameter.shape))
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         optimizer.grad_norm()
         optimizer.step(lr=0.1, weight_decay=0.1)
         after_step.append(live_bytes())
@@ -116,21 +116,21 @@ def body_leak(world: World, stage: int, steps: int) -> list[int]:
     named = [(f"layers.{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()]
     options = ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1000)
     buffers = ParameterBuffers([named], axes=mesh.family(), options=options)
-    buffers.attach(list(layers))
+    buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), norm_axis=mesh.world
     )
     sizes = []
     for step in range(steps):
-        buffers.begin_batch(2)
+        buffers.gradients.begin_batch(2)
         for _ in range(2):
             x = torch.ones(4, 32)
             for layer in layers:
                 x = layer(x).tanh()
             x.sum().backward()
             del x
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         optimizer.step(lr=0.1, weight_decay=0.1)
         if step % 20 == 0:
             sizes.append(live_bytes())
@@ -219,14 +219,14 @@ def body_scratch(
                 beside=buffers,
             )
         )
-        buffers[-1].attach(chunk.ordered())
+        buffers[-1].weights.attach(chunk.ordered())
     optimizer = ShardedOptimizer(
         buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), norm_axis=mesh.world
     )
     watch = Watch(buffers)
     for _ in range(2):
         for b in buffers:
-            b.begin_batch(3)
+            b.gradients.begin_batch(3)
         later: list[list[Callable[[], None]]] = []
         for number in range(3):
             x, batch = None, batch_of(world.rank, number)
@@ -247,13 +247,13 @@ def body_scratch(
         for part in later:
             run_all(part)
         for b in buffers:
-            b.start_reduce()
+            b.gradients.start_reduce()
         for b in buffers:
-            b.finish_reduce()
+            b.gradients.finish_reduce()
         optimizer.step(lr=0.01, weight_decay=0.1)
     most = watch.most_scratch, watch.most_layers
     for b in buffers:
-        b.unshard()
+        b.weights.unshard()
     return *most, [p.detach().clone() for c in chunks for p in c.parameters()]
 
 

@@ -12,7 +12,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.parallel.zero.gradient_sync import Bucket
+from megalite.parallel.zero.streamed_gradient import StreamedGradient
 from megalite.parallel.zero.sub_optimizers import HostOptimizer
 from megalite.testing import run_ranks, run_single
 
@@ -30,7 +30,7 @@ def body(
         axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=1000),
     )
-    buffers.attach(list(layers))
+    buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
@@ -38,16 +38,16 @@ def body(
         offload_fraction=fraction,
     )
     for step in range(3):
-        buffers.begin_batch(1)
+        buffers.gradients.begin_batch(1)
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + mesh.coordinate("dp"))).to(dtype)
         for layer in layers:
             x = layer(x).tanh()
         x.square().mean().backward()
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         scale = 0.5 / (optimizer.grad_norm() + 1e-6)
         optimizer.step(lr=0.01, weight_decay=0.1, grad_scale=scale)
-    buffers.unshard()
+    buffers.weights.unshard()
     weights = {name: p.detach().clone() for name, p in named}
     return weights, optimizer.memory(), sum(s.stop - s.start for s in optimizer.masters)
 
@@ -106,7 +106,9 @@ def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     made: list[int] = []
-    real = Bucket.gradient.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Bucket, "gradient", property(lambda self: (made.append(stream.entered), real(self))[1]))
+    real = StreamedGradient.reduced.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        StreamedGradient, "reduced", property(lambda self: (made.append(stream.entered), real(self))[1])
+    )
     part.fetch_gradients()
     assert made == [0]

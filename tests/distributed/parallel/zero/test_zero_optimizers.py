@@ -71,15 +71,15 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
         offload_fraction=offload,
     )
     for step in range(1, 4):
-        buffers.begin_batch(1)
+        buffers.gradients.begin_batch(1)
         for (label, p), (_, shape, dim) in zip(reversed(parameters), reversed(SHAPES), strict=True):
             sink = sink_of(p)
             assert sink is not None
             sink.add(local_part(values_of(label, shape, step), dim, mesh["tp"]) / mesh.size("dp"))
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         optimizer.step(lr=0.01, weight_decay=0.1)
-    buffers.unshard()
+    buffers.weights.unshard()
     for label, p in parameters:
         masters = [s for s in optimizer.shards() if s.name == label]
         for shard in masters:  # what is saved is what computes

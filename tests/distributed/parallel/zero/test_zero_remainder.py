@@ -47,7 +47,7 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
         axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=1000),
     )
-    buffers.attach(list(layers))
+    buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
@@ -56,17 +56,17 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
     )
     held = optimizer.memory()
     for step in range(3):
-        buffers.begin_batch(1)
+        buffers.gradients.begin_batch(1)
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + mesh.coordinate("dp"))).bfloat16()
         for layer in layers:
             x = layer(x).tanh()
         x.square().mean().backward()
-        buffers.start_reduce()
-        buffers.finish_reduce()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         optimizer.step(lr=0.003, weight_decay=0.1)
         if step == 1:  # save, spoil, load
             saved = [shard.local.clone() for shard in optimizer.shards()]
-            buffers.wait_weights()
+            buffers.weights.wait()
             for shard in optimizer.shards():
                 shard.local.fill_(7.0)
             optimizer.after_load()

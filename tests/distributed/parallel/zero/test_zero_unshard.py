@@ -52,7 +52,7 @@ def body(
         axes=mesh.family(),
         options=ZeroOptions(3, overlap_grad_reduce=True, overlap_param_gather=prefetch),
     )
-    buffers.attach(list(layers))
+    buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), norm_axis=mesh.world
     )
@@ -65,9 +65,9 @@ def body(
 
     for batch in range(2):
         counting.gathers.clear()
-        buffers.begin_batch(microbatches)
+        buffers.gradients.begin_batch(microbatches)
         if keep:
-            buffers.unshard()
+            buffers.weights.unshard()
         for piece in range(microbatches):
             seed = 100 * batch + 10 * piece + mesh.coordinate("dp")
             x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -76,14 +76,14 @@ def body(
                 x = checkpoint(run, part, x, use_reentrant=False) if recompute else run(part, x)
             x.square().mean().backward()
         if keep:
-            buffers.reshard()
-        buffers.start_reduce()
-        buffers.finish_reduce()
+            buffers.weights.reshard()
+        buffers.gradients.start_reduce()
+        buffers.gradients.finish_reduce()
         optimizer.step(lr=0.01, weight_decay=0.1)
         assert not any(bucket.weights[0].resident for bucket in buffers.buckets), "weights outlive the step"
     most = counting.most
     counts = {bucket.plan.layer: counting.gathers[bucket.plan.layer] for bucket in buffers.buckets}
-    buffers.unshard()
+    buffers.weights.unshard()
     weights = torch.cat([p.detach().flatten() for _, p in named])
     return counts, most, weights
 

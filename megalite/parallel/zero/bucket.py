@@ -1,0 +1,142 @@
+"""A bucket: a contiguous piece of a family's flat memory; one message gathers its weights or reduces its gradient.
+
+plan         [ layers.3.a | layers.3.b | gap ]     elements start .. stop of the family
+             [ rank 0     | rank 1           ]     what a rank owns of them (stage 0: all)
+weights[v]   one `BucketWeights` a weight version
+gradient     one `HeldGradient` an update in flight (stages 0 and 1, tied parameters in any), or one
+             `StreamedGradient` (stages 2 and 3); the parameters' sinks fill the selected one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Axis, Handle
+from megalite.gradient import GradSink
+from megalite.inventory import BucketPlan
+from megalite.parallel.zero.unshard import BucketWeights
+
+
+class Bucket:
+    """One `BucketPlan` on this rank.
+
+    axis: the ranks that own the other slices. sharded: this rank owns one slice (stages 1 to 3), not everything.
+    sinks: of the parameters, in the plan's order.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, *, axis: Axis, sharded: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.plan, self.axis, self.sharded = plan, axis, sharded
+        self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if sharded else (plan.start, plan.stop)
+        self.nothing = torch.empty(0, dtype=dtype, device=device)
+        self.weights: list[BucketWeights] = []
+        self.sinks: list[GradSink] = []
+        self.gradients: Sequence[BucketGradient] = ()
+        self.selected = 0
+        self._sink_states: dict[int, list[tuple[Tensor, bool, int | None]]] = {}
+
+    @property
+    def numel(self) -> int:
+        return self.plan.stop - self.plan.start
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.nothing.dtype
+
+    @property
+    def gradient(self) -> BucketGradient:
+        """The gradient of the selected update."""
+        return self.gradients[self.selected]
+
+    def select(self, index: int) -> None:
+        """Everything works on gradient number `index` from here on; the sinks stay the same objects."""
+        if index == self.selected:
+            return
+        self._sink_states[self.selected] = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
+        self.selected = index
+        untouched = [(self.nothing, True, None)] * len(self.sinks)
+        for sink, state in zip(self.sinks, self._sink_states.get(index, untouched), strict=True):
+            sink.buffer, sink.fresh, sink.remaining = state
+
+    def begin_batch(self, microbatches: int | None) -> None:
+        """Forgets the last batch's gradient. microbatches: how many will contribute (None: `GradientReducer.arm` says
+        when the last one comes)."""
+        assert self.gradient.handle is None, "the last batch was never finished"
+        self.gradient.begin_batch()
+        self.gradient.missing = len(self.sinks)
+        for sink in self.sinks:
+            sink.reopen()
+            if microbatches is not None:
+                sink.expect(sink.uses * microbatches)
+
+    def open(self) -> None:
+        """A sink is about to receive the first contribution."""
+        self.gradient.open()
+
+    def close(self) -> None:
+        """Parameters that received nothing count as zero."""
+        self.open()
+        for sink in self.sinks:
+            if sink.fresh:
+                _ = sink.grad
+
+    def owned(self, full: Tensor) -> Tensor:
+        """This rank's slice of a tensor over the whole bucket."""
+        return full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
+
+    def fill_into(self, full: Tensor) -> None:
+        """The sinks write into `full` (uninitialised) from here on; the gaps between parameters become zero."""
+        end = 0
+        for sink, slot in zip(self.sinks, self.plan.slots, strict=True):
+            begin = slot.start - self.plan.start
+            full[end:begin].zero_()
+            end = begin + slot.entry.numel
+            sink.settle(full[begin:end].view(slot.entry.shape))
+        full[end:].zero_()
+
+    def forget_memory(self) -> None:
+        """The sinks hold no view of memory that shall go."""
+        for sink in self.sinks:
+            sink.buffer = self.nothing
+
+
+class BucketGradient(Protocol):
+    """The gradient of a bucket, from the first contribution of a batch to the owned slice of the sum."""
+
+    @property
+    def streams(self) -> bool: ...  # every micro-batch is reduced by itself
+
+    @property
+    def keep(self) -> bool: ...  # its memory stays between batches
+
+    @property
+    def full(self) -> Tensor: ...  # that of this rank's micro-batches, before the reduction; it must be open
+
+    @property
+    def reduced(self) -> Tensor: ...  # the owned slice of the sum, valid after `finish_batch`; zero if there is none
+
+    @property
+    def held(self) -> Tensor | None: ...  # what is in memory now, scratch excepted
+
+    @property
+    def needs_reduction(self) -> bool: ...  # something of this batch has not been launched
+
+    missing: int  # sinks that wait for contributions before the reduction may start
+    handle: Handle | None  # of the reduction under way
+
+    def begin_batch(self) -> None: ...  # forgets the last batch's gradient
+    def open(self) -> None: ...  # makes the memory of `full`, uninitialised
+    def launch(self, *, async_op: bool) -> None: ...  # starts the reduction of what has arrived
+    def finish(self) -> None: ...  # waits for what was launched
+    def finish_batch(self) -> None: ...  # the last `finish` of a batch
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the storages that they lie in, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

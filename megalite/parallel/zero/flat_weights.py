@@ -1,0 +1,129 @@
+"""The parameters of one family in flat, contiguous memory, bucket after bucket.
+
+Every parameter becomes a view of a flat compute buffer and shares its version counter: an update in place between a
+forward and its backward is an error that autograd reports, not a silently wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import Axis
+from megalite.parallel.zero.bucket import Bucket, bytes_of
+from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.unshard import BucketWeights, Unsharder
+
+Fill = Callable[[str, nn.Parameter], None]
+"""Gives the parameter of this name its initial values."""
+
+
+class FlatWeights:
+    """Owns the memory of a family's parameters, and brings and frees those that other ranks own.
+
+    versions: for each weight version the parameters in forward order. Parameters without memory ('meta') are filled by
+    `fill` as soon as they have some: bucket after bucket, so that weights that are sharded are never whole.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        versions: Sequence[Sequence[nn.Parameter]],
+        *,
+        shard_axis: Axis,
+        options: ZeroOptions,
+        unsharder: Unsharder,
+        fill: Fill | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._buckets, self._axis, self._options = buckets, shard_axis, options
+        self.unsharder = unsharder
+        self._of_parameter: dict[int, BucketWeights] = {}
+        self._attached = False
+        for parameters in versions:
+            self._flatten(parameters, fill, dtype, device)
+
+    def _flatten(
+        self, parameters: Sequence[nn.Parameter], fill: Fill | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Moves one version into flat memory: one piece, or in stage 3 one a bucket, which comes and goes."""
+        stage = self._options.stage
+        come_and_go = stage == 3 and self._axis.size > 1
+        numel = self._buckets[-1].plan.stop if self._buckets and not come_and_go else 0
+        flat = torch.zeros(numel, dtype=dtype, device=device)
+        for bucket in self._buckets:
+            plan = bucket.plan
+            full = flat[plan.start : plan.stop]
+            if come_and_go:
+                full = torch.zeros(bucket.numel, dtype=dtype, device=device)
+            for slot in plan.slots:
+                parameter = parameters[slot.entry.index]
+                empty = parameter.is_meta
+                move_parameter(parameter, full[slot.start - plan.start : slot.stop - plan.start])
+                if empty and fill is not None:
+                    fill(slot.entry.name, parameter)
+            owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
+            weights = BucketWeights(full, owned, axis=self._axis, stage=stage)
+            weights.free()
+            bucket.weights.append(weights)
+            self._of_parameter.update({id(parameters[slot.entry.index]): weights for slot in plan.slots})
+
+    def attach(self, layers: Sequence[nn.Module], *others: FlatWeights) -> None:
+        """Hooks the stage's layers (forward order; once per weight version), so that weights are there when used.
+
+        others: of the stage's other families. Needed for stage 3, and for gathers of stages 1 and 2 that run behind the
+        next forward.
+        """
+        families = (self, *others)
+        known = {key: weights for family in families for key, weights in family._of_parameter.items()}
+        used = [dict.fromkeys(known[id(p)] for p in layer.parameters() if id(p) in known) for layer in layers]
+        self.unsharder.attach(layers, [list(weights) for weights in used])
+        for family in families:
+            family._attached = True
+
+    def gather(self, version: int = 0) -> None:
+        """Every rank's slice of the updated weights to every rank (stages 1 and 2); stage 3 forgets the old ones."""
+        overlap = self._options.overlap_param_gather and self._attached
+        for bucket in reversed(self._buckets):  # the first layers are needed first
+            bucket.weights[version].updated(async_op=overlap)
+
+    def wait(self) -> None:
+        """Returns when no gather is under way: parameters may be read, and slices written, without a layer's hooks."""
+        for bucket in self._buckets:
+            for weights in bucket.weights:
+                weights.wait()
+
+    def unshard(self) -> None:
+        """Gathers all weights and keeps them until `reshard` (breadth-first schedules: once a chunk and batch)."""
+        for bucket in reversed(self._buckets):
+            for weights in bucket.weights:
+                weights.pinned = True
+                if not weights.resident:
+                    weights.start_gather(async_op=False)
+                weights.wait()
+
+    def reshard(self) -> None:
+        """Ends `unshard`."""
+        for bucket in self._buckets:
+            for weights in bucket.weights:
+                weights.pinned = False
+                weights.free()
+        self.unsharder.give_back_all()
+
+    def memory(self) -> int:
+        """Bytes held now."""
+        return bytes_of(t for bucket in self._buckets for w in bucket.weights for t in (w.shard, w.full))
+
+
+@torch.no_grad()
+def move_parameter(parameter: nn.Parameter, flat: Tensor) -> None:
+    """Makes the parameter a view of `flat` (same values, if it has any), the same object as before, with the version
+    counter of `flat`."""
+    if not parameter.is_meta:
+        flat.copy_(parameter.reshape(-1))
+    view = nn.Parameter(flat.view(parameter.shape), requires_grad=parameter.requires_grad)
+    view.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, view)

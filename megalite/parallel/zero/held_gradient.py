@@ -1,0 +1,83 @@
+"""The gradient of a bucket that is whole on every rank until the step: stages 0 and 1, tied parameters in any stage."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalite.comm import Handle, all_reduce_, reduce_scatter_into
+from megalite.parallel.zero.bucket import Bucket
+
+
+class HeldGradient:
+    """All micro-batches of an update add up in `full`, which is reduced once, in place.
+
+        empty --open: first contribution--> filling --launch: all sinks are complete--> reducing --finish--> reduced
+          ^                                                                                                     |
+          '-------------------------------------------- begin_batch --------------------------------------------'
+
+    Stage 0 reduces everything to everybody (all-reduce), the others a slice to its owner (reduce-scatter). The sum is
+    plain: the factor 1 / (micro-batches * data-parallel size) is in the loss already.
+
+    An asynchronous pipeline accumulates the gradient of one update while that of the update before is being reduced:
+    the bucket then has one of these for each.
+
+    keep: the memory stays between batches.
+    """
+
+    streams = False
+
+    def __init__(self, bucket: Bucket, *, keep: bool) -> None:
+        self.bucket, self.keep = bucket, keep
+        self.missing = 0
+        self.handle: Handle | None = None
+        self.launched = False
+        self._full: Tensor | None = None
+
+    @property
+    def full(self) -> Tensor:
+        assert self._full is not None, "the bucket's gradient is not in memory"
+        return self._full
+
+    @property
+    def reduced(self) -> Tensor:
+        if self._full is None:
+            self.open()
+            self.full.zero_()
+        return self.bucket.owned(self.full)
+
+    @property
+    def held(self) -> Tensor | None:
+        return self._full
+
+    @property
+    def needs_reduction(self) -> bool:
+        return not self.launched
+
+    def begin_batch(self) -> None:
+        self.launched = False
+        if not self.keep:
+            self._full = None
+            self.bucket.forget_memory()
+
+    def open(self) -> None:
+        if self._full is None:
+            self._full = self.bucket.nothing.new_empty(self.bucket.numel)
+            self.bucket.fill_into(self._full)
+
+    def launch(self, *, async_op: bool) -> None:
+        self.bucket.close()
+        self.launched = True
+        axis = self.bucket.axis
+        if self.bucket.sharded:
+            self.handle = reduce_scatter_into(self.reduced, self.full, axis, async_op=async_op)
+        else:
+            self.handle = all_reduce_(self.full, axis, async_op=async_op)
+
+    def finish(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+
+    def finish_batch(self) -> None:
+        assert self.launched, "finish_reduce before start_reduce and start_tied_reduce"
+        self.finish()

@@ -1,0 +1,149 @@
+"""The parameters of one family of a stage, their gradients, and the buckets that both are cut into.
+
+weights     version 0   [ layer 3 | layer 2 | layer 1 | embedding ]    compute dtype, one per weight version
+gradients               [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (fp32; fp64 for fp64 parameters)
+                          complete first            complete last
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import Axis, FamilyAxes
+from megalite.inventory import Entry, Placement, plan_buckets
+from megalite.parallel.zero.bucket import Bucket
+from megalite.parallel.zero.flat_weights import Fill, FlatWeights
+from megalite.parallel.zero.host_memory import prefer_own_pages
+from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.reducer import GradientReducer, ReductionOrder
+from megalite.parallel.zero.streamed_gradient import ScratchPool
+from megalite.parallel.zero.unshard import Unsharder
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+class ParameterBuffers:
+    """`weights` (a `FlatWeights`) and `gradients` (a `GradientReducer`) of one family, over the same `buckets`.
+
+    Args:
+        versions: for each weight version the (logical name, parameter) of one dtype in forward order; the same names
+            and shapes in each. Each parameter carries `.placement` (`megalite.inventory.placement.Placement`) and may
+            carry `.sink_uses` (contributions a micro-batch, 1).
+        axes: of the family: what cuts parameters (and sums partial gradients), what ZeRO shards over, what holds copies
+            of the shards.
+        tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
+        counts_tied: False on the stage that holds the copy: it is neither counted in the norm nor saved.
+        extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have been summed over
+            them already.
+        replica: which of these replicas this is; only replica 0 counts in the norm.
+        keep_gradients: sharded gradients stay in memory between batches. False where a batch is one micro-batch.
+        num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
+        whole: (name, dimensions) -> which parameters must lie in one shard (Muon's matrices).
+        beside: what else this rank has, to share with it the memory that comes and goes.
+        order: in which reductions start, shared with other families of the stage over the same axes.
+        fill: gives a parameter that came without memory ('meta') its values, as soon as it has memory.
+        device: where (None: where the parameters are).
+    """
+
+    def __init__(
+        self,
+        versions: Sequence[NamedParameters],
+        *,
+        axes: FamilyAxes,
+        options: ZeroOptions,
+        tied: frozenset[str] = frozenset(),
+        counts_tied: bool = True,
+        extra_reduce: Sequence[Axis] = (),
+        replica: int = 0,
+        num_gradients: int = 1,
+        keep_gradients: bool = True,
+        whole: Callable[[str, int], bool] | None = None,
+        beside: Sequence[ParameterBuffers] = (),
+        order: ReductionOrder | None = None,
+        fill: Fill | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        first = versions[0]
+        assert all([n for n, _ in v] == [n for n, _ in first] for v in versions), "versions of a stage differ"
+        self.axes, self.options = axes, options
+        self.counts_tied, self.replica = counts_tied, replica
+        self.num_versions = len(versions)
+        self.dtype = first[0][1].dtype if first else torch.float32
+        self.device = device or (first[0][1].device if first else torch.device("cpu"))
+        assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a family have one dtype"
+        entries = [
+            Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p.dim()))
+            for i, (name, p) in enumerate(first)
+        ]
+        self.buckets = self._make_buckets(entries, tied)
+        if options.stage >= 2:
+            prefer_own_pages(self.device)
+        pools = [b.scratch for b in beside if b.gradient_dtype == self.gradient_dtype]
+        self.scratch: ScratchPool = pools[0] if pools else ScratchPool(self.gradient_dtype, self.device)
+        self.weights: FlatWeights = FlatWeights(
+            self.buckets,
+            [[parameter for _, parameter in version] for version in versions],
+            shard_axis=axes.shard,
+            options=options,
+            unsharder=beside[0].weights.unsharder if beside else Unsharder(prefetch=options.overlap_param_gather),
+            fill=fill,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.gradients = GradientReducer(
+            self.buckets,
+            [[version[i][1] for version in versions] for i in range(len(first))],
+            axes=axes,
+            stage=options.stage,
+            extra_reduce=[axis for axis in extra_reduce if axis.size > 1],
+            order=order or ReductionOrder(options),
+            pool=self.scratch,
+            num_gradients=num_gradients,
+            keep=keep_gradients,
+        )
+
+    def _make_buckets(self, entries: Sequence[Entry], tied: frozenset[str]) -> list[Bucket]:
+        axis, options = self.axes.shard, self.options
+        plans = plan_buckets(
+            entries,
+            zero_stage=options.stage,
+            shards=axis.size,
+            bucket_size=options.bucket_size,
+            overlap=options.overlap_grad_reduce,
+            on_cpu=self.device.type != "cuda",
+            tied=tied,
+        )
+        return [
+            Bucket(plan, axis=axis, sharded=options.stage > 0, dtype=self.gradient_dtype, device=self.device)
+            for plan in plans
+        ]
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The wider of fp32 and the parameter dtype: what masters and moments are kept in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        halved = self.options.grad_reduce_in_bf16 and self.dtype == torch.bfloat16
+        return torch.bfloat16 if halved else self.main_dtype
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held by this rank for weights and gradients, and for scratch (which exists only in stages 2 and 3)."""
+        return {
+            "weights": self.weights.memory(),
+            "gradients": self.gradients.memory(),
+            "scratch": self.scratch.most_bytes,
+        }
+
+
+def placement_of(name: str, parameter: Tensor) -> Placement:
+    """The parameter's `.placement`; a parameter without one is whole, replicated, and decays if it is a matrix."""
+    placement: Placement | None = getattr(parameter, "placement", None)
+    if placement is None:
+        shape = tuple(parameter.shape)
+        return Placement(shape, (0,) * len(shape), decay=len(shape) > 1)
+    return placement
