@@ -59,6 +59,8 @@ class TrainerView(Protocol):
 class Hook:
     """Base of all hooks: every method does nothing until it is overridden."""
 
+    fails_alone_as: str | None = None  # see `guarded`
+
     def on_start(self, trainer: TrainerView) -> None:
         """Before the first step, after a checkpoint was loaded."""
 
@@ -79,11 +81,11 @@ class Hook:
 
 
 class Hooks:
-    """The list of hooks as the trainer sees it: one method for each thing that happens.
+    """The hooks of a run, in the order in which they are called, and what the trainer tells them. (What happens when is
+    said at `Hook`.)
 
-    Args:
-        hooks: called in this order.
-        clock: seconds, monotonic.
+    It adds what several of them need: steps become a record a log interval, the run a summary. clock: seconds,
+    monotonic.
     """
 
     def __init__(self, hooks: Sequence[Hook], *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -95,20 +97,18 @@ class Hooks:
         self._last: dict[str, Record] = {}
 
     def on_start(self, trainer: TrainerView) -> None:
-        """Before the first step, after a checkpoint was loaded."""
+        """Opens the first log interval."""
         self._began = self._clock()
         self._interval = IntervalStats(
             trainer.config, world_size=trainer.mesh.size("world"), device=trainer.device, clock=self._clock
         )
-        for hook in self._hooks:
-            hook.on_start(trainer)
+        self._tell("on_start", trainer)
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        """After every iteration; closes the log interval at multiples of `--log-interval` and at the last iteration."""
+        """Closes the log interval at multiples of `--log-interval` and at the last iteration."""
         assert self._interval is not None, "on_start comes first"
         self._interval.add(stats)
-        for hook in self._hooks:
-            hook.after_step(trainer, stats)
+        self._tell("after_step", trainer, stats)
         last = stats.iteration >= trainer.train_iters
         if last or stats.iteration % trainer.config.logging.log_interval == 0:
             self.log(trainer)
@@ -119,32 +119,38 @@ class Hooks:
             return
         record = self._interval.record()
         self._useful_s += 1e-3 * record["iteration_time_ms"] * (record["iterations"] - record["skipped_iterations"])
-        for hook in self._hooks:
-            hook.on_log(trainer, record)
+        self._tell("on_log", trainer, record)
         self._last["train"] = record
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
-        """After an evaluation."""
-        for hook in self._hooks:
-            hook.on_evaluation(trainer, record)
+        """The summary will have the last record of each kind."""
+        self._tell("on_evaluation", trainer, record)
         self._last[record["kind"]] = record
 
     def on_save(self, trainer: TrainerView, *, iteration: int, path: str, seconds: float) -> None:
-        """After a checkpoint of `iteration` was written to `path`, for which training waited `seconds`."""
+        """A checkpoint of `iteration` was written to `path`, for which training waited `seconds`."""
         record: Record = {"kind": "save", "iteration": iteration, "path": path, "save_time_ms": 1e3 * seconds}
-        for hook in self._hooks:
-            hook.on_save(trainer, record)
+        self._tell("on_save", trainer, record)
 
     def on_end(self, trainer: TrainerView, status: str) -> None:
-        """Once, at the end. `status`: `completed`, the value of an `ExitReason`, or `failed`.
+        """`status`: `completed`, the value of an `ExitReason`, or `failed`.
 
-        After a failure the open interval is not closed, because ranks that have failed can not be asked.
+        After a failure the open interval is not closed, because ranks that have failed cannot be asked.
         """
         if status != "failed":
             self.log(trainer)
-        summary = self._summary(trainer, status)
-        for hook in self._hooks:
-            hook.on_end(trainer, summary)
+        self._tell("on_end", trainer, self._summary(trainer, status))
+
+    def _tell(self, event: str, *arguments: object) -> None:
+        for hook in list(self._hooks):
+            try:
+                getattr(hook, event)(*arguments)
+            except Exception as error:
+                if hook.fails_alone_as is None:
+                    raise
+                self._hooks.remove(hook)
+                what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
+                logger.warning("%s stopped, training goes on: %s", hook.fails_alone_as, what)
 
     def _summary(self, trainer: TrainerView, status: str) -> Record:
         wall = self._clock() - self._began
@@ -165,43 +171,10 @@ class Hooks:
 
 
 def guarded(hook: Hook, name: str) -> Hook:
-    """Wrap a hook so that its first exception is logged as a warning and ends the hook, never the training.
+    """Lets the hook's first exception be logged as a warning and end the hook, never the training.
 
     For hooks that write on their own rank only: one that communicates must fail on all ranks or on none. name: of what
     it writes, for the warning.
     """
-    return _Guarded(hook, name)
-
-
-class _Guarded(Hook):
-    def __init__(self, hook: Hook, name: str) -> None:
-        self._hook: Hook | None = hook
-        self._name = name
-
-    def _call(self, method: str, *arguments: object) -> None:
-        if self._hook is None:
-            return
-        try:
-            getattr(self._hook, method)(*arguments)
-        except Exception as error:
-            self._hook = None
-            what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
-            logger.warning("%s stopped, training goes on: %s", self._name, what)
-
-    def on_start(self, trainer: TrainerView) -> None:
-        self._call("on_start", trainer)
-
-    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        self._call("after_step", trainer, stats)
-
-    def on_log(self, trainer: TrainerView, record: Record) -> None:
-        self._call("on_log", trainer, record)
-
-    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
-        self._call("on_evaluation", trainer, record)
-
-    def on_save(self, trainer: TrainerView, record: Record) -> None:
-        self._call("on_save", trainer, record)
-
-    def on_end(self, trainer: TrainerView, summary: Record) -> None:
-        self._call("on_end", trainer, summary)
+    hook.fails_alone_as = name
+    return hook

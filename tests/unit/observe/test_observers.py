@@ -87,11 +87,13 @@ def test_who_writes_what(tmp_path: Path) -> None:
     config = tiny_config(save=str(tmp_path), profile=True, profile_ranks=(1,), tensorboard_dir=str(tmp_path))
 
     def names(rank: int) -> list[str]:
-        return [type(hook).__name__ for hook in make_hooks(config, rank)._hooks]
+        return [f"{type(hook).__name__} {hook.fails_alone_as}" for hook in make_hooks(config, rank)._hooks]
 
-    assert names(0) == ["StragglerHook", "MemoryCheckHook", "ConsoleHook", "_Guarded", "_Guarded"]
-    assert names(1) == ["StragglerHook", "MemoryCheckHook", "_Guarded"]
-    assert names(2) == ["StragglerHook", "MemoryCheckHook"]
+    everywhere = ["StragglerHook None", "MemoryCheckHook None"]
+    metrics = f"JsonlHook {tmp_path / 'metrics.jsonl'}"
+    assert names(0) == [*everywhere, "ConsoleHook None", metrics, "TensorBoardHook TensorBoard"]
+    assert names(1) == [*everywhere, "ProfileHook the profiler"]
+    assert names(2) == everywhere
 
 
 class _Keep(Hook):
