@@ -195,7 +195,7 @@ class ShardedOptimizer:
 
     def _rewrite(self, version: int, *, as_masters: bool) -> None:
         for buffers in self.buffers:
-            buffers.wait_weights()
+            buffers.weights.wait()
         self.write_weights(version, as_masters=as_masters)
 
     # ---- checkpoint --------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class ShardedOptimizer:
     def after_load(self, version: int = 0) -> None:
         """Values have been written through `shards`: refreshes step counters and the compute weights of `version`.
 
-        (Call `wait_weights` of the buffers before writing, if a step was made since the last forward.)
+        (Call `weights.wait` of the buffers before writing, if a step was made since the last forward.)
         """
         self._set_step_count(float(self.step_count))
         self.write_weights(version)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from megalite.config import parse
+from megalite.errors import ConfigError
+
 BASE: dict[str, str] = {
     "num-layers": "8",
     "hidden-size": "96",
@@ -21,3 +26,11 @@ def argv(changes: str = "", without: str = "") -> list[str]:
     base = {name: value for name, value in BASE.items() if name not in given and name not in without.split()}
     mock = [] if "mock-data" in without.split() else ["--mock-data"]
     return [*mock, *(token for name, value in base.items() for token in (f"--{name}", value)), *flags]
+
+
+def problems_of(arguments: list[str], world_size: int | None = None) -> list[str]:
+    """The lines that the parser refuses the arguments with."""
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments, world_size=world_size)
+    assert caught.value.exit_code == 2
+    return caught.value.problems

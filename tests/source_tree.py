@@ -1,0 +1,104 @@
+"""The sources as the tests of the house read them: parsed once, never imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Longest prefix wins. A module may import strictly lower floors and its own room; rooms of one floor do not see each
+# other.
+FLOORS = {
+    "megalite": 0,
+    "megalite.errors": 0,
+    "megalite.extras": 1,
+    "megalite.progress": 1,
+    "megalite.scratch": 1,
+    "megalite.faults": 0,
+    "megalite.streams": 0,
+    "megalite.schedule": 1,
+    "megalite.config": 2,
+    "megalite.inventory": 3,
+    "megalite.comm": 4,
+    "megalite.gradient": 4,
+    "megalite.microbatch": 4,
+    "megalite.planner": 4,
+    "megalite.launch": 5,
+    "megalite.parallel.pipeline": 5,
+    "megalite.parallel.tensor": 5,
+    "megalite.parallel.zero": 5,
+    "megalite.parallel": 5,
+    "megalite.nn": 6,
+    "megalite.optim": 6,
+    "megalite.data": 6,
+    "megalite.checkpoint": 6,
+    "megalite.models": 7,
+    "megalite.convert": 7,
+    "megalite.observe": 8,
+    "megalite.train": 9,
+    "megalite.inference": 10,
+    "pretrain_gpt": 11,
+    "tools": 11,
+    "benchmarks": 12,
+}
+TESTING = "megalite.testing"
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources() -> list[Path]:
+    rooms = ("megalite", "tools", "benchmarks")
+    return sorted([*(path for room in rooms for path in ROOT.glob(f"{room}/**/*.py")), ROOT / "pretrain_gpt.py"])
+
+
+def everything() -> list[Path]:
+    return [*sources(), *sorted(ROOT.glob("tests/**/*.py"))]
+
+
+SOURCES = {module(path): ast.parse(path.read_text(), str(path)) for path in sources()}
+PRODUCT = {name: tree for name, tree in SOURCES.items() if not name.startswith(TESTING)}
+
+
+def room_of(module: str) -> str:
+    """The entry of FLOORS that a module belongs to."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in FLOORS:
+            return ".".join(parts[:length])
+    return ""
+
+
+def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Absolute names of what a module imports, wherever in the file; `from package import name` gives package.name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import; write the whole name"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[int, str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func), node
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def check(problems: list[str]) -> None:
+    __tracebackhide__ = True
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)

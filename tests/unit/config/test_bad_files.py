@@ -1,0 +1,139 @@
+"""Bad files: paths that are not there, YAML that is wrong -> the exact lines, and nothing but these lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_arguments import argv, problems_of
+
+from megalite.config import parse
+
+PATHS = [
+    ("--data-path corpus.bin", "--data-path=corpus.bin: give the prefix, 'corpus'"),
+    (
+        "--data-path corpus",
+        "--data-path=corpus: corpus.idx not found (nor a text file corpus); run tools/preprocess_data.py",
+    ),
+    (
+        "--data-path 0.3 corpus 0.7 corpus",
+        "--data-path=corpus: corpus.idx not found (nor a text file corpus); run tools/preprocess_data.py",
+    ),
+    (
+        "--data-path 0.3 corpus 0.7",
+        "--data-path=0.3 corpus 0.7: 0.3 is no prefix; a blend has a weight before each: 0.7 A 0.3 B",
+    ),
+    ("--data-path .", "--data-path=.: is a directory; give a file or the prefix of .bin and .idx files"),
+    (
+        "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok.json",
+        "--tokenizer-model=tok.json: no such file",
+    ),
+    ("--mock-data --load nowhere", "--load=nowhere: no such directory; omit --load to start fresh"),
+    ("--mock-data --data-path x.bin", "--mock-data: excludes --data-path and its kin; give one kind"),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), PATHS, ids=[row[0] for row in PATHS])
+def test_missing_files(changes: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert line in problems_of(argv(changes, without="mock-data"))
+
+
+def test_a_prefix_may_also_be_the_name_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    line = "--data-path=corpus: is a directory; give a file or the prefix of .bin and .idx files"
+    assert line in problems_of(argv("--data-path corpus", without="mock-data"))
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"corpus{ending}").touch()
+    parse(argv("--data-path corpus", without="mock-data"))
+
+
+def test_a_schedule_file_is_for_its_ranks_and_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = "ranks: 2\nstages: 0 1\nmicrobatches: 3\nrank 0: 0F0 0F1 0B0 0F2 0B1 0B2\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2\n"
+    (tmp_path / "own.txt").write_text(own)
+    fits = "--pipeline-schedule-file own.txt --nprocs 2 --pipeline-model-parallel-size 2 --micro-batch-size 2"
+    flag = "--pipeline-schedule-file=own.txt: "
+    parse(argv(f"{fits} --global-batch-size 6"))
+    more = f"{flag}is written for 3 micro-batches per batch, not 4; use --global-batch-size=6"
+    assert problems_of(argv(f"{fits} --global-batch-size 8")) == [more]
+    ramp = (
+        f"{flag}is written for 3 micro-batches per batch, not 1; a batch size that changes needs a --pipeline-schedule"
+    )
+    assert problems_of(argv(f"{fits} --global-batch-size 6 --rampup-batch-size 2 4 10")) == [ramp]
+    alone = argv("--pipeline-schedule-file own.txt --micro-batch-size 2 --global-batch-size 6")
+    assert problems_of(alone) == [f"{flag}is written for 2 ranks, not 1; use --pipeline-model-parallel-size=2"]
+    (tmp_path / "own.txt").write_text(own.replace("1B1", "1X1"))
+    (line,) = problems_of(argv(f"{fits} --global-batch-size 6"))
+    assert line.startswith(f"{flag}rank 1: 1X1: no computation")
+
+
+@pytest.mark.parametrize(("place", "what"), [("notes.txt", "is no directory"), ("notes.txt/run", "{} is no directory")])
+def test_a_save_that_can_not_be_a_directory(place: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    line = f"--save={tmp_path / place}: {what.format(tmp_path / 'notes.txt')}; choose another --save"
+    assert problems_of(argv(f"--save {tmp_path / place}")) == [line]
+
+
+def test_an_empty_save_directory_may_be_loaded(tmp_path: Path) -> None:
+    parse(argv(f"--save {tmp_path}/run --load {tmp_path}/run"))
+
+
+# (text of run.yaml, the one line)
+YAML = [
+    ("hiden: 512\n", "run.yaml:1: unknown key 'hiden'; did you mean 'hidden_size'?"),
+    ("model:\n  hiden: 512\n", "run.yaml:2: unknown key 'hiden'; did you mean 'hidden_size'?"),
+    ("modle:\n  hidden_size: 512\n", "run.yaml:2: unknown section 'modle'; did you mean 'model'?"),
+    ("training:\n  lr: 1.0\n", "run.yaml:2: 'lr' belongs to section 'optimizer', not 'training'"),
+    ('seed: 1\nbf16: "no"\n', "run.yaml:2: bf16: expected true/false, got text 'no'"),
+    ("min_lr: 3e-4x\n", "run.yaml:1: min_lr=3e-4x: not a number"),
+    ("lr_decay_iters: 1:30\n", "run.yaml:1: lr_decay_iters=1:30: not an integer"),
+    ("seed:\n", "run.yaml:1: seed: expected a value"),
+    ("seed: [1, 2]\n", "run.yaml:1: seed: expected one value, got a list"),
+    ("a: 1\nb:\n\tc: 1\n", "run.yaml:3:1: not valid YAML: tab used for indentation"),
+    ("seed: 1\nseed: 2\n", "run.yaml:2: duplicate key 'seed' (first at run.yaml:1)"),
+    ("a: &x 1\nb: *x\n", "run.yaml:1:4: anchors and aliases are not allowed; write the value out"),
+    (
+        "a: !!python/object/apply:os.system [ls]\n",
+        "run.yaml:1:4: tags ('tag:yaml.org,2002:python/object/apply:os.system') are not allowed; write the plain value",
+    ),
+    ("a: [[[[[1]]]]]\n", "run.yaml:1:7: nested too deep; sections hold plain values and lists"),
+    ("- 1\n", "run.yaml:1: expected 'key: value' lines"),
+    ("model:\n  a:\n    b: 1\n", "run.yaml:2: 'a' is no section; expected a plain value"),
+    (
+        "use_flash_attn: true\n",
+        "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it",
+    ),
+    ("bf16: true\nfp16: true\n", "--fp16: contradicts --bf16; give one of them [run.yaml:2]"),
+    (
+        "save: x\nsave_interval: 0\n",
+        "--save-interval=0: must be >= 1; leave it out to save only at the end [run.yaml:2]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "line"), YAML, ids=[row[0] for row in YAML])
+def test_yaml_mistakes_name_file_and_line(
+    text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(text)
+    assert problems_of([*argv(), "--config", "run.yaml"]) == [line]
+
+
+def test_yaml_file_that_is_missing_or_hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert problems_of([*argv(), "--config", "missing.yaml"]) == [
+        f"--config=missing.yaml: no such file (cwd {tmp_path})"
+    ]
+    Path("big.yaml").write_text("#" * 300_000)
+    assert problems_of([*argv(), "--config", "big.yaml"]) == [
+        "--config=big.yaml: larger than 256 KiB; a configuration is not"
+    ]
+    Path("bytes.yaml").write_bytes(b"seed: \xff\n")
+    assert problems_of([*argv(), "--config", "bytes.yaml"]) == ["--config=bytes.yaml: not UTF-8 text (byte 6)"]
+    Path("deep.yaml").write_text("[" * 200_000)
+    assert problems_of([*argv(), "--config", "deep.yaml"]) == [
+        "deep.yaml:1:5: nested too deep; sections hold plain values and lists"
+    ]
