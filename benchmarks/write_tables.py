@@ -40,8 +40,7 @@ def block(name: str, layout: str, beginning: str) -> str:
     cases = [case for case in record.get("cases", []) if case["name"].startswith(beginning)]
     tables = {"pairs": pairs, "variants": variants}
     rows = plan(record["layouts"]) if layout == "plan" else tables[layout](cases)
-    source = os.path.relpath(RESULTS / name, PAGE.parent)
-    about = f"`{record['command']}`, {record['date'][:10]}, {record['machine']['cpu']}; [{name}]({source})."
+    about = f"`{record['command']}`, {record['date'][:10]}, {record['machine']['cpu']}; `benchmarks/results/{name}`."
     lines = [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
     return "\n".join([about, "", *lines, ""])
 
