@@ -18,17 +18,13 @@ from megalite.checkpoint.loading import RankLoad, unused_names
 from megalite.checkpoint.run_dir import decide_start
 from megalite.checkpoint.saving import SaveJob, SavePlan, bytes_text, check_space, describe, first_problem, make_plan
 from megalite.checkpoint.storage import read_extra, read_manifest
-from megalite.checkpoint.verify import verify_checkpoint
+from megalite.checkpoint.verify import STATE_PREFIXES, verify_checkpoint
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.progress import LINES, ProgressBar
 
 logger = logging.getLogger(__name__)
-
-# State that belongs to a run rather than to the model: not asking for it is legal (fine-tuning, generation) and is
-# logged.
-STATE_PREFIXES = ("optimizer/", "previous/")
 
 
 class Checkpointer:

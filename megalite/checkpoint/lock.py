@@ -118,6 +118,11 @@ class RunLock:
             self._remove_stale()
         raise CheckpointError(f"--save={self.path.parent}: could not get {self.path}; several jobs start here at once")
 
+    def check(self) -> None:
+        """Raises CheckpointError where another live process holds the directory, and `acquire` would."""
+        if self.path.is_file():
+            self._refuse_live(LockHolder.read(self.path))
+
     def release(self) -> None:
         """Gives the lock back. Harmless where it is not held."""
         self._stop.set()
@@ -165,15 +170,8 @@ class RunLock:
     def _remove_stale(self) -> None:
         """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
         holder = LockHolder.read(self.path)
-        age = self._age()
-        if age is None:
+        if not self._refuse_live(holder):
             return
-        if not self._is_dead(holder, age):
-            who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
-            raise CheckpointError(
-                f"--save={self.path.parent}: in use by another run ({who}, last sign of life {age:.0f} s ago); "
-                "stop it or choose another --save"
-            )
         grave = self.path.with_name(f".{LOCK_FILE}.stale-{uuid.uuid4().hex}")
         try:
             os.rename(self.path, grave)
@@ -188,6 +186,17 @@ class RunLock:
         elif holder:
             logger.warning("took over %s from a dead run (%s, pid %d)", self.path.parent, holder.host, holder.pid)
         grave.unlink(missing_ok=True)
+
+    def _refuse_live(self, holder: LockHolder | None) -> bool:
+        """False where the lock is gone. Raises CheckpointError where its holder lives."""
+        age = self._age()
+        if age is not None and not self._is_dead(holder, age):
+            who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
+            raise CheckpointError(
+                f"--save={self.path.parent}: in use by another run ({who}, last sign of life {age:.0f} s ago); "
+                "stop it or choose another --save"
+            )
+        return age is not None
 
     def _is_dead(self, holder: LockHolder | None, age: float) -> bool:
         if holder and (holder.host, holder.processes) == (socket.gethostname(), process_space()):

@@ -10,13 +10,24 @@ from megalite.checkpoint.storage import ShardReader, read_extra, read_manifest
 from megalite.errors import CheckpointError
 from megalite.progress import OnProgress, untold
 
+STATE_PREFIXES = ("optimizer/", "previous/")
+"""Of the names of tensors that belong to a run rather than to the model: not asking for them is legal (fine-tuning,
+generation)."""
+
 
 def verify_checkpoint(
-    path: Path | str, *, share: int = 0, shares: int = 1, on_progress: OnProgress = untold
+    path: Path | str,
+    *,
+    share: int = 0,
+    shares: int = 1,
+    with_state: bool = True,
+    contents: bool = True,
+    on_progress: OnProgress = untold,
 ) -> list[str]:
     """What is wrong with a checkpoint: one line a damaged file, empty if it is whole.
 
-    With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files.
+    With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files. with_state: else
+    the weights alone. contents: else only whether the files are there, as long as they were, with their headers.
     """
     root = Path(path)
     try:
@@ -34,7 +45,7 @@ def verify_checkpoint(
 
     for name in names:
         try:
-            _verify_file(root, manifest, name, read)
+            _verify_file(root, manifest, name, read, with_state=with_state, contents=contents)
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
@@ -47,11 +58,15 @@ def verify_checkpoint(
     return problems
 
 
-def _verify_file(root: Path, manifest: Manifest, name: str, on_read: Callable[[int], None]) -> None:
+def _verify_file(
+    root: Path, manifest: Manifest, name: str, on_read: Callable[[int], None], *, with_state: bool, contents: bool
+) -> None:
     stored = manifest.files[name]
     buffer = memoryview(bytearray(manifest.block_bytes))
     with ShardReader(root / name, stored, manifest.block_bytes) as reader:
-        for shard in stored.shards:
+        for shard in stored.shards if contents else ():
+            if not with_state and shard.tensor.startswith(STATE_PREFIXES):
+                continue
             nbytes = shard.box.numel * manifest.tensors[shard.tensor].torch_dtype.itemsize
             for index in range(len(shard.checksums)):
                 size = min(manifest.block_bytes, nbytes - index * manifest.block_bytes)

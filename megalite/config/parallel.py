@@ -29,10 +29,13 @@ class StageLayout(OneOf):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Spelled):
-    """What computes, and by which library ranks talk."""
+    """What computes, in which memory, and by which library ranks talk."""
 
     device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
     distributed_backend: str | None = option(None, "unset: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
+    ignore_memory_estimate: bool = option(
+        False, "start although the predicted memory is more than the hosts or GPUs have free", saved=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,13 @@ class GPTDataset:
 
         def build() -> SampleOrder:
             return build_order(
-                lengths, self.begin, self.end, seq_length=self.seq_length, num_samples=num_samples, seed=seed
+                lengths,
+                self.begin,
+                self.end,
+                seq_length=self.seq_length,
+                num_samples=num_samples,
+                seed=seed,
+                split=self.split,
             )
 
         if self._cache_dir is None:

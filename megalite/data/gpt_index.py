@@ -15,17 +15,22 @@ The random stream is `numpy.random.RandomState(seed)`, used first for document_i
 
 from __future__ import annotations
 
-import os
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.errors import DataError
+from megalite.host_memory import free_memory
 from megalite.progress import OnProgress, ProgressBar, untold
+
+logger = logging.getLogger(__name__)
 
 # The last epoch is shuffled apart from the others where less than this part of it is used.
 FINAL_EPOCH_SHARE = 0.80
+# Bytes of an order from which on it is told that one is made: it takes many seconds.
+ANNOUNCED = 1 << 29
 INT32_MAX = 2**31 - 1
 # Documents of a block of `build_sample_index`: its arrays together fit a core's second-level cache.
 BLOCK = 65536
@@ -67,25 +72,37 @@ def separate_final_epoch(
 
 
 def build_order(
-    lengths: NDArray[np.int32], begin: int, end: int, *, seq_length: int, num_samples: int | None, seed: int
+    lengths: NDArray[np.int32],
+    begin: int,
+    end: int,
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    split: str = "train",
 ) -> SampleOrder:
     """Order of the samples of the sequences `begin:end`.
 
     Args:
         lengths: tokens of every sequence of the file, int32 `[N]`.
         num_samples: samples wanted; at least as many are indexed (whole epochs). None: one epoch.
+        split: whose they are, for messages.
 
     Raises:
         DataError: the order is larger than this machine's memory.
     """
     tokens = int(lengths[begin:end].sum(dtype=np.int64))
     epochs = num_epochs_for(tokens, seq_length, num_samples)
-    needed, there = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length), _memory()
+    needed, there = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length), free_memory()
     if needed > there:
+        training = split == "train"
+        flag, fix = ("--train-iters" if training else "--eval-iters"), "use a smaller number, or more data"
         raise DataError(
-            f"--train-iters: the order of {num_samples:,} samples, {epochs:,} epochs of {tokens:,} tokens, needs "
-            f"{needed / 1e9:,.0f} GB and this machine has {there / 1e9:,.0f}; train on more data or for less time"
+            f"{flag}: the order of {num_samples or 0:,} {split} samples, {epochs:,} epochs of {tokens:,} tokens, needs "
+            f"{needed / 1e9:,.0f} GB and this machine has {there / 1e9:,.0f} free; {fix}"
         )
+    if needed > ANNOUNCED:
+        logger.info("the order of %s %s samples (%.1f GB) is worked out", f"{num_samples:,}", split, needed / 1e9)
     separate, before = separate_final_epoch(tokens, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
     document_index = _document_index(begin, end, epochs, random, separate)
@@ -94,11 +111,6 @@ def build_order(
     total = len(sample_index) - 1
     shuffle_index = _shuffle_index(before if separate else total, total, random)
     return SampleOrder(document_index, sample_index, shuffle_index, epochs)
-
-
-def _memory() -> int:
-    """Bytes of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _document_index(

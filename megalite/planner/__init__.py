@@ -20,7 +20,8 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
-from megalite.planner.memory import TERMS, RankMemory, rank_memory
+from megalite.planner.memory import TERMS, RankMemory, rank_memory, shared_memory_bytes
+from megalite.planner.model_states import checkpoint_bytes
 from megalite.planner.predict import Prediction, predict, program_of
 from megalite.planner.profile import Profile, load_profile, mean_profile
 from megalite.planner.result_table import (

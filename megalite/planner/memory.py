@@ -103,7 +103,7 @@ def rank_memory(
         activations=full,
         boundary=boundary + 2 * message,
         logits=head + logits,
-        buffers=states.scratch + states.gathered + _sequence_buffers(config) + _shared_memory(config, on_cpu),
+        buffers=states.scratch + states.gathered + _sequence_buffers(config) + shared_memory_bytes(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
         host=states.host,
     )
@@ -116,7 +116,7 @@ def _sequence_buffers(config: Config) -> float:
     return 2.0 * micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
 
 
-def _shared_memory(config: Config, on_cpu: bool) -> float:
+def shared_memory_bytes(config: Config, on_cpu: bool) -> float:
     """What tensor-parallel CPU ranks of one host exchange their messages through: 8 slots of 1 MiB for each of them."""
     tp = config.parallel.tensor_model_parallel_size
     return tp * (128.0 + 8 * 2**20) if on_cpu and tp > 1 else 0.0

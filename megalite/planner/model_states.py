@@ -18,6 +18,7 @@ from megalite.inventory import (
     BucketPlan,
     ElementBytes,
     Entry,
+    Shape,
     first_alike,
     plan_buckets,
     stage_parameters,
@@ -139,8 +140,27 @@ def _bucket(plan: BucketPlan, owners: int) -> _Bucket:
 
 def _statistics(entry: Entry) -> int:
     """Numbers that Adafactor keeps of a parameter: a row and a column of a matrix."""
-    shape, numel = entry.shape, entry.numel
-    return numel // shape[-1] + numel // shape[-2] if entry.placement.decay and len(shape) >= 2 else numel
+    return _row_and_column_sums(entry.shape, entry.placement.decay)
+
+
+def _row_and_column_sums(shape: Shape, matrix: bool) -> int:
+    numel = math.prod(shape)
+    return numel // shape[-1] + numel // shape[-2] if matrix and len(shape) >= 2 else numel
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of the tensors of a checkpoint: masters and what the optimizer keeps, each logical element once. (2BW's
+    older weights apart.)"""
+    wide, rule = ElementBytes.of(config).wide, OPTIMIZER_SPECS[config.optimizer.optimizer]
+    flat = sum(wide if dtype == "fp32" else 2 for dtype in rule.moments(config.optimizer))
+
+    total = 0
+    for name, parameter in stage_parameters(config.model, range(config.model.num_layers + 2)):
+        shape = parameter.shape
+        state = wide if rule.whole is not None and rule.whole(name, len(shape)) else flat
+        total += math.prod(shape) * (wide + state)
+        total += wide * _row_and_column_sums(shape, parameter.decay) if rule.statistics else 0
+    return total
 
 
 def _moments(

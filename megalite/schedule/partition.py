@@ -15,6 +15,7 @@ Invariant: the slices are the whole list, in order, without gap or overlap; no l
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,15 +100,20 @@ def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int
     """Contiguous non-empty slices with the least maximum; among those the least sum of squares, earliest cuts first."""
     total = [0.0, *accumulate(costs)]
     n = len(costs)
+    if num_stages == 1:
+        return ((0, n),)
     heaviest = _least_maximum(total, num_stages)
     limit = heaviest + 1e-9 * max(total[-1], 1.0)
     infinity = float("inf")
     # best[i] = least sum of squares for the items i.. in the stages that remain; from the last stage to the first.
     best = [infinity] * n + [0.0]
     cuts: list[list[int]] = []
-    for _ in range(num_stages):
+    for behind in range(1, num_stages + 1):
         following, best, cut = best, [infinity] * (n + 1), [n] * (n + 1)
-        for start in range(n):
+        # Not more may stand before the stage than its predecessors hold, nor from it on than these stages.
+        most = 1.000001 * limit * (num_stages - behind)
+        least = total[-1] - 1.000001 * limit * behind
+        for start in range(bisect_left(total, least, 0, n), bisect_right(total, most, 0, n)):
             for stop in range(start + 1, n + 1):
                 load = total[stop] - total[start]
                 if load > limit:
@@ -128,16 +134,17 @@ def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int
 def _least_maximum(total: Sequence[float], num_stages: int) -> float:
     """Least possible cost of the heaviest of num_stages non-empty slices. total: prefix sums."""
     n = len(total) - 1
-    least = [float("inf")] * n + [0.0]
-    for _ in range(num_stages):
-        following = least
-        least = [
-            min(
-                (max(total[stop] - total[start], following[stop]) for stop in range(start + 1, n + 1)),
-                default=float("inf"),
+    least = [total[-1] - before for before in total]
+    for behind in range(1, num_stages):
+        following, least = least, [float("inf")] * (n + 1)
+        for start in range(n - behind):
+            # A longer slice weighs more and leaves less to the stages behind it: the best is where the two cross.
+            stop = bisect_left(
+                range(n - behind), True, start + 1, key=lambda stop: total[stop] - total[start] >= following[stop]
             )
-            for start in range(n + 1)
-        ]
+            least[start] = min(
+                max(total[at] - total[start], following[at]) for at in (stop - 1, stop) if start < at <= n - behind
+            )
     return least[0]
 
 

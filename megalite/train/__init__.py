@@ -13,6 +13,7 @@
     batch_reader, update    micro-batches by number and their weights; what REDUCE, NORM and STEP mean
     run_data, validation    the run's data; evaluation through the same pipeline
     starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
+    memory_check    predicted memory against what hosts and GPUs have free
     param_schedules, matmul_precision   learning rate and weight decay over a run; how fp32 products are computed
     dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
     exits           when to stop: interval, duration, signal, agreed by all ranks

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megalite.checkpoint import in_the_way
+import torch
+
+from megalite.checkpoint import RunLock, bytes_text, check_space, in_the_way, read_manifest, verify_checkpoint
 from megalite.comm import Axis
 from megalite.config import Config, dump_yaml
-from megalite.data import Tokenizer, build_datasets, is_indexed
-from megalite.errors import CheckpointError
+from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
+from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE, format_table, start_up_table
-from megalite.schedule import render_text, simulate
+from megalite.planner import checkpoint_bytes
+from megalite.progress import ProgressBar
+from megalite.schedule import Program, render_text, simulate
 from megalite.train.build import ProgramCache
+from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.run import changed_data
 from megalite.train.run_data import resolve_tokenizer
@@ -27,19 +32,20 @@ HOST = 8
 """A world of so many ranks may be meant for this host; one that is larger, and has more ranks than cores, is not."""
 LONGEST_TEXT = 1 << 26
 """Bytes of raw text that are tokenised to check them; the start does it for more."""
+LARGEST_CHECKPOINT = 1 << 34
+"""Bytes of a checkpoint that are read to check them."""
 
 
 def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError."""
     config, tokenizer = resolve_tokenizer(config)
-    notes = []
-    if world_size <= max(HOST, os.cpu_count() or 1):
-        config, checked = check_start(config, world_size, tokenizer)
-        notes += [] if checked else [" not checked: raw text, which is tokenised at the start"]
-    else:
-        notes.append(f" not checked: devices, data, --load and --save ({world_size} ranks are not meant for this host)")
     program = ProgramCache(config).full(world_size)
     cuts = stage_layer_ranges(config, program)
+    notes = [f" not checked: devices, memory, data, --load and --save ({world_size} ranks are not meant for this host)"]
+    if world_size <= max(HOST, os.cpu_count() or 1):
+        check_devices(config.parallel, config.parallel.nprocs or 1)
+        check_local_memory(config, world_size, program, cuts)
+        config, notes = check_start(config, world_size, tokenizer)
     table = start_up_table(config, world_size, program=program, cuts=cuts)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
@@ -48,20 +54,56 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     return "\n".join(parts)
 
 
-def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[Config, bool]:
-    """What the start of a run checks. Returns the configuration as the start settles it, and whether data were read."""
-    check_devices(config.parallel, config.parallel.nprocs or 1)
-    if config.checkpoint.save is not None and not config.training.skip_train:
-        check_writable(config.checkpoint.save)
+def check_local_memory(config: Config, world_size: int, program: Program, cuts: Sequence[range]) -> None:
+    """What `check_memory` asks, of ranks that would all start on this host. Raises ConfigError."""
+    gpus = torch.cuda.device_count()
+    on_cpu = config.parallel.hardware.device == "cpu" or gpus == 0
+    devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(world_size)]
+    pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
+    problem = judge(config, pools, program, cuts, on_cpu=on_cpu)
+    if problem:
+        raise ConfigError(problem)
+
+
+def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[Config, list[str]]:
+    """What the start of a run checks. Returns the configuration as the start settles it, and notes of what was not
+    checked."""
+    save, notes = config.checkpoint.save, []
+    if save is not None and not config.training.skip_train:
+        check_writable(save)
     directory = RunDirectory(config, Axis.single("world"))
     start = directory.start()
     config = resolve_schedules(directory.config, world_size, start).config
+    if start is not None and start.source is None:
+        notes += check_whole(start.path, with_state=not start.weights_only and config.checkpoint.load_optim)
+    if save is not None and not config.training.skip_train:
+        check_space(save, checkpoint_bytes(config))
     if any(path.stat().st_size > LONGEST_TEXT for path in raw_texts(config)):
-        return config, False
+        return config, [*notes, " not checked: raw text, which is tokenised at the start"]
+    datasets = open_splits(config, tokenizer)
+    goes_on = start.meta if start is not None and not start.weights_only else {}
+    changed_data(goes_on.get("data", {}), datasets.surveys, config)
+    return config, notes
+
+
+def check_whole(path: Path, *, with_state: bool) -> list[str]:
+    """Reads what the start would load of a checkpoint, against its checksums; of a large one the sizes of its files
+    only. Returns notes of what was not read. Raises CheckpointError."""
+    size = sum(stored.nbytes for stored in read_manifest(path).files.values())
+    with ProgressBar(f"checking {path.name}", "B") as bar:
+        problems = verify_checkpoint(path, with_state=with_state, contents=size <= LARGEST_CHECKPOINT, on_progress=bar)
+    if problems:
+        raise CheckpointError(problems[0])
+    read = size <= LARGEST_CHECKPOINT
+    return [] if read else [f" not checked: the contents of {path} ({bytes_text(size)}), which are read at the start"]
+
+
+def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
+    """The data of the run, with the order of one sample each; nothing is kept."""
     training = config.training
     one = int(training.eval_iters > 0)
-    with tempfile.TemporaryDirectory(prefix="megalite-") as cache:  # the order of one sample; nothing is kept
-        datasets = build_datasets(
+    with tempfile.TemporaryDirectory(prefix="megalite-") as cache:
+        return build_datasets(
             config.data,
             seq_length=config.model.seq_length,
             train_samples=0 if training.skip_train else 1,
@@ -72,9 +114,6 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
             cache_dir=Path(cache),
             vocab_size=config.model.vocab_size,
         )
-    goes_on = start.meta if start is not None and not start.weights_only else {}
-    changed_data(goes_on.get("data", {}), datasets.surveys, config)
-    return config, True
 
 
 def raw_texts(config: Config) -> Iterator[Path]:
@@ -87,7 +126,7 @@ def raw_texts(config: Config) -> Iterator[Path]:
 
 
 def check_writable(save: str) -> None:
-    """Raises CheckpointError where a run could not write its directory."""
+    """Raises CheckpointError where a run could not write its directory, or another run uses it."""
     existing = Path(save).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -95,6 +134,7 @@ def check_writable(save: str) -> None:
         raise CheckpointError(f"--save={save}: {existing} is a file; choose another --save")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(f"--save={save}: no permission to write in {existing}; choose another --save")
+    RunLock(save).check()
     problem = in_the_way(save, (CONFIG_FILE, METRICS_FILE))
     if problem:
         raise CheckpointError(problem)

@@ -27,6 +27,7 @@ from megalite.train.batch_reader import BatchReader
 from megalite.train.build import Model, ProgramCache, build_model, build_scaler, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.matmul_precision import set_matmul_precision
+from megalite.train.memory_check import check_memory
 from megalite.train.param_schedules import ParamSchedules, resolve_schedules
 from megalite.train.resume_report import resume_report
 from megalite.train.run_data import RunData, open_data, resolve_tokenizer
@@ -85,6 +86,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     if world.is_first:
         table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
         logger.info("\n%s", format_table(table))
+    check_memory(config, world, mesh.world, program, cuts)
     world.report_phase("start-up: run directory")
     with RunDirectory(config, mesh.world) as directory:
         start = directory.start()

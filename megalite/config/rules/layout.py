@@ -13,6 +13,9 @@ from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ScheduleError
 
+#: Micro-batches of one replica in one iteration: each is an entry of the rank's list.
+MOST_MICROBATCHES = 2**16
+
 
 def world(config: Config, world_size: int) -> Iterator[str]:
     """Does the layout fit the number of ranks?"""
@@ -174,6 +177,11 @@ def batch(config: Config, world_size: int) -> Iterator[str]:
         yield f"--global-batch-size={size}: smaller than {rule}; use {unit}, or a smaller --micro-batch-size"
     elif size is not None and size % unit:
         yield f"--global-batch-size={size}: not divisible by {rule}; nearest {multiples_around(size, unit)}"
+    elif size is not None and size // unit > MOST_MICROBATCHES:
+        yield (
+            f"--global-batch-size={size}: {size // unit:,} micro-batches in one iteration of a replica, at most "
+            f"{MOST_MICROBATCHES:,}; use a larger --micro-batch-size, or more replicas"
+        )
     ramp = training.batch_ramp
     if ramp.rampup_batch_size is not None:
         yield from _ramp(ramp.rampup_batch_size, unit, rule, size if size is not None else unit)
@@ -208,6 +216,8 @@ def _step_schedule(config: Config, text: str, unit: int, rule: str) -> Iterator[
     for size in sizes:
         if size % unit:
             yield f"{flag}: {size} is not divisible by {rule}; nearest {multiples_around(size, unit)}"
+        elif size // unit > MOST_MICROBATCHES:
+            yield f"{flag}: {size // unit:,} micro-batches in one iteration, at most {MOST_MICROBATCHES:,}"
 
 
 def warnings(config: Config, world_size: int) -> list[str]:

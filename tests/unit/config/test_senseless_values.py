@@ -25,6 +25,11 @@ LINES = [
         ["--recompute-granularity", "full", "--recompute-num-layers", "40"],
         "--recompute-num-layers=40: more than --num-layers=8",
     ),
+    (
+        ["--global-batch-size", "1e6"],
+        "--global-batch-size=1000000: 1,000,000 micro-batches in one iteration of a replica, at most 65,536; use a "
+        "larger --micro-batch-size, or more replicas",
+    ),
 ]
 
 

@@ -138,7 +138,7 @@ ROWS = [
 # Flags that change nothing here (one rank, no optional package), and the test that shows what they do by its own words.
 ELSEWHERE = {
     "--attention-softmax-in-fp32": ("unit/nn/test_layers.py", "softmax_in_fp32"),
-    "--num-distributed-optimizer-instances": ("distributed/test_zero_equality.py", "dp_replicate"),
+    "--num-distributed-optimizer-instances": ("distributed/parallel/zero/test_zero_equality.py", "dp_replicate"),
     "--async-save": ("faults/test_checkpoint_faults.py", "save_async"),
 }
 # Flags that take up a run of 4 iterations which is there already, at DIR.

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megalite.checkpoint.lock import RunLock
+from megalite.config import parse
 from megalite.config.yaml_file import read_yaml
 from megalite.observe.observers import read_metrics
+from megalite.planner import checkpoint_bytes
 from megalite.train import matmul_precision
 from pretrain_gpt import main
 
@@ -241,3 +247,72 @@ def test_a_dry_run_refuses_what_the_start_refuses(stopped: Path, tmp_path: Path,
         assert main([*BASE, "--device", "cuda", "--dry-run", "--nprocs", "1024", "--global-batch-size", "2048"]) == 0
         assert "not checked: devices" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_dry_run_looks_at_lock_space_and_shards_as_the_start_does(
+    stopped: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    (shard,) = stopped.glob("iter_*/rank_*.safetensors")
+    whole = shard.read_bytes()
+    files = sorted(tmp_path.rglob("*"))
+
+    def lines_of(*more: str) -> list[str]:
+        capsys.readouterr()
+        assert main([*BASE, *more]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert sorted(tmp_path.rglob("*")) == files
+        return [line.replace(str(shard), "SHARD") for line in told]
+
+    with RunLock(stopped):
+        files.append(stopped / "run.lock")
+        files.sort()
+        (line,) = lines_of("--load", str(stopped), "--save", str(stopped), "--dry-run")
+        assert "in use by another run" in line
+    files.remove(stopped / "run.lock")
+    free = checkpoint_bytes(parse(BASE)) - 1
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    (line,) = lines_of("--save", str(tmp_path / "new"), "--dry-run")
+    assert "a checkpoint needs ~" in line
+    free += 1
+    assert main([*BASE, "--save", str(tmp_path / "new"), "--dry-run"]) == 0
+    monkeypatch.undo()
+    for at, cut in ((len(whole) // 2, None), (-1, None), (0, -5)):
+        damaged = bytearray(whole[:cut])
+        damaged[at] ^= 1 if cut is None else 0
+        shard.write_bytes(damaged)
+        (dry,) = lines_of("--load", str(stopped), "--dry-run")
+        assert dry.startswith("error: SHARD") and lines_of("--load", str(stopped)) == [dry]
+    monkeypatch.setattr(sys.modules["megalite.train.dry_run"], "LARGEST_CHECKPOINT", 10)
+    assert lines_of("--load", str(stopped), "--dry-run") == [dry], "a file that is cut off is seen without reading it"
+    shard.write_bytes(whole)
+    capsys.readouterr()
+    assert main([*BASE, "--load", str(stopped), "--dry-run"]) == 0
+    assert "not checked: the contents of" in capsys.readouterr().out
+
+
+def test_a_dry_run_reads_what_the_start_loads(stopped: Path, monkeypatch: Any) -> None:
+    """Damage in optimizer state is nothing to a run that takes the weights alone."""
+    (shard,) = stopped.glob("iter_*/rank_*.safetensors")
+    begin = next(
+        8 + int.from_bytes(shard.read_bytes()[:8], "little") + entry["data_offsets"][0]
+        for name, entry in json.loads(
+            shard.read_bytes()[8:][: int.from_bytes(shard.read_bytes()[:8], "little")]
+        ).items()
+        if name.startswith("optimizer/exp_avg")
+    )
+    content = bytearray(shard.read_bytes())
+    content[begin] ^= 1
+    shard.write_bytes(content)
+    for more, status in ((["--finetune"], 0), (["--no-load-optim"], 0), ([], 2)):
+        command = [*BASE, "--load", str(stopped), *more]
+        assert main([*command, "--dry-run"]) == main(command) == status
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon", "adafactor"])
+def test_a_checkpoint_is_as_large_as_predicted(optimizer: str, tmp_path: Path) -> None:
+    more = ["--optimizer", optimizer, "--train-iters", "1", "--vocab-size", "61"]
+    assert main([*BASE, *more, "--save", str(tmp_path)]) == 0
+    manifest = json.loads((tmp_path / "iter_0000001" / "manifest.json").read_text())
+    sizes = {"F32": 4, "BF16": 2}
+    written = sum(sizes[t["dtype"]] * math.prod(t["shape"]) for t in manifest["tensors"].values())
+    assert checkpoint_bytes(parse([*BASE, *more])) == written - 4  # the step count

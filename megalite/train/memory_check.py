@@ -1,0 +1,206 @@
+"""Predicted memory against what there is, before anything large is allocated: a warning, or one line and no run.
+
+A refusal must be sure: a run that would fit is never refused. So what is compared with what is free (and with swap) is
+what the ranks that share a pool need at least: their predictions less the error of the estimate, with what comes and
+goes inside a layer counted once, since no two ranks need be there at one time. The warning takes the prediction as it
+is.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megalite.comm import Axis, World, all_gather_json
+from megalite.config import Config, config_problems
+from megalite.errors import ConfigError, ScheduleError
+from megalite.host_memory import Pool, host_pools, machine_id
+from megalite.inventory import stage_layer_ranges
+from megalite.observe import in_units
+from megalite.planner import RankMemory, program_of, rank_memory, shared_memory_bytes
+from megalite.schedule import Program
+
+logger = logging.getLogger(__name__)
+
+ESTIMATE_ERROR = 0.05
+"""The estimate may be so much too high (`tools/check_plan.py`)."""
+DOUBTFUL = 0.9
+PRICED_MICROBATCHES = 1_000
+"""A remedy that needs another program is priced for batches up to this long."""
+
+Pools = Sequence[tuple[Pool, bool]]
+"""Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host)."""
+
+
+def check_memory(config: Config, world: World, axis: Axis, program: Program, cuts: Sequence[range]) -> None:
+    """Raises ConfigError, on all ranks, where a run can not fit; warns where it hardly does. Collective.
+
+    config: with its vocabulary resolved. axis: all ranks.
+    """
+    world.report_phase("start-up: memory")
+    mine = [[vars(pool), on_device] for pool, on_device in pools_of(world.device, world.rank)]
+    rows = all_gather_json(mine, axis)
+    problem = None
+    if axis.is_first:
+        pools = [[(Pool(**values), bool(on_device)) for values, on_device in row] for row in rows]
+        problem = judge(config, pools, program, cuts, on_cpu=world.device.type == "cpu")
+    problem = all_gather_json(problem, axis)[0]
+    if problem:
+        raise ConfigError(problem)
+
+
+def pools_of(device: torch.device, rank: int) -> Pools:
+    """What a rank on that device draws from."""
+    on_cpu = device.type == "cpu"
+    host = [(pool, on_cpu) for pool in host_pools(rank if on_cpu else None)]
+    return host + ([] if on_cpu else [(gpu_pool(device), True)])
+
+
+def gpu_pool(device: torch.device) -> Pool:
+    """The memory of a GPU of this host; asking makes a context on it."""
+    free, total = torch.cuda.mem_get_info(device)
+    name = f"{torch.cuda.get_device_name(device)} {device.index} of host {socket.gethostname()}"
+    return Pool(f"{machine_id()} GPU {torch.cuda.get_device_properties(device).uuid}", name, free, total)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes that the ranks of one pool need together: as predicted, and surely."""
+
+    predicted: float
+    least: float
+
+
+def judge(
+    config: Config, ranks: Sequence[Pools], program: Program, cuts: Sequence[range], *, on_cpu: bool
+) -> str | None:
+    """The refusal of a run whose rank r draws from `ranks[r]`, None where it may fit; logs the warning."""
+    pools: dict[str, Pool] = {}
+    for row in ranks:
+        for pool, _ in row:
+            known = pools.get(pool.key)
+            pools[pool.key] = pool if known is None or pool.free > known.free else known
+    demands = demands_of(config, ranks, program, cuts, on_cpu=on_cpu)
+    ratio = {key: demand.least / max(1.0, pools[key].free + pools[key].swap) for key, demand in demands.items()}
+    doubt = {key: demand.predicted / max(1.0, pools[key].free) for key, demand in demands.items()}
+    tightest = max(demands, key=lambda key: (ratio[key], doubt[key]), default=None)
+    if tightest is None or config.parallel.hardware.ignore_memory_estimate:
+        return None
+    if ratio[tightest] <= 1:
+        tightest = max(doubt, key=lambda key: doubt[key])
+        if doubt[tightest] > DOUBTFUL:
+            logger.warning("%s; it may not fit", _need(demands[tightest], pools[tightest], ranks))
+        return None
+    remedies = [
+        f"{flag} ({in_units(demand, 'B')})"
+        for flag, demand in _remedies(config, ranks, tightest, on_cpu=on_cpu)
+        if demand < 0.95 * demands[tightest].predicted
+    ]
+    helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
+    if config.training.skip_train:
+        helps = "use more ranks of --tensor-model-parallel-size or --pipeline-model-parallel-size on more hosts, or"
+    return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} go on by --ignore-memory-estimate"
+
+
+def demands_of(
+    config: Config, ranks: Sequence[Pools], program: Program, cuts: Sequence[range], *, on_cpu: bool
+) -> dict[str, Demand]:
+    """Pool -> what its ranks need."""
+    world = len(ranks)
+    memory = [
+        rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+        for rank in range(program.num_ranks)
+    ]
+    # What tensor-parallel ranks of a host exchange messages through is one for all, and counted in each.
+    again = shared_memory_bytes(config, on_cpu) * (1 - 1 / config.parallel.tensor_model_parallel_size)
+    drawn: dict[str, list[tuple[float, float, float]]] = {}
+    for rank, row in enumerate(ranks):
+        mine = memory[rank * program.num_ranks // world]
+        for pool, on_device in row:
+            amounts = _amounts(config, mine, again, on_cpu=on_cpu) if on_device else (mine.host, mine.host, 0.0)
+            if on_device and on_cpu:
+                amounts = amounts[0] + mine.host, amounts[1] + mine.host, amounts[2]
+            drawn.setdefault(pool.key, []).append(amounts)
+    return {
+        key: Demand(
+            sum(predicted for predicted, _, _ in rows),
+            (1 - ESTIMATE_ERROR) * (sum(lasting for _, lasting, _ in rows) + max(passing for _, _, passing in rows)),
+        )
+        for key, rows in drawn.items()
+    }
+
+
+def _amounts(config: Config, memory: RankMemory, again: float, *, on_cpu: bool) -> tuple[float, float, float]:
+    """(Predicted, what surely lasts while others compute, what comes and goes) of a rank, in bytes on its device."""
+    if config.training.skip_train:
+        return memory.weights, memory.weights, 0.0
+    if config.training.compile or config.model.cpu_offloading_num_layers:  # keep less than the estimate says
+        return memory.total - again, memory.states, 0.0
+    if on_cpu and config.training.precision.half:  # a processor with 16-bit products keeps half of what is assumed
+        kept = memory.activations + memory.boundary + memory.logits
+        return memory.total - again, memory.states + kept / 2, 0.0
+    passing = memory.workspace + memory.logits
+    return memory.total - again, memory.total - again - passing, passing
+
+
+def _need(demand: Demand, pool: Pool, ranks: Sequence[Pools]) -> str:
+    """`memory: 2 ranks need 12 GB (predicted), 8 GB of ... are free`."""
+    count = sum(any(pool.key == other.key for other, _ in row) for row in ranks)
+    who = f"{count} ranks need" if count > 1 else "1 rank needs"
+    swap = f" and {in_units(pool.swap, 'B')} of swap" if pool.swap else ""
+    return (
+        f"predicted memory: {who} {in_units(demand.predicted, 'B')}, "
+        f"{pool.name} has {in_units(pool.free, 'B')}{swap} free of {in_units(pool.total, 'B')}"
+    )
+
+
+def _remedies(config: Config, ranks: Sequence[Pools], key: str, *, on_cpu: bool) -> Iterator[tuple[str, float]]:
+    """Legal changes of one flag, and what the ranks of that pool would need with it."""
+    world = len(ranks)
+    for flag, changed in _changes(config, world):
+        long = changed.num_microbatches(world) > PRICED_MICROBATCHES and changed.parallel != config.parallel
+        if long or config_problems(changed, world):
+            continue
+        try:
+            program = program_of(changed, world)
+            cuts = stage_layer_ranges(changed, program)
+        except ScheduleError:
+            continue
+        yield flag, demands_of(changed, ranks, program, cuts, on_cpu=on_cpu)[key].predicted
+
+
+def _changes(config: Config, world: int) -> Iterator[tuple[str, Config]]:
+    """What one would try, the least intrusive first."""
+    parallel, training, model = config.parallel, config.training, config.model
+
+    def with_parallel(**changes: Any) -> Config:
+        return replace(config, parallel=replace(parallel, **changes))
+
+    if training.micro_batch_size > 1:
+        smaller = replace(
+            training, micro_batch_size=1, global_batch_size=training.batch_size(config.data_parallel_size(world))
+        )
+        yield "--micro-batch-size=1", replace(config, training=smaller)
+    if model.recompute_granularity != "full":
+        again = replace(model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
+        yield "--recompute-granularity=full", replace(config, model=again)
+    if config.data_parallel_size(world) > 1:
+        stages = ((stage, with_parallel(zero_stage=stage)) for stage in range(3, parallel.zero_stage, -1))
+        yield from [(f"--zero-stage={stage}", made) for stage, made in stages if not config_problems(made, world)][:1]
+        sizes: Mapping[str, int] = {
+            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        }
+        for name, size in sizes.items():
+            yield f"--{name.replace('_', '-')}={2 * size}", with_parallel(**{name: 2 * size})
+    if not config.optimizer.offload.optimizer_cpu_offload:
+        offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
+        yield "--optimizer-cpu-offload", replace(config, optimizer=replace(config.optimizer, offload=offload))
+    if training.precision.name in ("fp32", "fp64"):
+        half = replace(training.precision, bf16=True, fp64=False)
+        yield "--bf16", replace(config, training=replace(training, precision=half))
