@@ -18,6 +18,7 @@ FLOORS = {
     "megalite.extras": 1,
     "megalite.progress": 1,
     "megalite.scratch": 1,
+    "megalite.host_memory": 1,
     "megalite.faults": 0,
     "megalite.streams": 0,
     "megalite.schedule": 1,

@@ -14,50 +14,7 @@ from source_tree import FLOORS, PRODUCT, ROOT, SOURCES, TESTING, check, everythi
 from draw_architecture import PICTURE, draw
 from make_reading_pages import PAGE, room_page
 
-<<<<<<< HEAD
 MAX_FILE_LINES = 400
-=======
-ROOT = Path(__file__).resolve().parents[1]
-
-# Longest prefix wins. A module may import strictly lower floors and its own room; rooms of one floor do not see each
-# other.
-FLOORS = {
-    "megalite": 0,
-    "megalite.errors": 0,
-    "megalite.extras": 1,
-    "megalite.progress": 1,
-    "megalite.scratch": 1,
-    "megalite.host_memory": 1,
-    "megalite.faults": 0,
-    "megalite.streams": 0,
-    "megalite.schedule": 1,
-    "megalite.config": 2,
-    "megalite.inventory": 3,
-    "megalite.comm": 4,
-    "megalite.gradient": 4,
-    "megalite.microbatch": 4,
-    "megalite.planner": 4,
-    "megalite.launch": 5,
-    "megalite.parallel.pipeline": 5,
-    "megalite.parallel.tensor": 5,
-    "megalite.parallel.zero": 5,
-    "megalite.parallel": 5,
-    "megalite.nn": 6,
-    "megalite.optim": 6,
-    "megalite.data": 6,
-    "megalite.checkpoint": 6,
-    "megalite.models": 7,
-    "megalite.convert": 7,
-    "megalite.observe": 8,
-    "megalite.train": 9,
-    "megalite.inference": 10,
-    "pretrain_gpt": 11,
-    "tools": 11,
-    "benchmarks": 12,
-}
-TESTING = "megalite.testing"
-MAX_FILE_LINES = 500
->>>>>>> 6244e2a (Predicted memory against what hosts and GPUs have; a dry run checks it)
 MAX_FUNCTION_LINES = 60
 # Fields of a section; another spelling of a field costs nothing.
 MAX_FIELDS = {
