@@ -187,6 +187,7 @@ def plot(args: argparse.Namespace) -> None:
     from megalite.extras import optional_package
 
     pyplot = optional_package("plot", "matplotlib.pyplot")
+    pyplot.rcParams["svg.hashsalt"] = "staleness"
     found = summary(read(args.results))
     shown = [(key, gap(found, key)) for key in sorted(found) if key[2] != "flush"]
     shown = [(key, above) for key, above in shown if above is not None]

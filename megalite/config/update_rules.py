@@ -54,6 +54,8 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
             settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
             high_lr=0.1,
+            correction="predict",
+            lookahead=2.0,
         ),
         "sgd": OptimizerSpec(lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else ()),
         "lion": OptimizerSpec(

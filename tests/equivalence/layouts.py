@@ -24,7 +24,7 @@ TINY = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --global-batch-size 8 --train-iters 50 --lr 1e-2 "
     "--lr-decay-style constant --weight-decay 0.1 --adam-eps 1e-5 --fp64 --mock-data --tokenizer-type NullTokenizer "
     f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8 --eval-iters 0 --num-workers 0 "
-    "--no-exit-signal-handler --distributed-timeout-minutes 0.2"
+    "--no-exit-signal-handler --distributed-timeout-minutes 0.2 --staleness-correction none"
 ).split()
 
 
