@@ -9,6 +9,7 @@ the first of the room's own description. Raises SystemExit where rooms import in
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import textwrap
@@ -163,6 +164,12 @@ def _box(name: str, sentence: str, link: str, place: tuple[float, float]) -> str
     return f'<a href="{link}">{box}</a>' if link else box
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Writes the picture."""
+    argparse.ArgumentParser(description="Draw docs/architecture.svg from the imports.").parse_args(argv)
     PICTURE.write_text(draw())
     print(f"wrote {PICTURE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ python tools/make_reading_pages.py
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from draw_architecture import ROOT, Room, rooms
@@ -23,7 +24,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("which rectangle of its tensor a parameter is, and in which flat buffer it lies", "megalite/inventory",
      "placement buckets"),
     ("the model, as in a textbook", "megalite/nn",
-     "naming init embedding block attention attention_core rope mlp activation norm dropout head stack"),
+     "naming init embedding block attention attention_core rope mlp activation norm head stack"),
     ("", "megalite/models", "families"),
     ("the layers that are cut over ranks", "megalite/parallel/tensor", "context linear embedding cross_entropy"),
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient"),
@@ -99,7 +100,13 @@ def index_page() -> str:
     return head + BEGIN + reading_list() + END + rest.split(END)[1]
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Writes both."""
+    argparse.ArgumentParser(description="Write docs/rooms.md and the reading list of docs/index.md.").parse_args(argv)
     PAGE.write_text(room_page())
     INDEX.write_text(index_page())
     print(f"wrote {PAGE.relative_to(ROOT)} and the reading list of {INDEX.relative_to(ROOT)}: {total():,} lines")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""scripts/check_wheel.py sees what is wrong with a wheel. That it finds nothing wrong with ours is asked by .ci/run,
+where there is a package index to build with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import megalite
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("check_wheel", ROOT / "scripts" / "check_wheel.py")
+assert SPEC is not None and SPEC.loader is not None
+check_wheel = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_wheel)
+
+
+def wheel(path: Path, *, version: str = megalite.__version__, extra: str = "", without: str = "") -> Path:
+    """A wheel of two files as our build would describe it, but for what is asked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = [f"Metadata-Version: 2.4\nName: megalite\nVersion: {version}"]
+    metadata += [f"Requires-Dist: {each}" for each in project["dependencies"] if each != without]
+    metadata += [f"Provides-Extra: {each}" for each in project["optional-dependencies"]]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("megalite/__init__.py", "megalite/data.yaml", extra):
+            if name and name != without:
+                archive.writestr(name, "")
+        archive.writestr("megalite-0.1.0.dist-info/METADATA", "\n".join(metadata) + "\n")
+        if without != "LICENSE":
+            archive.writestr("megalite-0.1.0.dist-info/licenses/LICENSE", "")
+    return path
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({}, None),
+        ({"version": "0.0.9"}, "version 0.0.9 is not that of"),
+        ({"extra": "tests/test_docs.py"}, "should not be there: tests/test_docs.py"),
+        ({"extra": "megalite-0.1.0.dist-info/entry_points.txt"}, "has entry points"),
+        ({"without": "megalite/data.yaml"}, "missing: megalite/data.yaml"),
+        ({"without": "torch>=2.11"}, "asks for"),
+        ({"without": "LICENSE"}, "has no licence"),
+    ],
+)
+def test_a_wheel_that_is_not_ours_is_named(changes: dict[str, str], problem: str | None, tmp_path: Path) -> None:
+    files = {"megalite/__init__.py", "megalite/data.yaml"}
+    found = check_wheel.problems(wheel(tmp_path / "a.whl", **changes), files)
+    assert found == [] if problem is None else len(found) == 1 and problem in found[0]
+
+
+def test_the_package_is_what_git_knows_of_it() -> None:
+    files = check_wheel.expected()
+    assert {"megalite/__init__.py", "megalite/planner/hardware/h100.yaml"} <= files
+    assert all(name.startswith("megalite/") for name in files)
