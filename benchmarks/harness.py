@@ -40,7 +40,8 @@ from megalite.errors import ConfigError, RuntimeFailure
 from megalite.extras import EXTRA_OF, optional_package
 
 BASELINE = Path(__file__).with_name("baseline.json")
-TOLERANCE = 0.2
+#: Least and most of a row of the baseline.
+TOLERANCE = (0.15, 0.5)
 PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "datasets")
 Json = dict[str, Any]
 
@@ -333,12 +334,11 @@ def measured_rows(record: Json) -> Json:
 
 
 def write_baseline(name: str, record: Json) -> None:
-    """Puts the ratios of this run into the baseline; a row that was there keeps its tolerance."""
-    baseline = read_baseline()
-    before = baseline.get(name, {}).get("rows", {})
-    rows = {
-        key: {"ratio": round(ratio["median"], 3), "tolerance": before.get(key, {}).get("tolerance", TOLERANCE)}
-        for key, ratio in measured_rows(record).items()
-    }
+    """Puts the ratios of this run into the baseline; tolerance: three quarters of how far its rounds were apart."""
+    baseline, rows = read_baseline(), {}
+    for key, ratio in measured_rows(record).items():
+        apart = (ratio["highest"] - ratio["lowest"]) / ratio["median"]
+        tolerance = min(max(TOLERANCE[0], round(0.75 * apart, 2)), TOLERANCE[1])
+        rows[key] = {"ratio": round(ratio["median"], 3), "tolerance": tolerance}
     baseline[name] = {key: record[key] for key in ("date", "command", "machine", "versions")} | {"rows": rows}
     write_json(BASELINE, baseline)

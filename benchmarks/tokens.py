@@ -95,7 +95,8 @@ def tokenise(name: str, case: Case, place: Place) -> Variant:
             lambda: preprocess(
                 [str(text)], str(folder / "ours"), HuggingFaceTokenizer.from_path(tokenizer), append_eod=True,
                 workers=count,
-            )
+            ),
+            before=lambda: [path.unlink() for path in folder.glob("ours*")],
         )  # fmt: skip
     if kind == "tokenizers":
         return Variant(lambda: in_processes(str(tokenizer), documents, count, folder))

@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.launch import die_with_parent
+
 if TYPE_CHECKING:
     import torch
 
@@ -151,7 +153,10 @@ def _launch(case: Case, build: Build, rounds: int, timeout: float) -> tuple[Samp
     with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder:
         receiver, sender = context.Pipe(duplex=False)
         ranks: list[BaseProcess] = [
-            context.Process(target=_rank, args=(sender, Place(rank, case.ranks, folder), case, build, rounds, timeout))
+            context.Process(
+                target=_rank,
+                args=(os.getpid(), sender, Place(rank, case.ranks, folder), case, build, rounds, timeout),
+            )
             for rank in range(case.ranks)
         ]
         try:
@@ -187,8 +192,9 @@ def _follow(ranks: list[BaseProcess], receiver: Connection, timeout: float) -> t
     return (samples, "", "") if samples is not None else (Samples(), begun, "ended without a result")
 
 
-def _rank(pipe: Connection, place: Place, case: Case, build: Build, rounds: int, timeout: float) -> None:
-    """The process of one rank; never returns."""
+def _rank(parent: int, pipe: Connection, place: Place, case: Case, build: Build, rounds: int, timeout: float) -> None:
+    """The process of one rank; never returns, and ends with the one that started it."""
+    die_with_parent(parent)
     try:
         if case.settings.get("torch", True):
             _set_up_torch(place, case, timeout)

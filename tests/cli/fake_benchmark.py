@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from argparse import Namespace
+from pathlib import Path
 
 from benchmarks.harness import Benchmark, Flag
 from benchmarks.turns import Case, Place, Variant
@@ -16,6 +18,9 @@ def fake_cases(args: Namespace) -> list[Case]:
 def fake_build(name: str, case: Case, place: Place) -> Variant:
     if name == "raises":
         raise ValueError("what it said\nand more")
+    if name == "waits":
+        Path(case.settings["pid"]).write_text(f"{os.getpid()}\n")
+        time.sleep(60)
     return Variant((lambda: os._exit(3)) if name == "dies" else (lambda: None))
 
 
