@@ -60,6 +60,7 @@ class Statistic(NamedTuple):
     """Optimizer state of a parameter as a whole: fewer dimensions (`kept`), the same on all ranks that share it.
 
     parameter: its number in a list of `LocalParameter`. sharded: names of the axes along which ranks hold other values.
+    whole: the values are those of the whole logical tensor, and only the rank that owns the parameter has them.
     """
 
     label: str
@@ -67,11 +68,14 @@ class Statistic(NamedTuple):
     kept: tuple[int, ...]
     values: Tensor
     sharded: frozenset[str]
+    whole: bool = False
 
     def shard(self, of: LocalParameter, replica: int) -> TensorShard:
         """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""
         place = of.placement
         total = tuple(place.global_shape[d] for d in self.kept)
+        if self.whole:
+            return TensorShard(f"optimizer/{self.label}/{of.name}", total, (0,) * len(total), self.values, replica)
         # a rank may hold padding only: it begins beyond the end
         offset = tuple(min(place.offset[d], place.global_shape[d]) for d in self.kept)
         valid = place.valid_shape(of.shape)

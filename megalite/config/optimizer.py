@@ -8,7 +8,7 @@ from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
-_ADAM = ("adam", "muon")  # muon leaves what is no matrix to Adam
+_ADAM = ("adam", "muon", "soap")  # the last two leave what is no matrix to Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,15 @@ class OptimizerArgs(Spelled):
         gt=0,
         only_for=("muon",),
     )
+    soap_beta1: float = option(0.95, "decay of soap's first moment", ge=0, lt=1, only_for=("soap",))
+    soap_beta2: float = option(
+        0.95, "decay of soap's second moment and of its preconditioners", ge=0, lt=1, only_for=("soap",)
+    )
+    soap_eps: float = option(1e-8, "soap's epsilon", gt=0, only_for=("soap",))
+    soap_precondition_frequency: int = option(10, "steps between two changes of soap's bases", ge=1, only_for=("soap",))
+    soap_max_precond_dim: int = option(
+        10000, "a side of a matrix that is longer keeps its own coordinates under soap", ge=0, only_for=("soap",)
+    )
     adafactor_scale_parameter: bool = option(
         False,
         "adafactor's learning rate is relative to the root mean square of each parameter (its paper's default)",
@@ -119,8 +128,8 @@ class OptimizerConfig:
     optimizer: str = option(
         "adam",
         "adam is AdamW (decoupled weight decay); sgd has momentum; lion has one moment; muon makes the updates of "
-        "matrices orthogonal and leaves the rest to AdamW; adafactor keeps a row and a column of second moments for a "
-        "matrix and nothing else",
+        "matrices orthogonal, soap runs Adam in the eigenbasis of Shampoo's preconditioner of a matrix, and both leave "
+        "the rest to AdamW; adafactor keeps a row and a column of second moments for a matrix and nothing else",
         choices=tuple(OPTIMIZER_SPECS),
     )
     lr: float = required("peak learning rate", gt=0, hint="3e-4 is common")

@@ -4,6 +4,7 @@ builds them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,12 +13,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megalite.config.optimizer import OptimizerConfig
 
+Shape = tuple[int, ...]
+
 _WIDE = "fp32"
 """As wide as the master."""
 
 
 def _blocks_matrix(name: str, dims: int) -> bool:
-    return name.startswith("layers.") and dims >= 2
+    return name.startswith("layers.") and name.endswith("weight") and dims >= 2  # a bias of two rows is no matrix
+
+
+def _momentum(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
+    return math.prod(local)
+
+
+def _moments_and_bases(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
+    """Two moments; of each side of a matrix its preconditioner and its basis, whole."""
+    sides = [n for n in whole[-2:] if n <= settings.args.soap_max_precond_dim]
+    return 2 * math.prod(local) + 2 * math.prod(whole[:-2]) * sum(n * n for n in sides)
 
 
 @dataclass(frozen=True)
@@ -25,8 +38,10 @@ class OptimizerSpec:
     """One `--optimizer`.
 
     moments: dtypes of the numbers that it keeps for an element ("fp32": as wide as the master).
-    whole: (logical name, dimensions) -> whether the parameter must lie on one rank in one piece; it then has one
-    moment as wide as the master. None: any slice of any parameter will do.
+    whole: (logical name, dimensions) -> whether the parameter must lie on one rank in one piece. None: any slice of any
+    parameter will do.
+    of_whole: (settings, local shape, shape without tensor parallelism) -> numbers as wide as the master that are kept
+    of such a parameter. whole_moments: how many of them are as large as it.
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
@@ -36,6 +51,8 @@ class OptimizerSpec:
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]]
     whole: Callable[[str, int], bool] | None = None
+    of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = _momentum
+    whole_moments: int = 1
     statistics: bool = False
     settings: tuple[str, ...] = ()
     high_lr: float | None = None
@@ -45,7 +62,7 @@ class OptimizerSpec:
 
     def most_moments(self, settings: OptimizerConfig) -> int:
         """How many moments most elements of a model have: those of the blocks' matrices."""
-        return 1 if self.whole is not None else len(self.moments(settings))
+        return self.whole_moments if self.whole is not None else len(self.moments(settings))
 
 
 OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
@@ -66,7 +83,14 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         "muon": OptimizerSpec(
             lambda settings: (_WIDE, _WIDE), whole=_blocks_matrix, nesterov="its momentum is Nesterov's already"
         ),
+        "soap": OptimizerSpec(
+            lambda settings: (_WIDE, _WIDE),
+            whole=_blocks_matrix,
+            of_whole=_moments_and_bases,
+            whole_moments=2,
+            nesterov="no such step is known in a basis that turns",
+        ),
         "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
     }
 )
-"""Name -> UpdateRule. Muon leaves what is no matrix of a block to AdamW, whose moments are wide there."""
+"""Name -> OptimizerSpec. Muon and SOAP leave what is no matrix of a block to AdamW, whose moments are wide there."""

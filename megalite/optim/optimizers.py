@@ -21,6 +21,7 @@ from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon, ScaleMode
 from megalite.optim.rule import UpdateRule
 from megalite.optim.sgd import SGD
+from megalite.optim.soap import Soap
 
 ParamGroup = dict[str, Any]
 AnyOptimizer = UpdateRule | torch.optim.Optimizer
@@ -41,6 +42,11 @@ class OptimizerSettings:
     muon_num_ns_steps: int = 5
     muon_scale_mode: ScaleMode = "spectral"
     muon_extra_scale_factor: float = 0.2
+    soap_beta1: float = 0.95
+    soap_beta2: float = 0.95
+    soap_eps: float = 1e-8
+    soap_precondition_frequency: int = 10
+    soap_max_precond_dim: int = 10000
     adafactor_scale_parameter: bool = False
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
@@ -99,6 +105,19 @@ def muon(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     )
 
 
+def soap(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
+    """SOAP for the blocks' matrices, AdamW for the rest."""
+    return Soap(
+        groups,
+        betas=(settings.soap_beta1, settings.soap_beta2),
+        eps=settings.soap_eps,
+        frequency=settings.soap_precondition_frequency,
+        max_dim=settings.soap_max_precond_dim,
+        adam_betas=(settings.adam_beta1, settings.adam_beta2),
+        adam_eps=settings.adam_eps,
+    )
+
+
 def adafactor(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
     """Adafactor: a row and a column of second moments for each matrix."""
     return Adafactor(groups, scale_parameter=settings.adafactor_scale_parameter)
@@ -110,4 +129,5 @@ OPTIMIZERS: dict[str, Callable[[list[ParamGroup], OptimizerSettings], AnyOptimiz
     "lion": lion,
     "adafactor": adafactor,
     "muon": muon,
+    "soap": soap,
 }

@@ -103,7 +103,8 @@ class _Bucket(NamedTuple):
     numel: int
     tied: bool
     whole: bool
-    states: int  # elements that carry optimizer state, on the owner with the most of them
+    elements: int  # that carry optimizer state, on the owner with the most of them
+    states: int  # numbers of state of whole matrices, on the owner with the most of them
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
 
 
@@ -126,16 +127,21 @@ def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu:
         on_cpu=on_cpu,
         tied=frozenset({WORD_EMBEDDINGS} if apart else ()),
     )
-    return [_bucket(plan, shards if parallel.zero_stage else 1) for plan in plans]
+    return [_bucket(config, plan, shards if parallel.zero_stage else 1) for plan in plans]
 
 
-def _bucket(plan: BucketPlan, owners: int) -> _Bucket:
+def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
     numel = plan.stop - plan.start
     share, whole = numel // owners, plan.runs[0].whole
-    states = [0 if whole else share] * owners
+    elements, states = [0 if whole else share] * owners, [0] * owners
     for run in plan.runs if whole else ():
-        states[(run.start - plan.start) // share] += run.slots[0].entry.numel
-    return _Bucket(numel, plan.tied, whole, max(states), sum(_statistics(slot.entry) for slot in plan.slots))
+        entry, rule = run.slots[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
+        owner = (run.start - plan.start) // share
+        elements[owner] += entry.numel
+        states[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
+    return _Bucket(
+        numel, plan.tied, whole, max(elements), max(states), sum(_statistics(slot.entry) for slot in plan.slots)
+    )
 
 
 def _statistics(entry: Entry) -> int:
@@ -175,11 +181,11 @@ def _moments(
     moved = on_host = there = here = 0
     for bucket in buckets:
         share = bucket.numel // owners
-        state = bucket.states * (size.wide if bucket.whole else flat)
+        state = bucket.states * size.wide if bucket.whole else bucket.elements * flat
         if rule.statistics:
             state = bucket.statistics * size.wide
         if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):
-            state += bucket.states * size.wide
+            state += bucket.elements * size.wide
         if not bucket.whole and moved < fraction * owned:
             moved, on_host, there = moved + share, on_host + share, there + state
         else:

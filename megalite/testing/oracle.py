@@ -36,13 +36,15 @@ from megalite.train.run_data import open_data, resolve_tokenizer
 class Trajectory:
     """Losses and gradient norms (before clipping) of each step, weights and moments after the last.
 
-    unsettled: elements whose update followed the sign of a rounding.
+    unsettled: elements whose update followed the sign of a rounding. magnified: how many times as much as AdamW the
+    rule makes of a rounding.
     """
 
     losses: list[float]
     norms: list[float]
     tensors: dict[str, Tensor]
     unsettled: dict[str, Tensor] = field(default_factory=dict)
+    magnified: float = 1.0
 
 
 class Pupil:
@@ -130,7 +132,7 @@ def reference(argv: tuple[str, ...], steps: int, delay: int = 0, synchronous_ste
             losses.append(loss)
             norms.append(pupil.update(gradients, step * pupil.samples))
             versions.append(pupil.weights())
-    return Trajectory(losses, norms, pupil.tensors(), pupil.rule.unsettled)
+    return Trajectory(losses, norms, pupil.tensors(), pupil.rule.unsettled, pupil.rule.magnified)
 
 
 @cache
@@ -156,7 +158,7 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together
                 pupil.update(gradients, step * pupil.samples)
                 history.append(pupil.weights())
             losses.append(total)
-    return Trajectory(losses, [], pupil.tensors(), pupil.rule.unsettled)
+    return Trajectory(losses, [], pupil.tensors(), pupil.rule.unsettled, pupil.rule.magnified)
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -26,7 +26,10 @@ class Rule:
     """Steps `parameters` (masters by logical name, padding cut off), of which `decayed` have weight decay.
 
     unsettled: for rules that look at the sign of a number, however small it is: where one was rounding alone.
+    magnified: how many times as much as AdamW the rule makes of a rounding.
     """
+
+    magnified = 1.0
 
     def __init__(self, parameters: Named, decayed: frozenset[str], settings: OptimizerConfig) -> None:
         self.parameters, self.decayed, self.settings = parameters, decayed, settings
@@ -110,7 +113,7 @@ class Muon(FromTorch):
     """
 
     def start(self) -> None:
-        names = [n for n, p in self.parameters.items() if n.startswith("layers.") and p.dim() >= 2]
+        names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
         rest = {n: p for n, p in self.parameters.items() if n not in names}
         self.rest = AdamW(rest, self.decayed, self.settings)
         self.momentum = self.settings.args.muon_momentum
@@ -138,6 +141,67 @@ class Muon(FromTorch):
             buffers = [self.optimizers[f"{name} {i}"].state[x]["momentum_buffer"] for i, x in enumerate(leaves)]
             whole = torch.stack(buffers).view(self.parameters[name].shape)
             yield "momentum_buffer", name, whole / (1 - self.momentum)
+
+
+class Soap(Rule):
+    """Vyas et al., arXiv 2409.11321, algorithms 3 and 4, for every matrix of the blocks; AdamW for the rest.
+
+    As in the authors' code the first gradient makes the bases and nothing else, and V is reordered with them. Weight
+    decay is AdamW's.
+    """
+
+    magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
+
+    def start(self) -> None:
+        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
+        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
+        self.rest = AdamW(rest, self.decayed, self.settings)
+        self.of_matrix: dict[str, list[Named]] = {
+            name: [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(self.parameters[name])]
+            for name in self.names
+        }
+
+    def step(self, gradients: Named, lr: float, weight_decay: float) -> None:
+        self.rest.step(gradients, lr, weight_decay)
+        for name in self.names:
+            parts = zip(matrices(self.parameters[name]), matrices(gradients[name]), strict=True)
+            for (w, g), state in zip(parts, self.of_matrix[name], strict=True):
+                self.update_matrix(w, g, state, lr, weight_decay)
+        self.count += 1
+
+    def update_matrix(self, w: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
+        args = self.settings.args
+        b1, b2, t = args.soap_beta1, args.soap_beta2, self.count
+        if t == 0:
+            for side, square in (("L", g @ g.T), ("R", g.T @ g)):
+                if len(square) <= args.soap_max_precond_dim:
+                    state[side] = (1 - b2) * square
+                    state["Q" + side] = torch.linalg.eigh(state[side])[1].flip(1)
+            return
+        one = {"QL": torch.eye(len(w), dtype=w.dtype), "QR": torch.eye(w.shape[1], dtype=w.dtype)}
+        left, right = (state.get(name, one[name]) for name in ("QL", "QR"))
+        state["M"] = b1 * state["M"] + (1 - b1) * g
+        state["V"] = b2 * state["V"] + (1 - b2) * (left.T @ g @ right) ** 2
+        step = (left.T @ state["M"] @ right) / (state["V"].sqrt() + args.soap_eps)
+        step *= math.sqrt(1 - b2**t) / (1 - b1**t)
+        w -= lr * weight_decay * w + lr * (left @ step @ right.T)
+        for side, square in (("L", g @ g.T), ("R", g.T @ g)):
+            if side in state:
+                state[side] = b2 * state[side] + (1 - b2) * square
+                if t % args.soap_precondition_frequency == 0:
+                    q = state["Q" + side]
+                    order = torch.argsort(torch.diag(q.T @ state[side] @ q), descending=True)
+                    state["V"] = state["V"][order] if side == "L" else state["V"][:, order]
+                    state["Q" + side] = torch.linalg.qr(state[side] @ q[:, order])[0]
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        yield from self.rest.moments()
+        labels = {"M": "exp_avg", "V": "exp_avg_sq", "L": "left_preconditioner", "R": "right_preconditioner"}
+        for name, parts in self.of_matrix.items():
+            for key, label in (labels | {"QL": "left_basis", "QR": "right_basis"}).items():
+                if key in parts[0]:
+                    whole = torch.stack([state[key] for state in parts])
+                    yield label, name, whole if self.parameters[name].dim() > 2 else whole[0]
 
 
 class Lion(Rule):
@@ -182,7 +246,14 @@ class Adafactor(Rule):
         p -= lr * weight_decay * p + lr * relative * u
 
 
-RULES: dict[str, type[Rule]] = {"adam": AdamW, "sgd": SGD, "lion": Lion, "muon": Muon, "adafactor": Adafactor}
+RULES: dict[str, type[Rule]] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+    "soap": Soap,
+    "adafactor": Adafactor,
+}
 
 
 def kept(settings: OptimizerConfig) -> list[torch.dtype | None]:
@@ -193,6 +264,10 @@ def kept(settings: OptimizerConfig) -> list[torch.dtype | None]:
 
 def root_mean_square(x: Tensor) -> float:
     return math.sqrt(float(x.square().mean()))
+
+
+def is_blocks_matrix(name: str, p: Tensor) -> bool:
+    return name.startswith("layers.") and name.endswith(".weight") and p.dim() >= 2
 
 
 def matrices(x: Tensor) -> list[Tensor]:

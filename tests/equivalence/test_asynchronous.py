@@ -103,6 +103,21 @@ def test_pipedream_is_its_sequential_reference(p: int) -> None:
         assert float((found.tensors[name] - value).abs().max()) < 1e-12, name
 
 
+@pytest.mark.parametrize("method", ["predict", "error-feedback"])
+def test_soap_is_corrected_alike_at_every_depth(method: str) -> None:
+    """What its matrices add is the last step, as for Muon; the rest is AdamW's."""
+    soap = ("--optimizer", "soap", "--soap-eps", "1e-5", "--soap-precondition-frequency", "2")
+    argv = [*TINY, *UNTIED, *soap, "--micro-batch-size", "1", "--pipeline-schedule", "2bw"]
+    plain = train(argv, 1, 5)
+    argv += ["--staleness-correction", method]
+    one, two = (train([*argv, "--pipeline-model-parallel-size", str(p)], p, 5) for p in (1, 2))
+    assert any("last_step" in name for name in one.tensors)
+    assert one.tensors.keys() == two.tensors.keys()
+    for name, value in one.tensors.items():
+        assert torch.equal(two.tensors[name], value), name
+    assert not torch.equal(one.tensors["layers.0.mlp.fc1.weight"], plain.tensors["layers.0.mlp.fc1.weight"])
+
+
 def scales_body(world: World, argv: list[str], steps: int, drained: tuple[int, ...]) -> list[tuple[float, bool]]:
     """Loss scale of each step and whether it was skipped; the state is saved at the end."""
     found = []

@@ -215,7 +215,8 @@ class ShardedOptimizer:
                 shards += master.shards(f"optimizer/{name}/", value, replica)
         for sub in self.sub_optimizers:
             for statistic, where in sub.statistics():
-                replica = replica_of(where.buffers, where.bucket, statistic.sharded, everywhere=True)
+                everywhere = not (statistic.whole and where.buffers.options.stage)
+                replica = replica_of(where.buffers, where.bucket, statistic.sharded, everywhere=everywhere)
                 shards.append(statistic.shard(where.parameter, replica))
         return [
             *shards,

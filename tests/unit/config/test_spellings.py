@@ -141,7 +141,8 @@ AS_GIVEN = [
     (
         "--optimizer-args beta1=0.9",
         "--optimizer-args=beta1=0.9: expected NAME=VALUE; names are adam_beta1, adam_beta2, adam_eps, sgd_momentum, "
-        "lion_beta1, lion_beta2, muon_momentum, muon_scale_mode, muon_extra_scale_factor, adafactor_scale_parameter",
+        "lion_beta1, lion_beta2, muon_momentum, muon_scale_mode, muon_extra_scale_factor, soap_beta1, "
+        "soap_beta2, soap_eps, soap_precondition_frequency, soap_max_precond_dim, adafactor_scale_parameter",
     ),
     (
         "--optimizer-args adam_eps=1e-6 --adam-eps 1e-7",

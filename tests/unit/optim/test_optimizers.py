@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.inventory.placement import Placement
 from megalite.optim import OPTIMIZERS, OptimizerSettings
 from megalite.optim.muon import orthogonalise
+from megalite.testing.update_rules import RULES
 
 
 def run(
@@ -108,6 +109,41 @@ def test_muon_moves_matrices_orthogonally_and_the_rest_as_adamw() -> None:
     assert torch.equal(flat, run("adam", 3, settings)[0])
 
 
+@pytest.mark.parametrize("max_dim", [0, 4, 10000])
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (2, 5, 5)])
+def test_soap_is_the_papers(shape: tuple[int, ...], max_dim: int) -> None:
+    """Against algorithm 3 written again, over bases that change four times; each of a gated projection's two matrices
+    has its own."""
+    generator, name = torch.Generator().manual_seed(1), "layers.0.fc1.weight"
+    start = torch.randn(shape, generator=generator, dtype=torch.float64)
+    args = OptimizerArgs(soap_precondition_frequency=2, soap_max_precond_dim=max_dim, soap_beta1=0.9)
+    config, theirs, mine = OptimizerConfig(lr=0.1, optimizer="soap", args=args), start.clone(), start.clone()
+    paper = RULES["soap"]({name: theirs}, frozenset({name}), config)
+    settings = OptimizerSettings(soap_precondition_frequency=2, soap_max_precond_dim=max_dim, soap_beta1=0.9)
+    placements = [Placement(shape, (0,) * len(shape))]
+    rule = OPTIMIZERS["soap"]([{"params": [mine], "decay": True, "whole": True, "placements": placements}], settings)
+    rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
+    for step in range(10):
+        g = torch.randn(shape, generator=generator, dtype=torch.float64)
+        mine.grad = g.clone()
+        rule.step()
+        paper.step({name: g}, 0.1, 0.01)
+        assert torch.equal(mine, start) == (step == 0)  # the first gradient makes the bases
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-9), step
+
+
+def test_soap_with_no_basis_is_adam_one_step_late() -> None:
+    settings = OptimizerSettings(soap_max_precond_dim=0, soap_beta1=0.9, soap_beta2=0.999)
+    got, _ = run("soap", 4, settings, matrix=True)
+    p, draws = gradients(4, (6, 4))
+    m, v = torch.zeros(6, 4), torch.zeros(6, 4)
+    for t, g in enumerate(draws[1:], 1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        update = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        p = p - 0.1 * (update + 0.01 * p)
+    assert torch.allclose(got, p, atol=1e-5)
+
+
 def test_sgd_is_torch_sgd() -> None:
     got, _ = run("sgd", 4, OptimizerSettings(sgd_momentum=0.8))
     p, draws = gradients(4, (24,))
@@ -122,10 +158,10 @@ def test_no_rule_of_the_table_imports_the_compiler() -> None:
     """torch.optim.Optimizer does: 70 MB and most of a second on every rank."""
     code = (
         "import sys, torch\n"
-        "from megalite.optim import OPTIMIZERS, Hyperparameters\n"
+        "from megalite.optim import OPTIMIZERS, OptimizerSettings\n"
         "p = torch.zeros(4); p.grad = torch.ones(4)\n"
-        "for row in ('adam', 'sgd', 'lion', 'muon'):\n"
-        "    OPTIMIZERS[row]([{'params': [p], 'decay': True, 'whole': False}], Hyperparameters()).step()\n"
+        "for row in ('adam', 'sgd', 'lion', 'muon', 'soap'):\n"
+        "    OPTIMIZERS[row]([{'params': [p], 'decay': True, 'whole': False}], OptimizerSettings()).step()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
@@ -137,6 +173,14 @@ def test_apex_is_asked_for_by_name_and_missing() -> None:
         pytest.skip("apex is installed")
     with pytest.raises(ConfigError, match="--optimizer-impl=apex"):
         run("adam", 1, OptimizerSettings(optimizer_impl="apex"))
+
+
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_matrices_of_blocks_are_whole_and_biases_of_two_rows_are_not(name: str) -> None:
+    whole = OPTIMIZER_SPECS[name].whole
+    assert whole is not None
+    assert whole("layers.0.mlp.fc1.weight", 3) and whole("layers.11.attention.qkv.weight", 2)
+    assert not whole("layers.0.mlp.fc1.bias", 2) and not whole("embedding.word_embeddings.weight", 2)
 
 
 def test_the_table_without_torch_says_what_is_kept() -> None:

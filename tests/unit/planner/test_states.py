@@ -67,6 +67,8 @@ def _modules(config: Config, items: range, device: str, versions: int = 1) -> li
         "--optimizer sgd",
         "--optimizer lion --exp-avg-dtype bf16",
         "--optimizer muon --bf16",
+        "--optimizer soap --bf16",
+        "--optimizer soap --soap-max-precond-dim 100 --model-type llama",
         "--optimizer adafactor --model-type llama --bf16",
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --ddp-bucket-size 10000",

@@ -105,7 +105,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> N
         assert error < 1e-12, f"{what}: {label} is off by {error}"
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "adafactor", "adafactor*"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "soap", "adafactor", "adafactor*"])
 @pytest.mark.parametrize(("size", "tp"), [(2, 1), (4, 1), (4, 2)])
 def test_any_optimizer_at_any_stage(name: str, size: int, tp: int) -> None:
     want = assembled([run_single(body_train, name, 0, 1)])

@@ -16,6 +16,7 @@ CASES = {
     "sgd": "--optimizer sgd",
     "lion": "--optimizer lion --bf16 --exp-avg-dtype bf16",
     "muon": "--optimizer muon",
+    "soap": "--optimizer soap --soap-precondition-frequency 1",
     "adafactor": "--optimizer adafactor --bf16",
     "bf16 moments": "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --grad-reduce-in-bf16",
     "remainders": "--bf16 --store-param-remainders",

@@ -1,0 +1,186 @@
+"""SOAP: AdamW in the eigenbasis of Shampoo's preconditioner (Vyas et al., arXiv 2409.11321). Whole matrices only;
+everything else gets AdamW.
+
+    L = beta2 L + (1 - beta2) G G^T         R = beta2 R + (1 - beta2) G^T G
+    M = beta1 M + (1 - beta1) G             V = beta2 V + (1 - beta2) (Q_L^T G Q_R)^2
+    W = W - lr * (Q_L [Q_L^T M Q_R / (sqrt(V) + eps)] Q_R^T + weight_decay * W)       bias-corrected as Adam
+    every few steps Q_L and Q_R follow the eigenvectors of L and R: one power iteration, QR
+
+As the authors' code does, the first gradient makes the first bases (eigenvectors of L and R) and moves nothing, so that
+no gradient is ever seen through a basis made of itself; V is reordered as the eigenvectors change places.
+
+A matrix of `[rows, columns]` keeps its two moments and `2 (rows^2 + columns^2)` numbers more, on the one ZeRO rank that
+owns it. A matrix that tensor parallelism cuts is gathered first, and every rank of the axis computes (and keeps the
+bases of) the whole, as for Muon. Which matrices: those of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Statistic
+from megalite.inventory import NO_AXES, Placement
+from megalite.optim.adamw import adamw_step, adamw_update
+from megalite.optim.muon import gather_matrix
+from megalite.optim.rule import UpdateRule
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Side(NamedTuple):
+    """One side of a matrix: preconditioner `[..., n, n]` (decayed mean of G G^T or G^T G), and basis `[..., n, n]`,
+    whose columns are about its eigenvectors, those of the largest eigenvalues first. dim: -2 rows, -1 columns."""
+
+    dim: int
+    preconditioner: Tensor
+    basis: Tensor
+
+    def into(self, x: Tensor) -> Tensor:
+        """x with this side in coordinates of the basis."""
+        return self.basis.mT @ x if self.dim == -2 else x @ self.basis
+
+    def out_of(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        return self.basis @ x if self.dim == -2 else x @ self.basis.mT
+
+    def take(self, gradient: Tensor, beta: float) -> None:
+        """Adds a gradient to the preconditioner."""
+        product = gradient @ gradient.mT if self.dim == -2 else gradient.mT @ gradient
+        self.preconditioner.lerp_(product, 1.0 - beta)
+
+    def begin(self) -> None:
+        """The basis is that of the eigenvectors."""
+        vectors = torch.linalg.eigh(self.preconditioner.to(torch.float64)).eigenvectors
+        self.basis.copy_(vectors.flip(-1))
+
+    def turn(self) -> Tensor:
+        """One power iteration, orthogonalised; returns the order in which the old basis vectors were taken,
+        `[..., n]`."""
+        sizes = (self.basis * (self.preconditioner @ self.basis)).sum(-2)
+        order = sizes.argsort(dim=-1, descending=True, stable=True)
+        ordered = self.basis.gather(-1, order.unsqueeze(-2).expand_as(self.basis))
+        self.basis.copy_(torch.linalg.qr(self.preconditioner @ ordered).Q)
+        return order
+
+    def reorder(self, x: Tensor, order: Tensor) -> Tensor:
+        """x with this side's coordinates in another order."""
+        return x.gather(self.dim, order.unsqueeze(-1 if self.dim == -2 else -2).expand_as(x))
+
+
+class Soap(UpdateRule):
+    """SOAP for groups with `whole`, AdamW for the others.
+
+    Args:
+        groups: `whole` groups hold tensors in their parameter's local shape, their `placements`, the `cut_axes` and
+            (for `statistics`) `pieces`.
+        betas: of the moments of matrices; the second also of the preconditioners. eps: beside sqrt(V).
+        frequency: steps between two changes of the bases.
+        max_dim: a side that is longer keeps its own coordinates (with the other alone SOAP is one-sided).
+        adam_betas, adam_eps: of what is no matrix.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        frequency: int = 10,
+        max_dim: int = 10000,
+        adam_betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+    ) -> None:
+        super().__init__(groups, {"betas": adam_betas, "eps": adam_eps})
+        self.betas, self.eps, self.frequency = betas, eps, frequency
+        self.sides: dict[Tensor, list[Side]] = {}
+        for group in self.param_groups:
+            for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
+                self.sides[p] = _sides(p, placement, max_dim)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    # a matrix's count is read by Python, the others' by a kernel
+                    device = torch.device("cpu") if group["whole"] else p.device
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                    state.update({name: torch.zeros_like(p) for name in MOMENTS})
+                if group["whole"]:
+                    self._update_matrix(p, state, group, group["placements"][i])
+                    state["step"] += 1
+                else:
+                    adamw_update(p, state, group)
+
+    def statistics(self) -> Iterator[Statistic]:
+        """Preconditioners and bases: whole on every rank that holds a part of the matrix."""
+        for group in self.param_groups:
+            for p, pieces in zip(group["params"], group["pieces"], strict=True) if group["whole"] else ():
+                for side in self.sides[p]:
+                    name = "left" if side.dim == -2 else "right"
+                    kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
+                    for label, values in (("preconditioner", side.preconditioner), ("basis", side.basis)):
+                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, NO_AXES, whole=True)
+
+    def foresees(self, group: dict[str, Any]) -> bool:
+        return not group["whole"]  # a matrix would have to be gathered and turned once more
+
+    def expected_step(
+        self, p: Tensor, piece: slice, group: dict[str, Any], *, lr: float, weight_decay: float
+    ) -> Tensor:
+        return adamw_step(p, piece, self.state[p], group, lr=lr, weight_decay=weight_decay)
+
+    def _update_matrix(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any], placement: Placement) -> None:
+        assert p.grad is not None
+        axes, sides, steps = group.get("cut_axes", ()), self.sides[p], int(state["step"])
+        gradient, dim, axis = gather_matrix(p.grad, placement, axes)
+        if steps == 0:
+            if bool(gradient.any()):  # a state is made by a step of zeros
+                for side in sides:
+                    side.take(gradient, self.betas[1])
+                    side.begin()
+            return
+        mean, square = (gather_matrix(state[name], placement, axes)[0] for name in MOMENTS)
+        mean = mean.lerp(gradient, 1.0 - self.betas[0])
+        square = square.lerp(_into(sides, gradient).square(), 1.0 - self.betas[1])
+        correction = (1.0 - self.betas[1] ** steps) ** 0.5 / (1.0 - self.betas[0] ** steps)
+        update = _out_of(sides, _into(sides, mean) / (square.sqrt() + self.eps))
+        for side in sides:
+            side.take(gradient, self.betas[1])
+            if steps % self.frequency == 0:
+                square = side.reorder(square, side.turn())
+
+        def own(x: Tensor) -> Tensor:
+            return x if axis is None else x.narrow(dim, axis.rank * p.shape[dim], p.shape[dim])
+
+        p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(own(update), alpha=-group["lr"] * correction)
+        state["exp_avg"].copy_(own(mean))
+        state["exp_avg_sq"].copy_(own(square))
+
+
+def _sides(p: Tensor, placement: Placement, max_dim: int) -> list[Side]:
+    shape, sides = placement.global_shape, []
+    for dim in (-2, -1):
+        if (n := shape[dim]) <= max_dim:
+            basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*shape[:-2], n, n).contiguous()
+            sides.append(Side(dim, torch.zeros_like(basis), basis))
+    return sides
+
+
+def _into(sides: Sequence[Side], x: Tensor) -> Tensor:
+    for side in sides:
+        x = side.into(x)
+    return x
+
+
+def _out_of(sides: Sequence[Side], x: Tensor) -> Tensor:
+    for side in sides:
+        x = side.out_of(x)
+    return x
