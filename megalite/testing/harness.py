@@ -195,7 +195,7 @@ def _zygote() -> Connection:
     environment = zygote_environment(dict(os.environ))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     subprocess.Popen(
-        [sys.executable, "-m", "megalite.testing.zygote", str(theirs.fileno())],
+        [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "megalite.testing.zygote", str(theirs.fileno())],
         env=environment,
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,

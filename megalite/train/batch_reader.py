@@ -65,7 +65,7 @@ class BatchReader:
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float],
     ) -> None:
-        self._loader = loader
+        self.loader = loader
         self._dp_size = dp_size
         self._tokens_over = tokens_over
         self._device = device
@@ -100,8 +100,8 @@ class BatchReader:
         if number not in self._batches:
             first, samples = self._plan[number]
             began = time.perf_counter()
-            assert self._loader is not None, "a run that only evaluates reads no training data"
-            local = [mb.to(self._device, non_blocking=True) for mb in self._loader.next_batch(samples)]
+            assert self.loader is not None, "a run that only evaluates reads no training data"
+            local = [mb.to(self._device, non_blocking=True) for mb in self.loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
             self._batches[number] = GlobalBatch(number, first, samples, scale, local, self._factors(local, scale))
@@ -109,8 +109,8 @@ class BatchReader:
 
     def pass_over(self, samples: int) -> None:
         """Consumes a global batch that is not used."""
-        if self._loader is not None:
-            self._loader.skip(samples)
+        if self.loader is not None:
+            self.loader.skip(samples)
 
     def take_seconds(self) -> float:
         """Seconds spent waiting for data since the last call."""

@@ -1,0 +1,200 @@
+"""What one process computes, piece by piece: the oracle's run (`megalite.testing.oracle`) with everything written down.
+
+    forward/LAYER/SAMPLE    output [s, h] of a layer        gradient/U/NAME   of update U, before clipping
+    backward/LAYER/SAMPLE   the loss's gradient in it       state/U/NAME      weights and moments after U updates
+    loss/SAMPLE, factor/SAMPLE    summed loss of the micro-batch that begins with the sample, and its weight
+
+Samples have global numbers, so that a rank finds what it should have computed whatever it computes and whenever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.comm import World
+from megalite.config import Config, ParallelConfig, dump_yaml, parse
+from megalite.inventory import layer_of, stage_layer_ranges
+from megalite.microbatch import Microbatch
+from megalite.schedule import build_program, find_schedule
+from megalite.testing.oracle import Pupil
+
+TENSORS, FACTS = "reference.safetensors", "reference.json"
+
+
+def record(world: World, config_file: str, world_size: int, steps: int, folder: str) -> None:
+    """Runs the oracle for the configuration of `world_size` ranks in this process; its numbers go to `folder`."""
+    config = parse(["--config", config_file], world_size=world_size)
+    alone = Path(folder) / "alone.yaml"
+    alone.write_text(dump_yaml(_alone(config, world_size)))
+    pupil = Pupil(("--config", str(alone)))
+    pupil.whole = config.total_train_samples(world_size)
+    pupil.samples = config.global_batch_size(world_size)
+    found = _Record({}, {}, [])
+    found.listen(pupil)
+    # PipeDream's update: one micro-batch of every replica
+    together = (
+        config.data_parallel_size(world_size) if find_schedule(config.parallel.schedule).update_per_microbatch else 0
+    )
+    lag = _lags(pupil, config) if together else {}
+    sizes, consumed = config.batch_size_schedule(world_size), 0
+    found.weights(pupil)
+    with pupil.data.train_loader(0) as loader:
+        for step in range(steps):
+            batch = loader.next_batch(sizes.at(consumed))
+            loss = 0.0
+            for begin in range(0, len(batch), together or len(batch)):
+                due = _due(config, len(found.versions) - 1, step, lag)
+                part = slice(begin, begin + (together or len(batch)))
+                loss += found.update(pupil, batch, part, due, consumed)
+            found.steps.append({"loss": loss, "samples": [consumed, consumed + sizes.at(consumed)]})
+            consumed += sizes.at(consumed)
+    found.write(Path(folder), pupil)
+
+
+def _alone(config: Config, world_size: int) -> Config:
+    """The same training in one process, nothing recomputed; micro-batches are cut alike."""
+    model = replace(
+        config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None,
+        cpu_offloading_num_layers=0,
+    )  # fmt: skip
+    return replace(config, model=model, parallel=ParallelConfig(hardware=config.parallel.hardware))
+
+
+def _lags(pupil: Pupil, config: Config) -> dict[str, int]:
+    """PipeDream: updates that a layer's weights are behind when a micro-batch comes to it."""
+    stages = config.parallel.pipeline_model_parallel_size
+    cuts = stage_layer_ranges(config, build_program(config.parallel.schedule, stages, 4))
+    return {pupil.specs[i].name: stages - 1 - stage for stage, cut in enumerate(cuts) for i in cut}
+
+
+def _due(config: Config, newest: int, step: int, lag: Mapping[str, int]) -> Mapping[str, int]:
+    """Layer -> the number of updates that the weights have seen which it computes with ("": every layer)."""
+    if lag:
+        return {layer: max(0, newest - by) for layer, by in lag.items()}
+    schedule = find_schedule(config.parallel.schedule)
+    stale = schedule.flush_schedule is not None and step >= config.parallel.pipeline_flush_steps
+    return {"": max(0, newest - 1) if stale else newest}
+
+
+@dataclass
+class _Record:
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    versions: list[dict[str, Tensor]]
+
+    def __post_init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
+
+    def listen(self, pupil: Pupil) -> None:
+        for name, layer in zip(pupil.model.names, pupil.model.ordered(), strict=True):
+            layer.register_forward_hook(lambda module, args, out, name=name: self._heard(name, args[1], out))
+
+    def _heard(self, layer: str, batch: Microbatch, out: Tensor) -> None:
+        samples = batch.sample_ids.tolist()
+        if out.dim() == 0:
+            self.tensors[f"loss/{samples[0]}"] = out.detach().clone()
+            out.register_hook(lambda g: self.tensors.__setitem__(f"factor/{samples[0]}", g.clone()))
+            return
+        for i, sample in enumerate(samples):
+            self.tensors[f"forward/{layer}/{sample}"] = out.detach()[:, i].clone()
+
+        def gradient(g: Tensor) -> None:
+            for i, sample in enumerate(samples):
+                self.tensors[f"backward/{layer}/{sample}"] = g[:, i].clone()
+
+        out.register_hook(gradient)
+
+    def weights(self, pupil: Pupil) -> None:
+        """The state after so many updates."""
+        now = pupil.tensors() if self.versions else pupil.masters  # moments exist after the first update
+        self.tensors |= {f"state/{len(self.versions)}/{n}": t.clone().contiguous() for n, t in now.items()}
+        self.versions.append(pupil.weights())
+
+    def update(
+        self, pupil: Pupil, batch: Sequence[Microbatch], part: slice, due: Mapping[str, int], consumed: int
+    ) -> float:
+        """One update by a part of a batch; returns its share of the loss."""
+        number = len(self.versions)
+        used = {n: self.versions[due.get(layer_of(n), due.get("", 0))][n] for n in pupil.parameters}
+        loss, gradients = pupil.gradients(used, batch, part)
+        self.tensors |= {f"gradient/{number}/{n}": g.contiguous().clone() for n, g in gradients.items()}
+        norm = pupil.update(gradients, consumed)
+        samples = [int(i) for mb in batch[part] for i in mb.sample_ids]
+        self.updates.append({"norm": norm, "samples": samples, "due": dict(due)})
+        self.weights(pupil)
+        return loss
+
+    def write(self, folder: Path, pupil: Pupil) -> None:
+        unsettled = {f"unsettled/{n}": mask.contiguous() for n, mask in pupil.rule.unsettled.items()}
+        save_file(self.tensors | unsettled, str(folder / TENSORS))
+        facts = {
+            "layers": list(pupil.model.names),
+            "steps": self.steps,
+            "updates": self.updates,
+            "firsts": sorted(int(key.split("/")[1]) for key in self.tensors if key.startswith("loss/")),
+        }
+        (folder / FACTS).write_text(json.dumps(facts))
+
+
+class Reference:
+    """The numbers of a recorded run, read as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        facts = json.loads((folder / FACTS).read_text())
+        self.layers: list[str] = facts["layers"]
+        self.steps: list[dict[str, Any]] = facts["steps"]
+        self.updates: list[dict[str, Any]] = facts["updates"]
+        file: Any = safe_open  # it has no annotations
+        self._file = file(str(folder / TENSORS), framework="pt")
+        self._names: set[str] = set(self._file.keys())
+        self._step_of = {s: i for i, step in enumerate(self.steps) for s in range(*step["samples"])}
+        self._update_of = {s: i + 1 for i, update in enumerate(self.updates) for s in update["samples"]}
+        self._scales: dict[str, float] = {}
+
+    def get(self, key: str) -> Tensor | None:
+        found: Tensor | None = self._file.get_tensor(key) if key in self._names else None
+        return found
+
+    def part(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor | None:
+        """A rectangle of a tensor."""
+        whole = self.get(key)
+        if whole is None:
+            return None
+        return whole[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+
+    def names(self, prefix: str) -> list[str]:
+        """What follows `prefix` in the names that begin with it."""
+        return sorted(name[len(prefix) :] for name in self._names if name.startswith(prefix))
+
+    def scale(self, prefix: str) -> float:
+        """The largest number of all tensors whose names begin so."""
+        if prefix not in self._scales:
+            tensors = [self._file.get_tensor(prefix + name) for name in self.names(prefix)]
+            self._scales[prefix] = max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0)
+        return self._scales[prefix]
+
+    def step_of(self, sample: int) -> int | None:
+        """The iteration (from 1) that a sample belongs to."""
+        return None if sample not in self._step_of else self._step_of[sample] + 1
+
+    def update_of(self, sample: int) -> int | None:
+        """The update (from 1) that a sample's gradient goes into."""
+        return self._update_of.get(sample)
+
+    def step_of_update(self, update: int) -> int:
+        """The iteration that an update (from 1) belongs to."""
+        return self._step_of[self.updates[update - 1]["samples"][0]] + 1
+
+    def due(self, layer: str, sample: int) -> int:
+        """Updates that the weights have seen with which the layer computes the sample."""
+        due: dict[str, int] = self.updates[self._update_of[sample] - 1]["due"]
+        return due.get(layer, due.get("", 0))

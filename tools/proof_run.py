@@ -1,0 +1,218 @@
+"""The proof itself: reference, ranks, checkpoint at another layout, the user's number format, verdict.
+
+reference   one process, fp64                           proof_reference.py
+ranks       the layout, all iterations, a checkpoint    proof_watch.py, forked from a warm process
+elsewhere   another layout goes on from the checkpoint
+format      the layout against one process, both in the user's bf16, fp16 or fp32
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import proof_watch
+from megalite.comm import World
+from megalite.config import Config, ParallelConfig, dump_yaml, parse
+from megalite.testing import CaseResult, run_single, try_ranks
+from megalite.train import open_run
+from proof_reference import Reference, record
+from proof_shrink import Small, elsewhere
+from proof_verdict import Difference, first_difference
+
+Body = Callable[..., Any]
+PATIENCE_SECONDS = 1800.0
+CLOSE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5, "fp64": 1e-9}
+"""How far losses may be apart that are rounded at other places: a few units of the last digit of 8, 11 and 24. Norms:
+three times as far."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of ranks. `difference`: the first one; `died`: what a rank died of, as the harness tells it."""
+
+    name: str
+    ranks: int
+    worst: dict[str, float]
+    difference: Difference | None
+    died: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank runs: `proof_watch.train`, or what a test makes of it, with more arguments."""
+
+    body: Body = proof_watch.train
+    arguments: tuple[Any, ...] = ()
+
+
+def prove(small: Small, steps: int, *, keep: str | None = None, rank: Rank = Rank()) -> int:
+    """Prints the certificate, or the first difference; returns 0 or 1."""
+    with tempfile.TemporaryDirectory(prefix="megalite-proof-") as name:
+        folder = Path(name)
+        try:
+            return _certify(small, steps, folder, rank)
+        finally:
+            if keep is not None:
+                shutil.copytree(folder, keep, dirs_exist_ok=True)
+
+
+def _certify(small: Small, steps: int, folder: Path, rank: Rank) -> int:
+    for line in small.changes:
+        print(f"  {line}")
+    began = time.monotonic()
+    parts = []
+    for part in _parts(small, steps, folder, rank):
+        parts.append(part)
+        print(f"  {part.name} ({part.ranks} ranks, {part.seconds:.0f} s): {_numbers(part.worst)}", flush=True)
+        if part.difference is not None or part.died:
+            print(f"FAIL  {part.name}: {part.difference or part.died}")
+            if part.difference is not None and part.died:
+                print(f"      after that: {part.died}")
+            return 1
+    apart = _in_own_format(small, steps, folder)
+    if apart:
+        print(apart)
+        if apart.startswith("FAIL"):
+            return 1
+    most = max((value for part in parts for value in part.worst.values()), default=0.0)
+    print(
+        f"PASS  {small.world_size} ranks compute what one process computes: {steps} iterations, largest relative "
+        f"difference {most:.2g}, in fp64; {time.monotonic() - began:.0f} s"
+    )
+    return 0
+
+
+def _numbers(worst: dict[str, float]) -> str:
+    return ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
+
+
+def _parts(small: Small, steps: int, folder: Path, rank: Rank) -> Any:
+    """The layout, then the checkpoint at another one."""
+    here = folder / "here.yaml"
+    save_after = steps // 2
+    config = replace(small.config, checkpoint=replace(small.config.checkpoint, save=str(folder / "run")))
+    here.write_text(dump_yaml(_cached(config, folder)))
+    with redirect_stdout(StringIO()):
+        run_single(record, str(here), small.world_size, steps, str(folder), timeout=PATIENCE_SECONDS)
+    reference = Reference(folder)
+    whole = range(1, steps + 1)
+    yield _part("the layout", rank, small.world_size, here, folder / "a", reference, whole, (steps, save_after))
+    other, ranks = elsewhere(small)
+    there = folder / "there.yaml"
+    newest = sorted((folder / "run").glob("iter_*"))[0]
+    moved = replace(other.checkpoint, load=str(newest.parent), ckpt_step=save_after)
+    there.write_text(dump_yaml(_cached(replace(other, checkpoint=moved), folder)))
+    rest = range(save_after + 1, steps + 1)
+    name = f"its checkpoint at {_describe(other, ranks)}"
+    yield _part(name, rank, ranks, there, folder / "b", reference, rest, (steps, 0))
+
+
+def _part(
+    name: str, rank: Rank, ranks: int, config: Path, folder: Path, reference: Reference, iterations: range,
+    ends: tuple[int, int],
+) -> Part:  # fmt: skip
+    folder.mkdir()
+    began = time.monotonic()
+    case = _run(rank.body, ranks, str(config), str(folder.parent), str(folder), *ends, *rank.arguments)
+    died = _death(case)
+    results = [result for result in case.results if result is not None]
+    seen = [seen for _, seen in results] if len(results) == ranks else []
+    difference = first_difference(folder, reference, seen, iterations, loaded=iterations.start > 1)
+    worst: dict[str, float] = {}
+    for found, _ in results:
+        worst = {kind: max(found.get(kind, 0.0), worst.get(kind, 0.0)) for kind in [*found, *worst]}
+    return Part(name, ranks, worst, difference, died, time.monotonic() - began)
+
+
+def _death(case: CaseResult) -> str:
+    """What the rank that failed first was doing, and why it ended; empty where none did."""
+    culprit = case.outcome.culprit
+    if culprit is None:
+        return ""
+    account = case.describe()
+    if culprit.error is not None and "modified by an inplace operation" in culprit.error.text:
+        account = "its weights were overwritten between the micro-batch's forward and backward\n" + account
+    return f"{culprit.phase}, rank {culprit.rank}: {account}"
+
+
+def _run(body: Body, ranks: int, *args: Any) -> CaseResult:
+    """The ranks share the cores, however many they are."""
+    with redirect_stdout(StringIO()):
+        return try_ranks(body, ranks, *args, timeout=PATIENCE_SECONDS)
+
+
+def _cached(config: Config, folder: Path) -> Config:
+    return replace(config, data=replace(config.data, data_cache_path=str(folder / "cache")))
+
+
+def _describe(config: Config, ranks: int) -> str:
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp": ranks // parallel.model_parallel_size,
+    }
+    grid = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return f"{grid}, ZeRO-{parallel.zero_stage}"
+
+
+# the user's own number format
+
+
+def losses(world: World, config_file: str, steps: int) -> tuple[list[float], list[float | None]]:
+    """Losses and norms of a plain run."""
+    found, norms = [], []
+    with open_run(parse(["--config", config_file], world_size=world.size), world) as run:
+        for step in range(steps):
+            stats = run.trainer.train_step(drain=step + 1 == steps)
+            found.append(float("nan") if stats.lm_loss is None else float(stats.lm_loss))
+            norms.append(None if stats.grad_norm is None else float(stats.grad_norm))
+    return found, norms
+
+
+def _in_own_format(small: Small, steps: int, folder: Path) -> str:
+    """The layout against one rank, both in the user's format: a line, or nothing to say."""
+    if small.own is None:
+        return ""
+    name = small.own.training.precision.name
+    if small.by_microbatch and small.config.parallel.pipeline_model_parallel_size > 1:
+        return f"  {name}: not compared, one rank has no delay of {small.config.parallel.schedule}"
+    layout, alone = folder / "own.yaml", folder / "alone_own.yaml"
+    layout.write_text(dump_yaml(_cached(small.own, folder)))
+    single = ParallelConfig(
+        pipeline_schedule=small.config.parallel.pipeline_schedule if small.stale else None,
+        pipeline_flush_steps=small.config.parallel.pipeline_flush_steps,
+        grad_reduce_in_bf16=small.own.parallel.grad_reduce_in_bf16,
+        hardware=small.own.parallel.hardware,
+    )
+    alone.write_text(dump_yaml(_cached(replace(small.own, parallel=single), folder)))
+    cases = [_run(losses, ranks, str(file), steps) for ranks, file in ((small.world_size, layout), (1, alone))]
+    for case in cases:
+        if case.outcome.culprit is not None:
+            return f"FAIL  in {name}: {_death(case)}"
+    found, expected = (case.results[0] for case in cases)
+    return _apart(name, found, expected)
+
+
+def _apart(name: str, found: Sequence[Any], expected: Sequence[Any]) -> str:
+    worst = 0.0
+    for what, near, a, b in (("loss", 1.0, found[0], expected[0]), ("gradient norm", 3.0, found[1], expected[1])):
+        for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
+            if x is None or y is None:
+                if x is not y:
+                    return f"FAIL  in {name}: iteration {step} was skipped by one of layout and single process"
+                continue
+            error = abs(x - y) / max(1.0, abs(y))
+            worst = max(worst, error)
+            if not error <= near * CLOSE[name]:
+                return f"FAIL  in {name}: iteration {step}, {what}: {x:.6g} instead of {y:.6g}"
+    return f"  in {name}, against one rank in {name}: losses and norms within {worst:.1e}"

@@ -1,0 +1,333 @@
+"""A user's configuration made small, with everything kept that composes: the layout, the schedule, what is recomputed,
+sharded, dropped out, tied, clipped. What tests/equivalence draws at random is here one run's own.
+
+    hidden 4096, 80 layers, 8192 tokens, 1024 ranks   ->   hidden 64, one layer a stage, 16 tokens, at most 64 ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megalite.config import (
+    BatchRamp,
+    CheckpointConfig,
+    Config,
+    Correction,
+    DataConfig,
+    Decay,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    StageLayout,
+    StalenessCorrection,
+    TrainingLength,
+    Warmup,
+    config_problems,
+    correction_of,
+    show,
+)
+from megalite.errors import ConfigError
+from megalite.schedule import find_schedule
+
+VOCABULARY, TOKENS, HEAD = 61, 16, 8
+CLIP, EPSILON = 0.1, 1e-6
+
+
+@dataclass(frozen=True)
+class Small:
+    """config: what is run here, in fp64. own: the same in the user's number format, None where that is fp64.
+    world_size: its ranks. changes: what was made smaller or left out, a line each.
+    """
+
+    config: Config
+    own: Config | None
+    world_size: int
+    changes: list[str]
+
+    @property
+    def stale(self) -> bool:
+        """Whether gradients are those of older weights (2BW, PipeDream)."""
+        return find_schedule(self.config.parallel.schedule).asynchronous
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether each stage steps after every micro-batch (PipeDream)."""
+        return find_schedule(self.config.parallel.schedule).update_per_microbatch
+
+
+def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> Small:
+    """The small configuration. Raises ConfigError where no legal one has so few ranks."""
+    parallel, changes = config.parallel, _Changes()
+    dp = _replicas(config, world_size, most_ranks)
+    whole, world_size = world_size, dp * parallel.model_parallel_size
+    changes.note("ranks", whole, world_size)
+    model = _model(config, changes)
+    training = replace(
+        config.training,
+        micro_batch_size=min(config.training.micro_batch_size, 2),
+        batch_ramp=BatchRamp(),
+        length=TrainingLength(train_iters=steps),
+        precision=Precision(fp64=True),
+        loss_scaling=type(config.training.loss_scaling)(),
+        float32_matmul_precision="highest",
+        compile=False,
+        eval_interval=None,
+        eval_iters=0,
+        full_validation=False,
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        iterations_to_skip=(),
+        skip_train=False,
+        dry_run=False,
+    )
+    if config.training.compile:
+        changes.lines.append("--compile: left out")
+    small = Config(
+        model=model,
+        parallel=_parallel(parallel),
+        training=training,
+        optimizer=_optimizer(config.optimizer, steps, correction_of(config) != Correction(), changes),
+        data=made_data(config).data,
+        checkpoint=CheckpointConfig(),
+        logging=LoggingConfig(),
+    )
+    small = _with_batches(small, config, max(1, config.num_microbatches(whole)), world_size, changes)
+    return Small(small, _in_own_format(small, config), world_size, changes.lines)
+
+
+def elsewhere(small: Small) -> tuple[Config, int]:
+    """Another layout for the same model and batch, as unlike as four ranks allow: where the checkpoint is taken to."""
+    here = small.config.parallel
+    dp = small.world_size // here.model_parallel_size
+    best: tuple[int, Config, int] | None = None
+    for tp, pp, new_dp, zero in product((1, 2), (1, 2, 4), (1, 2, 4), (0, 1, 2, 3)):
+        ranks = tp * pp * new_dp
+        if small.by_microbatch:
+            pp, new_dp, zero, ranks = (
+                here.pipeline_model_parallel_size,
+                dp,
+                0,
+                tp * here.pipeline_model_parallel_size * dp,
+            )
+        elif ranks > 4:
+            continue
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            sequence_parallel=tp > 1 and not here.sequence_parallel,
+            pipeline_schedule=here.pipeline_schedule if small.stale else None,
+            pipeline_flush_steps=here.pipeline_flush_steps,
+            zero_stage=zero,
+            hardware=here.hardware,
+            distributed_timeout_minutes=here.distributed_timeout_minutes,
+        )
+        model = replace(
+            small.config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
+        )
+        config = replace(small.config, parallel=parallel, model=model)
+        if config_problems(config, ranks):
+            continue
+        before = (here.tensor_model_parallel_size, here.pipeline_model_parallel_size, dp, here.zero_stage)
+        unlike = sum(a != b for a, b in zip(before, (tp, pp, new_dp, zero), strict=True))
+        if best is None or unlike > best[0]:
+            best = unlike, config, ranks
+    if best is None:
+        return small.config, small.world_size
+    return best[1], best[2]
+
+
+def made_data(config: Config) -> Config:
+    """The configuration with generated data, cut and masked alike, so that no file is needed."""
+    data = config.data
+    made = DataConfig(
+        mock_data=True,
+        tokenizer_type="NullTokenizer",
+        num_workers=0,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+    model = replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY)
+    parallel = replace(config.parallel, nprocs=None)
+    return replace(config, data=made, model=model, parallel=parallel, checkpoint=CheckpointConfig())
+
+
+class _Changes:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, name: str, before: object, after: object) -> None:
+        if before != after:
+            self.lines.append(f"{name}: {show(before)} -> {show(after)}")
+
+    def fields(self, before: Any, after: Any) -> None:
+        for name, value in vars(after).items():
+            if getattr(before, name) != value and not hasattr(value, "__dict__"):
+                self.note("--" + name.replace("_", "-"), getattr(before, name), value)
+
+
+def _replicas(config: Config, world_size: int, most_ranks: int) -> int:
+    """Data-parallel size: the user's, or the smallest that still has replicas of what it has."""
+    parallel = config.parallel
+    dp, one = config.data_parallel_size(world_size), parallel.model_parallel_size
+    if dp * one <= most_ranks:
+        return dp
+    instances = parallel.num_distributed_optimizer_instances
+    fewest = min(dp, 2 * instances if instances > 1 else 2)
+    if fewest * one > most_ranks:
+        raise ConfigError(
+            f"--max-ranks={most_ranks}: tensor x pipeline x at least {fewest} replicas are {fewest * one} ranks; "
+            "raise it, or prove a layout with a smaller --pipeline-model-parallel-size"
+        )
+    return next(n for n in range(most_ranks // one, 0, -1) if n % instances == 0 and n <= dp)
+
+
+def _model(config: Config, changes: _Changes) -> ModelConfig:
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    many = model.num_attention_heads // tp > 1
+    groups, heads = None, tp * (2 if many else 1)
+    if model.query_groups < model.num_attention_heads:
+        groups = tp * (2 if model.query_groups // tp > 1 else 1) if model.query_groups >= tp else model.query_groups
+        heads = groups * 2
+    odd = model.kv_channels is not None and model.kv_channels * model.num_attention_heads != model.hidden_size
+    hidden = heads * HEAD + (HEAD if odd else 0)
+    rotated = int(HEAD * model.rotary_percent)
+    tokens = tp * -(-TOKENS // tp)
+    longer = model.max_position_embeddings is not None and model.max_position_embeddings > model.seq_length
+    window = model.window_size
+    if window is not None:
+        window = 6 if window < model.seq_length else 2 * tokens
+    scaling = model.rope_scaling
+    if scaling.use_rope_scaling:
+        scaling = replace(scaling, rope_scaling_original_length=TOKENS // 2)
+    fixed = model.ffn_hidden_size is not None or model.gated
+    small = replace(
+        model,
+        num_layers=_layers(config),
+        hidden_size=hidden,
+        ffn_hidden_size=2 * heads * HEAD if fixed else None,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=HEAD if odd else None,
+        seq_length=tokens,
+        max_position_embeddings=tokens + 8 if longer else None,
+        rotary_percent=model.rotary_percent if rotated >= 2 and rotated % 2 == 0 else 0.5,
+        rope_scaling=scaling,
+        window_size=window,
+        init_method_std=max(model.init_method_std, 0.02),
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
+    )
+    changes.fields(model, small)
+    return small
+
+
+def _layers(config: Config) -> int:
+    """A layer a stage (and one more where the user's do not come out even), or all where stages are written out."""
+    model, parallel = config.model, config.parallel
+    stages = parallel.pipeline_model_parallel_size * parallel.num_chunks
+    laid_out = parallel.stage_layout != StageLayout() or parallel.pipeline_schedule_file is not None
+    several = model.recompute_granularity == "full" or model.cpu_offloading_num_layers
+    if laid_out or len(model.recompute_num_layers or ()) > 1:
+        return model.num_layers
+    wanted = stages * (2 if several else 1) + (1 if model.num_layers % stages else 0)
+    return min(model.num_layers, max(wanted, 2, model.cpu_offloading_num_layers))
+
+
+def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+    return replace(
+        parallel,
+        ddp_bucket_size=None if parallel.ddp_bucket_size is None else 3000,
+        grad_reduce_in_bf16=False,
+        nprocs=None,
+        hardware=replace(parallel.hardware, device="cpu", distributed_backend=None),
+        distributed_timeout_minutes=10.0,
+    )
+
+
+def _optimizer(settings: OptimizerConfig, steps: int, corrects: bool, changes: _Changes) -> OptimizerConfig:
+    """Lengths within the few steps, numbers at which a mistake shows and rounding does not."""
+    warmup, wsd = settings.lr_warmup, settings.lr_wsd_decay
+    warms = any((warmup.lr_warmup_iters, warmup.lr_warmup_samples, warmup.lr_warmup_fraction))
+    final = replace(wsd, lr_wsd_decay_iters=steps // 2, lr_wsd_decay_samples=None)
+    small = replace(
+        settings,
+        lr_decay=Decay(),
+        lr_warmup=Warmup(lr_warmup_iters=1, lr_warmup_init=settings.lr / 2) if warms else Warmup(),
+        lr_wsd_decay=final if settings.lr_decay_style == "WSD" else wsd,
+        args=replace(settings.args, adam_eps=max(settings.args.adam_eps, EPSILON)),
+        exp_avg_dtype="fp32",
+        exp_avg_sq_dtype="fp32",
+        optimizer_impl="torch",
+        store_param_remainders=False,
+        staleness=StalenessCorrection(staleness_correction="none") if corrects else settings.staleness,
+        clip_grad=min(settings.clip_grad, CLIP),
+    )
+    if corrects:
+        changes.lines.append("--staleness-correction: against one rank only")
+    changes.note("--adam-eps", settings.args.adam_eps, small.args.adam_eps)
+    changes.note("--clip-grad", settings.clip_grad, small.clip_grad)
+    return small
+
+
+def _with_batches(small: Config, own: Config, most: int, world_size: int, changes: _Changes) -> Config:
+    """With the fewest micro-batches above the number of ranks that the schedule takes, and a growing batch if the
+    user's grows."""
+    ranks = small.parallel.pipeline_model_parallel_size
+    dp = small.data_parallel_size(world_size)
+    unit = small.training.micro_batch_size * dp
+    wanted = min(most, ranks + 2)
+    for m in [*range(wanted, wanted + 4 * ranks + 8), most]:
+        for training in _batches(small, own, unit, m):
+            config = replace(small, training=training)
+            if not config_problems(config, world_size):
+                changes.note("micro-batches", most, m)
+                return config
+    config = replace(small, training=next(iter(_batches(small, own, unit, wanted))))
+    raise ConfigError(
+        [f"no small form of this configuration is legal: {line}" for line in config_problems(config, world_size)]
+    )
+
+
+def _batches(small: Config, own: Config, unit: int, m: int) -> Iterator[Any]:
+    """Training sections of `m` micro-batches, growing ones first where the user's batch grows."""
+    full, ramp = m * unit, own.training.batch_ramp
+    for first in range(m - 1, 0, -1):
+        start = first * unit
+        if ramp.rampup_batch_size is not None:
+            grown = BatchRamp(rampup_batch_size=(start, full - start, 2 * start))
+            yield replace(small.training, global_batch_size=full, batch_ramp=grown)
+        if ramp.step_batch_size_schedule is not None:
+            text = f"0:{start} {2 * start * small.model.seq_length}:{full}"
+            yield replace(small.training, global_batch_size=None, batch_ramp=BatchRamp(step_batch_size_schedule=text))
+    if ramp == BatchRamp() or m == 1:
+        yield replace(small.training, global_batch_size=full)
+
+
+def _in_own_format(small: Config, own: Config) -> Config | None:
+    """The small configuration with the user's precision path (bf16 or fp16, moments, remainders, reduction) and
+    correction of stale gradients, which the reference has not."""
+    if own.training.precision.fp64 and correction_of(own) == Correction():
+        return None
+    scaling = own.training.loss_scaling
+    if own.training.precision.fp16:  # a scale at which the first updates are skipped
+        scaling = replace(scaling, initial_loss_scale=2.0**22, min_loss_scale=min(scaling.min_loss_scale, 1.0))
+    theirs = own.optimizer
+    optimizer = replace(
+        small.optimizer,
+        exp_avg_dtype=theirs.exp_avg_dtype,
+        exp_avg_sq_dtype=theirs.exp_avg_sq_dtype,
+        store_param_remainders=theirs.store_param_remainders,
+        staleness=theirs.staleness,
+    )
+    return replace(
+        small,
+        parallel=replace(small.parallel, grad_reduce_in_bf16=own.parallel.grad_reduce_in_bf16),
+        training=replace(small.training, precision=own.training.precision, loss_scaling=scaling),
+        optimizer=optimizer,
+    )

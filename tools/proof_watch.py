@@ -1,0 +1,291 @@
+"""One rank of the configuration that is being proved: it trains, and compares what it computes as it computes it.
+
+    layer's weights, output, gradient of its output     hooks on the layers      WEIGHTS, FORWARD, BACKWARD
+    gradient before it is reduced                        tap_gradients            kept, to tell BACKWARD from REDUCE
+    gradient after it is reduced, norm                   fault point `opt_step`   GRADIENT, NORM
+    weights and moments after the step                   after every iteration    STEP
+
+Nothing is sent: every rank reads the reference by itself and writes its findings down at once, so that they are there
+even if it dies of what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gradient_taps import tap_gradients
+from megalite.comm import World
+from megalite.config import parse
+from megalite.inventory import Placement, layer_of
+from megalite.microbatch import Microbatch
+from megalite.nn import LayerStack
+from megalite.observe import StepStats
+from megalite.parallel.zero import ParameterBuffers
+from megalite.testing import inject
+from megalite.train import OpenRun, open_run
+from proof_reference import Reference
+
+WEIGHTS, FORWARD, BACKWARD, GRADIENT, NORM, LOSS, STEP = (
+    "weights", "forward", "backward", "gradient", "norm", "loss", "step",
+)  # fmt: skip
+ACTIONS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward (input)",
+    "W": "backward (weights)",
+    "REDUCE": "reduce",
+    "NORM": "norm",
+    "STEP": "step",
+}
+TOLERANCE = 1e-9
+FLOOR = 1e-3
+"""A tensor counts as large as this part of the largest of its kind: beside it rounding is no difference."""
+
+
+@dataclass
+class Watch:
+    """What a rank has found: the worst difference of every kind, and the samples that each layer has computed."""
+
+    rank: int
+    reference: Reference
+    folder: Path
+    worst: dict[str, float] = field(default_factory=dict)
+    seen: dict[str, list[int]] = field(default_factory=dict)
+
+    def compare(self, kind: str, key: str, found: Tensor, expected: Tensor | None, scale: float, **where: Any) -> bool:
+        """Notes how far `found` is off, relative to the larger of the expected tensor and FLOOR x `scale`."""
+        if expected is None or tuple(found.shape) != tuple(expected.shape):
+            self.tell(kind, where, tensor=key, what="has no such place in one process")
+            return False
+        if not found.numel():
+            return True
+        size = max(float(expected.abs().max()), FLOOR * scale)
+        error = float((found - expected).abs().max())
+        relative = error / size if size else error
+        self.worst[kind] = max(self.worst.get(kind, 0.0), relative) if math.isfinite(relative) else math.inf
+        if relative <= TOLERANCE:
+            return True
+        self.tell(kind, where, tensor=key, off=error, largest=size, ratio=ratio(found, expected))
+        return False
+
+    def tell(self, kind: str, where: Mapping[str, Any], **facts: Any) -> None:
+        with open(self.folder / f"found-{self.rank}.jsonl", "a") as file:
+            file.write(json.dumps({"kind": kind, "rank": self.rank, **where, **facts}) + "\n")
+
+
+def ratio(found: Tensor, expected: Tensor) -> float | None:
+    """The number that `expected` has been multiplied with, if there is one."""
+    square = float((expected * expected).sum())
+    if not square:
+        return None
+    factor = float((found * expected).sum()) / square
+    left = float((found - factor * expected).abs().max())
+    return factor if left <= 1e-6 * float(expected.abs().max()) * max(1.0, abs(factor)) else None
+
+
+def train(
+    world: World, config_file: str, reference: str, folder: str, steps: int, save_after: int
+) -> tuple[dict[str, float], dict[str, list[int]]]:
+    """Trains up to iteration `steps` with a checkpoint after `save_after` of them; the worst differences by kind, and
+    the samples that each layer has computed."""
+    config = parse(["--config", config_file], world_size=world.size)
+    watch = Watch(world.rank, Reference(Path(reference)), Path(folder))
+    with open_run(config, world) as run:
+        eyes = Eyes(run, watch, lambda doing: world.report_phase(f"iteration {run.trainer.iteration + 1}: {doing}"))
+        eyes.states()
+        while run.trainer.iteration < steps:
+            number = run.trainer.iteration + 1
+            stats = run.trainer.train_step(drain=number in (steps, save_after))
+            eyes.after_step(stats)
+            if number == save_after:
+                run.state.save(run.trainer.progress)
+    return watch.worst, watch.seen
+
+
+class Eyes:
+    """Looks at an open run. phase: what the rank is doing, told to who supervises it."""
+
+    def __init__(self, run: OpenRun, watch: Watch, phase: Callable[[str], None]) -> None:
+        self.run, self.watch, self.reference, self.phase = run, watch, watch.reference, phase
+        self.tp = run.trainer.mesh["tp"]
+        self.local: dict[int, dict[str, Tensor]] = {}
+        self._launched: dict[int, int] = {}
+        self._checked: set[tuple[str, int]] = set()
+        self._first_update = run.trainer.updater.newest_version()
+        for stage in run.trainer.executor.stages.values():
+            for module in stage.modules:
+                self._listen(cast(LayerStack, module))
+        for family in self._families():
+            tap_gradients(family, self._keep)
+        inject.install([*inject.FAULTS, self])
+
+    def _families(self) -> list[ParameterBuffers]:
+        return [family for stage in self.run.state.model.buffers.values() for family in stage]
+
+    # layers
+
+    def _listen(self, stack: LayerStack) -> None:
+        names = {id(p): name for name, p in stack.logical_parameters()}
+        for layer, module in zip(stack.names, stack.ordered(), strict=True):
+            own = [(names[id(p)], p) for p in module.parameters() if id(p) in names]
+            module.register_forward_pre_hook(lambda _, args, layer=layer, own=own: self._used(layer, args[1], own))
+            module.register_forward_hook(lambda _, args, out, layer=layer: self._computed(layer, args[1], out))
+
+    def _used(self, layer: str, batch: Microbatch, own: list[tuple[str, nn.Parameter]]) -> None:
+        """The weights that a layer computes with: those of the right update?"""
+        sample = int(batch.sample_ids[0])
+        step = self.reference.step_of(sample)
+        if step is None:
+            return
+        due = self.reference.due(layer, sample)
+        number = self.reference.update_of(sample) or 0
+        if (layer, number) in self._checked:
+            return
+        self._checked.add((layer, number))
+        for name, p in own:
+            found, offset = valid_part(p.detach(), placement_of(p))
+            expected = self.reference.part(f"state/{due}/{name}", offset, found.shape)
+            scale = self.reference.scale(f"state/{due}/{layer}")
+            where = {"step": step, "layer": layer, "due": due, "version": self._version_of(name, found, offset)}
+            self.watch.compare(WEIGHTS, name, self._settled(name, offset, found, expected), expected, scale, **where)
+
+    def _version_of(self, name: str, found: Tensor, offset: tuple[int, ...]) -> int | None:
+        """The update after which the weights were so."""
+        for update in range(len(self.reference.updates) + 1):
+            expected = self.reference.part(f"state/{update}/{name}", offset, found.shape)
+            if expected is not None and found.numel() and bool(((found - expected).abs() <= 1e-12).all()):
+                return update
+        return None
+
+    def _computed(self, layer: str, batch: Microbatch, out: Tensor) -> None:
+        samples = batch.sample_ids.tolist()
+        if self.reference.step_of(samples[0]) is None:
+            self.watch.tell(FORWARD, {"step": self.run.trainer.iteration + 1, "layer": layer, "sample": samples[0]},
+                            tensor="batch", what="is no sample of these iterations")  # fmt: skip
+            return
+        self.watch.seen.setdefault(layer, []).extend(samples)
+        self._compare(FORWARD, layer, samples, out.detach())
+        if out.requires_grad:
+            out.register_hook(lambda g: self._compare(BACKWARD, layer, samples, g))
+
+    def _compare(self, kind: str, layer: str, samples: list[int], values: Tensor) -> None:
+        where = {"step": self.reference.step_of(samples[0]), "layer": layer}
+        if values.dim() == 0:
+            key = f"{'loss' if kind == FORWARD else 'factor'}/{samples[0]}"
+            self.watch.compare(kind, key, values, self.reference.get(key), 0.0, sample=samples[0], **where)
+            return
+        length = values.shape[0]
+        prefix = f"{kind}/{layer}/"
+        for i, sample in enumerate(samples):
+            whole = self.reference.get(f"{prefix}{sample}")
+            cut = whole is not None and whole.shape[0] != length  # sequence parallelism: this rank's tokens
+            expected = whole[self.tp.rank * length :][:length] if whole is not None and cut else whole
+            scale = float(whole.abs().max()) if whole is not None else 0.0
+            self.watch.compare(kind, f"{prefix}{sample}", values[:, i], expected, scale, sample=sample, **where)
+
+    def _settled(self, name: str, offset: tuple[int, ...], found: Tensor, expected: Tensor | None) -> Tensor:
+        """`found`, where no update has followed the sign of a rounding (Lion, where a gradient is mathematically 0)."""
+        unsettled = self.reference.part(f"unsettled/{name}", offset, found.shape)
+        return found if unsettled is None or expected is None else torch.where(unsettled, expected, found)
+
+    # gradients
+
+    def _keep(self, bucket: Any) -> None:
+        if bucket.gradient.streams:
+            update = self.run.trainer.updater.newest_version() + 1
+        else:
+            self._launched[id(bucket)] = self._launched.get(id(bucket), 0) + 1
+            update = self._first_update + self._launched[id(bucket)]
+        kept = self.local.setdefault(update, {})
+        for slot in bucket.plan.slots:
+            place = slot.entry.placement
+            if self.tp.rank and not place.sharded and not place.partial:
+                continue  # all tensor-parallel ranks hold the same
+            begin = slot.start - bucket.plan.start
+            whole = bucket.gradient.full[begin : begin + slot.entry.numel].view(slot.entry.shape)
+            values, offset = valid_part(whole, place)
+            key = f"{slot.entry.name}|{','.join(map(str, offset))}"
+            kept[key] = kept[key] + values if key in kept else values.clone()
+
+    def reached(self, name: str, facts: Mapping[str, object]) -> None:
+        """The product says where it is: `opt_step` comes after the norm and before the step."""
+        if name == "action":
+            self.phase(self._doing(str(facts["kind"]), facts["stage"], facts["microbatch"]))
+        if name != "opt_step":
+            return
+        update = int(str(facts["update"])) + 1
+        kept = {key: values.contiguous() for key, values in self.local.pop(update, {}).items()}
+        save_file(kept, str(self.watch.folder / f"local-{update}-{self.watch.rank}.safetensors"))
+        if update > len(self.reference.updates):
+            return
+        prefix = f"gradient/{update}/"
+        for master in self.run.state.model.optimizer.masters:
+            for shard in master.shards("", master.gradient, 0):
+                where = {"step": self.reference.step_of_update(update), "layer": layer_of(shard.name), "update": update}
+                expected = self.reference.part(prefix + shard.name, shard.offset, shard.local.shape)
+                self.watch.compare(GRADIENT, shard.name, shard.local, expected, self.reference.scale(prefix), **where)
+
+    def _doing(self, kind: str, stage: object, microbatch: object) -> str:
+        """An action in words."""
+        layers = [
+            name
+            for (number, _), part in self.run.trainer.executor.stages.items()
+            if number == stage
+            for name in cast(LayerStack, part.modules[0]).names
+        ]
+        here = " .. ".join(dict.fromkeys((layers[0], layers[-1])))
+        return f"{ACTIONS.get(kind, kind)} of {here}, micro-batch {microbatch}"
+
+    # steps
+
+    def after_step(self, stats: StepStats) -> None:
+        """Loss and norm of the iteration, weights and moments after it."""
+        where = {"step": stats.iteration, "layer": "head"}
+        expected = torch.tensor(self.reference.steps[stats.iteration - 1]["loss"], dtype=torch.float64)
+        assert stats.lm_loss is not None
+        self.watch.compare(LOSS, "lm_loss", torch.as_tensor(stats.lm_loss).double(), expected, 0.0, **where)
+        if stats.grad_norm is not None:
+            norm = torch.tensor(self.reference.updates[stats.iteration - 1]["norm"], dtype=torch.float64)
+            found = torch.tensor(float(stats.grad_norm), dtype=torch.float64)
+            self.watch.compare(NORM, "grad_norm", found, norm, 0.0, **where)
+        self.states()
+
+    def states(self) -> None:
+        """Weights and moments as they are now."""
+        update = self.run.trainer.updater.newest_version()
+        step = self.reference.step_of_update(update) if update else 0
+        for shard in self.run.state.model.optimizer.shards():
+            where = {"step": step, "layer": layer_of(shard.name.split("/")[-1]), "update": update}
+            if shard.name == "optimizer/step":
+                count = torch.tensor(float(update))
+                self.watch.compare(STEP, shard.name, shard.local, count, 0.0, **where)
+                continue
+            expected = self.reference.part(f"state/{update}/{shard.name}", shard.offset, shard.local.shape)
+            if not update and shard.name.startswith("optimizer/"):
+                expected = torch.zeros_like(shard.local, dtype=torch.float64)
+            local = self._settled(shard.name, shard.offset, shard.local.double(), expected)
+            kind = shard.name.rpartition("/")[0]
+            scale = self.reference.scale(f"state/{update}/{kind}/" if kind else f"state/{update}/layers")
+            self.watch.compare(STEP, shard.name, local, expected, scale, **where)
+
+
+def placement_of(parameter: Any) -> Placement:
+    """Where the parameter lies in the model."""
+    place: Placement = parameter.placement
+    return place
+
+
+def valid_part(local: Tensor, place: Placement) -> tuple[Tensor, tuple[int, ...]]:
+    """(What of a local parameter lies inside the model, where it begins): padding left out."""
+    shape = place.valid_shape(tuple(local.shape))
+    offset = tuple(min(a, n) for a, n in zip(place.offset, place.global_shape, strict=True))
+    return local[tuple(slice(0, n) for n in shape)], offset
