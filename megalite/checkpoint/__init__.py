@@ -38,6 +38,7 @@ from megalite.checkpoint.discovery import (
     is_huggingface,
     latest,
     resolve_checkpoint,
+    step_of,
     write_tracker,
 )
 from megalite.checkpoint.format import (

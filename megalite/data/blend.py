@@ -114,9 +114,14 @@ class BlendedDataset:
         return len(self._part)
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        part, number = self.source_of(sample)
+        return part.fill(number, out)
+
+    def source_of(self, sample: int) -> tuple[GPTDataset, int]:
+        """The part that a sample comes from, and its number there."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
-        return self.parts[int(self._part[sample])].fill(int(self._sample[sample]), out)
+        return self.parts[int(self._part[sample])], int(self._sample[sample])
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         """Tokens of one sample, int64 `[S + 1]`."""

@@ -1,0 +1,121 @@
+"""An iteration of the past again: a spike that was planted into the data is found at another layout than the run's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from cli.test_preflight import wrong_weight_gradient
+
+import replay
+from megalite.comm import World
+from megalite.data import IndexedWriter
+from megalite.launch import LaunchEnvironment
+from megalite.testing import RanksFailed, run_single
+from replay_pass import Replay
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = (25, 90, 155, 210)
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 30 --lr 2e-2 --lr-decay-style constant --log-interval 1 --save-interval 6 "
+    "--eval-iters 0 --fp64 --device cpu --tokenizer-type NullTokenizer --vocab-size 32 --split 1,0,0 --num-workers 0 "
+    "--seed 3"
+).split()
+
+
+def run(tool: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, tool, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A run on documents that count up, but for a few that are noise, and the iteration that read them."""
+    folder = tmp_path_factory.mktemp("spike")
+    noise = np.random.default_rng(1)
+    with IndexedWriter(str(folder / "corpus"), dtype=np.dtype(np.uint16)) as writer:
+        for document in range(240):
+            begin = int(noise.integers(0, 31))
+            ids = (begin + np.arange(17)) % 31
+            writer.add_document((noise.integers(0, 31, 17) if document in PLANTED else ids).astype(np.uint16))
+    flags = [
+        "--data-path",
+        str(folder / "corpus"),
+        "--save",
+        str(folder / "run"),
+        "--data-cache-path",
+        str(folder / "c"),
+    ]
+    done = run("pretrain_gpt.py", *MODEL, *flags)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {one["iteration"]: one["lm_loss"] for one in records if one["kind"] == "train"}
+    rise = {i: losses[i] - losses[i - 1] for i in losses if i > 8}
+    return folder / "run", max(rise, key=lambda i: rise[i])
+
+
+def test_the_documents_of_a_spike_are_named_at_another_layout(spiked: tuple[Path, int]) -> None:
+    directory, iteration = spiked
+    layout = ["--nprocs", "2", "--pipeline-model-parallel-size", "2"]
+    done = run("tools/replay.py", "--load", str(directory), "--iteration", str(iteration), *layout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdict = done.stdout.splitlines()[-1]
+    assert verdict.startswith("verdict: data: ") and "the numbers are the run's" in verdict
+    named = {int(word.rstrip(",;")) for word in verdict.split() if word.rstrip(",;").isdigit()}
+    assert named and named <= set(PLANTED)
+    before = (directory / "metrics.jsonl").read_text()
+    assert str(iteration) in done.stdout and before == (directory / "metrics.jsonl").read_text()
+
+
+def replayed(world: World, directory: str, iteration: int, spoil: bool) -> int:
+    """In this process; to spoil is to make a second pass with a flipped bit in a weight gradient."""
+    config, begin = replay.again(directory, iteration, [], LaunchEnvironment())
+    right, passes = Replay._pass, iter(range(2))
+
+    def one_pass(self: Replay, *args: object) -> object:
+        return right(self, *args) if not (spoil and next(passes)) else spoiled(self, *args)
+
+    def spoiled(self: Replay, *args: object) -> object:
+        with wrong_weight_gradient(bit=45):
+            return right(self, *args)
+
+    with patch.object(Replay, "_pass", one_pass):
+        return Replay(Path(directory), iteration, begin, documents=3, passes=1 + spoil)(config, world)
+
+
+def test_wrong_numbers_and_wrong_hardware_are_told_apart(spiked: tuple[Path, int], tmp_path: Path) -> None:
+    directory, iteration = spiked
+    with pytest.raises(
+        RanksFailed, match=r"verdict: hardware: a second pass differs: (loss or|iteration 28, forward, stage 0)"
+    ):
+        run_single(replayed, str(directory), iteration, True)
+    copy = shutil.copytree(directory, tmp_path / "run")
+    log = (copy / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in log]
+    for record in records:
+        if record.get("iteration") == iteration and record["kind"] == "train":
+            record["grad_norm"] *= 1.001
+    (copy / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    with pytest.raises(
+        RanksFailed, match=rf"verdict: numbers: grad_norm of iteration {iteration} is .*, metrics.jsonl"
+    ):
+        run_single(replayed, str(copy), iteration, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--load", "nowhere", "--iteration", "3"], "--load=nowhere: no config.yaml in it"),
+        (["--load", ".", "--iteration", "0"], "--iteration=0 --documents=10: both must be 1 or more"),
+        (["--iteration", "3"], "the following arguments are required: --load"),
+    ],
+)
+def test_mistakes_get_one_line(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main(flags) == 2
+    assert line in capsys.readouterr().err

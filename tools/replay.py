@@ -1,0 +1,93 @@
+"""An iteration of a run again, from the nearest checkpoint, at any layout: what happened there?
+
+    python tools/replay.py --load runs/a --iteration 1730                        as the run was laid out
+    python tools/replay.py --load runs/a --iteration 1730 --nprocs 2 --pipeline-model-parallel-size 2    or otherwise
+    torchrun ... tools/replay.py --load runs/a --iteration 1730
+
+Prints loss and gradient norm of every iteration on the way beside those of metrics.jsonl, the dearest documents of the
+iteration, and a verdict: `data` (documents that stand out), `numbers` (the first metric or tensor that is not what the
+run had; exit status 1), `hardware` (a second pass computes other bits; exit status 1). Nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import ToolParser, run_tool
+from megalite.config import Config, parse
+from megalite.errors import ConfigError, MegaliteError
+from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
+
+CONFIG = "config.yaml"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The tool's own flags; everything else is the training's and changes what the run had."""
+    p = ToolParser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--load", required=True, metavar="RUN", help="the run's directory (--save)")
+    p.add_argument("--iteration", type=int, required=True, metavar="N", help="the iteration to look at")
+    p.add_argument("--documents", type=int, default=10, metavar="K", help="documents to show (default 10)")
+    p.add_argument("--once", action="store_true", help="no second pass: twice as fast, and blind to hardware")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Runs the tool, or is one of its ranks; the exit status."""
+    status = [0]
+
+    def run(argv: list[str]) -> None:
+        status[0] = _run(argv)
+
+    return run_tool(run, argv) or status[0]
+
+
+def _run(argv: list[str]) -> int:
+    args, rest = parser().parse_known_args(argv)
+    if args.iteration < 1 or args.documents < 1:
+        raise ConfigError(f"--iteration={args.iteration} --documents={args.documents}: both must be 1 or more")
+    place = LaunchEnvironment()
+    try:
+        place = read_environment()
+        config, begin = again(args.load, args.iteration, rest, place)
+    except MegaliteError as error:
+        if place.rank == 0:
+            print_error(error)
+        return error.exit_code
+    from replay_pass import Replay  # torch comes with it: not before the flags are known to be right
+
+    body = Replay(Path(args.load), args.iteration, begin, documents=args.documents, passes=1 if args.once else 2)
+    return launch(config, body, place)
+
+
+def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) -> tuple[Config, int]:
+    """The run's configuration as it is to be replayed, and the iteration of the checkpoint that it goes on from."""
+    saved = Path(run) / CONFIG
+    if not saved.is_file():
+        raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")
+    alone = ["--nprocs", "1"] if place.launcher else []
+    config = parse(["--config", str(saved), *alone, *flags], world_size=place.size if place.launcher else None)
+    parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel
+    training = replace(config.training, eval_iters=0, skip_train=False, exit_interval=None)
+    from megalite.checkpoint import committed, step_of
+
+    before = [step for step in map(step_of, committed(run)) if step < iteration]
+    settings = replace(config.checkpoint, save=None, auto_resume=False, async_save=False)
+    if before:
+        settings = replace(settings, load=run, ckpt_step=max(before), finetune=False, load_optim=True)
+    config = replace(config, parallel=parallel, training=training, checkpoint=settings)
+    world_size = place.size if place.launcher else (parallel.nprocs or 1)
+    total = config.train_iterations(world_size)
+    if iteration > total:
+        raise ConfigError(f"--iteration={iteration}: the run has {total} iterations (--train-iters)")
+    return config, max(before, default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

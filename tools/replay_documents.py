@@ -1,0 +1,122 @@
+"""Loss by document: which texts an iteration has read, and what each of them cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import all_gather_json
+from megalite.data import Dataset, GPTDataset, IndexedDataset
+from megalite.microbatch import Microbatch
+from megalite.nn import Head
+from megalite.train import OpenRun
+
+SPREAD, NATS = 6.0, 0.5
+"""A document stands out whose loss lies so many robust deviations, and so many nats, above the median of the batch."""
+SHOWN = 48
+
+
+@dataclass(frozen=True)
+class DocumentLoss:
+    """source: name of the data; document: its number there; loss: mean in nats over `tokens` tokens of the batch, its
+    first one left out, which nothing foretells.
+    """
+
+    source: str
+    document: int
+    loss: float
+    tokens: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.source} document {self.document}"
+
+
+class TokenLosses:
+    """Notes the loss of every token that this rank's head computes."""
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
+        self._sums: dict[tuple[str, int], list[float]] = {}
+        self._text: dict[tuple[str, int], str] = {}
+        for stage in run.trainer.executor.stages.values():
+            for module in stage.modules:
+                if stage.is_last:
+                    head = module.get_submodule("head")
+                    head.register_forward_pre_hook(self._heard)
+
+    def _heard(self, head: nn.Module, args: tuple[Tensor, Microbatch]) -> None:
+        x, batch = args
+        losses = cast(Head, head).token_losses(x.detach(), batch).double()
+        if self._run.trainer.mesh.coordinate("tp"):
+            return  # its peers hold the same
+        weighed = batch.loss_mask.bool()
+        for sample, row, mask in zip(batch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
+            for key, begin, end, text in self._documents(sample):
+                counted = mask[begin:end]
+                if bool(counted.any()):
+                    entry = self._sums.setdefault(key, [0.0, 0.0])
+                    entry[0] += float(row[begin:end][counted].sum())
+                    entry[1] += int(counted.sum())
+                    self._text.setdefault(key, text)
+
+    def _documents(self, sample: int) -> Iterator[tuple[tuple[str, int], int, int, str]]:
+        """(source and document, first and last label of it in the sample, how it begins)."""
+        dataset = self._run.state.datasets.train
+        assert dataset is not None
+        part, number = source_of(dataset, sample)
+        sequences, offset, stop = part.cut(number)
+        at = 0
+        for place, sequence in enumerate(sequences):
+            begin = offset if place == 0 else 0
+            end = stop + 1 if place == len(sequences) - 1 else int(part.store.lengths[sequence])
+            document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
+            # label i is token i + 1; what a document begins with follows from nothing, and is not counted
+            first, last = at if begin == 0 else max(0, at - 1), at + end - begin - 1
+            if last > first:
+                ids = part.store.get(sequence, 0, min(SHOWN, int(part.store.lengths[sequence])))
+                text = self._run.state.tokenizer.decode(ids.tolist())
+                yield (part.store.name, document), first, last, " ".join(text.split())[:SHOWN]
+            at += end - begin
+
+    def gather(self) -> list[DocumentLoss]:
+        """Of all ranks, dearest first. Collective."""
+        mine = [[*key, *sums, self._text[key]] for key, sums in self._sums.items()]
+        everyone = all_gather_json(mine, self._run.trainer.mesh.world)
+        return merged(one for rank in everyone for one in rank)
+
+
+def source_of(dataset: Dataset, sample: int) -> tuple[GPTDataset, int]:
+    """The corpus that a sample comes from, and its number there."""
+    return (dataset, sample) if isinstance(dataset, GPTDataset) else dataset.source_of(sample)
+
+
+def merged(entries: Iterable[Sequence[Any]]) -> list[DocumentLoss]:
+    """Documents that several samples have read count once."""
+    table: dict[tuple[str, int], list[Any]] = {}
+    for source, document, total, tokens, text in entries:
+        entry = table.setdefault((source, document), [0.0, 0, text])
+        entry[0] += total
+        entry[1] += int(tokens)
+    found = [DocumentLoss(*key, total / tokens, tokens, text) for key, (total, tokens, text) in table.items()]
+    return sorted(found, key=lambda one: one.loss, reverse=True)
+
+
+def outstanding(documents: Sequence[DocumentLoss]) -> list[DocumentLoss]:
+    """Those whose loss lies far above that of the others."""
+    if len(documents) < 3:
+        return []
+    middle = median(one.loss for one in documents)
+    deviation = 1.4826 * median(abs(one.loss - middle) for one in documents)
+    bound = middle + max(NATS, SPREAD * deviation)
+    return [one for one in documents if one.loss > bound]
+
+
+def middle_of(documents: Sequence[DocumentLoss]) -> float:
+    """The median loss."""
+    return median(one.loss for one in documents) if documents else float(torch.nan)
