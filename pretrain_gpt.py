@@ -10,6 +10,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from megalite.extras import require_core
+
+require_core()
+
 from megalite.config import Config, Parsed, parse_with_origins
 from megalite.errors import MegaliteError
 from megalite.launch import INTERRUPTED, LaunchEnvironment, launch, print_error, print_interrupted, read_environment

@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import Any
 
 from megalite.errors import ConfigError
@@ -19,6 +21,16 @@ EXTRA_OF = {
     "wandb": "track",
     "matplotlib": "plot",
     "lm_eval": "eval",
+}
+
+#: Module -> package, without which nothing runs.
+CORE = {
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "torch": "torch",
+    "xxhash": "xxhash",
+    "yaml": "pyyaml",
 }
 
 
@@ -42,3 +54,19 @@ def optional_package(flag: str, module: str, package: str | None = None) -> Any:
     except ImportError as error:
         reason = error
     raise ConfigError(f'{flag}: the package {package} can not be imported ({reason}); pip install -U "{extra}"')
+
+
+def require_core(*, torch: bool = True) -> None:
+    """Ends a program, in one line with status 2, where this Python lacks a package that everything needs.
+
+    torch: whether the program needs torch too (a planner does not).
+    """
+    needed = [package for package in CORE if torch or package != "torch"]
+    missing = [CORE[module] for module in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        print(
+            f"error: {sys.executable}: lacks {', '.join(missing)}; activate the environment that megalite is installed "
+            'in, or install it: pip install -e "."',
+            file=sys.stderr,
+        )
+        raise SystemExit(2)

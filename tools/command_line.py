@@ -9,6 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from megalite.extras import require_core
+
+require_core(torch=False)
+
 from megalite.errors import ConfigError, MegaliteError
 from megalite.launch import INTERRUPTED, print_interrupted
 

@@ -13,7 +13,7 @@ import stat
 import uuid
 from pathlib import Path
 
-from megalite.checkpoint.format import COMMITTED
+from megalite.checkpoint.format import COMMITTED, MANIFEST
 from megalite.checkpoint.storage import fsync_directory
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -151,6 +151,8 @@ def _what_else(root: Path) -> str:
     foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
     if foreign:
         return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
+    if (root / MANIFEST).is_file():
+        return f" (it has no {COMMITTED} file: damaged)"
     if is_huggingface(root):
         return " (a Hugging Face model? tools/convert_checkpoint.py --from hf --to megalite makes a checkpoint of it)"
     if any(path.suffix == ".safetensors" for path in inside):

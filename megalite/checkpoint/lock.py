@@ -120,6 +120,7 @@ class RunLock:
 
     def check(self) -> None:
         """Raises CheckpointError where another live process holds the directory, and `acquire` would."""
+        self._refuse_directory()
         if self.path.is_file():
             self._refuse_live(LockHolder.read(self.path))
 
@@ -139,10 +140,14 @@ class RunLock:
         holder = LockHolder.read(self.path)
         return self._me is not None and holder is not None and holder.token == self._me.token
 
-    def _make_directory(self) -> None:
-        directory = self.path.parent
+    def _refuse_directory(self) -> None:
         if self.path.is_dir():
-            raise CheckpointError(f"--save={directory}: {LOCK_FILE} is a directory, and the lock's name; move it away")
+            where = f"--save={self.path.parent}"
+            raise CheckpointError(f"{where}: {LOCK_FILE} is a directory, and the lock's name; move it away")
+
+    def _make_directory(self) -> None:
+        self._refuse_directory()
+        directory = self.path.parent
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:

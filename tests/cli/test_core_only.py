@@ -17,6 +17,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from megalite.comm.world import World
 from megalite.convert.megatron import IMPLEMENTATIONS
 from megalite.extras import EXTRA_OF
@@ -186,3 +188,25 @@ def test_what_needs_more_says_which_extra_and_what_asked_for_it(tmp_path: Path) 
 
 def test_the_converters_list_of_implementations_is_that_of_its_room() -> None:
     assert runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["IMPLEMENTATIONS"] == IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize(
+    ("script", "lacks"),
+    [
+        ("pretrain_gpt.py", ["torch"]),
+        ("pretrain_gpt.py", ["xxhash", "yaml"]),
+        ("tools/plan.py", ["yaml"]),
+        ("tools/preprocess_data.py", ["numpy", "safetensors", "tokenizers"]),
+    ],
+)
+def test_a_python_without_the_core_is_one_line(script: str, lacks: list[str], tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, runpy, sys; real = importlib.util.find_spec; "
+        f"importlib.util.find_spec = lambda name, *rest: None if name in {lacks!r} else real(name, *rest); "
+        f"sys.argv = [{script!r}]; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tools')!r}]; "
+        f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    packages = ", ".join({"yaml": "pyyaml"}.get(name, name) for name in lacks)
+    assert done.returncode == 2 and f"lacks {packages}; activate the environment" in line

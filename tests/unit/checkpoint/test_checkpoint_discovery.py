@@ -166,6 +166,7 @@ def test_a_failed_async_save_is_reported_by_the_next_call(tmp_path: Path) -> Non
         ({".metadata": b"\x80\x04", "__0_0.distcp": b"PK"}, "torch's distributed format"),
         ({"iter_0000100/.metadata": b"", "iter_0000100/__0_0.distcp": b"PK"}, "torch's distributed format"),
         ({"model.safetensors": b"\x08\0\0\0\0\0\0\0{}"}, "safetensors without config.json"),
+        ({"model.safetensors": b"\x08\0\0\0\0\0\0\0{}", "manifest.json": b"{}"}, "it has no COMMITTED file: damaged"),
         ({"iter_0000100/mp_rank_00/model_optim_rng.pt": b"PK"}, "Megatron-LM's"),
         ({"corpus.bin": b"\0\0", "corpus.idx": b"\0"}, "no committed checkpoint;"),
     ],

@@ -269,6 +269,10 @@ def test_a_dry_run_looks_at_lock_space_and_shards_as_the_start_does(
         (line,) = lines_of("--load", str(stopped), "--save", str(stopped), "--dry-run")
         assert "in use by another run" in line
     files.remove(stopped / "run.lock")
+    (tmp_path / "taken" / "run.lock").mkdir(parents=True)
+    files = sorted(tmp_path.rglob("*"))
+    taken = ("--save", str(tmp_path / "taken"))
+    assert lines_of(*taken, "--dry-run") == lines_of(*taken), "a directory in the lock's place"
     free = checkpoint_bytes(parse(BASE)) - 1
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     (line,) = lines_of("--save", str(tmp_path / "new"), "--dry-run")
