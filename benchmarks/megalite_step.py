@@ -1,4 +1,4 @@
-"""A training step of megalite at any layout, on one batch for ever: what the benchmarks time.
+"""A training step of megalite at any layout, on one batch, repeated: what the benchmarks time.
 
 It is put together from the rooms that a run is put together from, without data, hooks and checkpoints: program, stages,
 optimizer, executor. A step is one iteration: all micro-batches forward and backward, reduction, clipping where it is

@@ -46,7 +46,7 @@ class DataError(MegaliteError):
 
 
 class CheckpointError(MegaliteError):
-    """A checkpoint is missing, damaged, of another model, or can not be written."""
+    """A checkpoint is missing, damaged, of another model, or cannot be written."""
 
 
 class ScheduleError(MegaliteError):

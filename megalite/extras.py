@@ -35,7 +35,7 @@ CORE = {
 
 
 def optional_package(flag: str, module: str, package: str | None = None) -> Any:
-    """Import `module`, of which `flag` (as the user gave it, with its value) has need.
+    """Import `module`, which `flag` (as the user gave it, with its value) needs.
 
     Args:
         package: key of EXTRA_OF where it is not the first word of `module`.
@@ -53,7 +53,7 @@ def optional_package(flag: str, module: str, package: str | None = None) -> Any:
         reason: ImportError = error
     except ImportError as error:
         reason = error
-    raise ConfigError(f'{flag}: the package {package} can not be imported ({reason}); pip install -U "{extra}"')
+    raise ConfigError(f'{flag}: the package {package} cannot be imported ({reason}); pip install -U "{extra}"')
 
 
 def require_core(*, torch: bool = True) -> None:

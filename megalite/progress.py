@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import TextIO
 
 OnProgress = Callable[[float, float | None, str], None]
-"""Called with (done, total or None, a note) as the work goes on."""
+"""Called with (done, total or None, a note) as the work continues."""
 
 
 def untold(done: float, total: float | None = None, note: str = "") -> None:
-    """The `OnProgress` that tells nobody."""
+    """An `OnProgress` that reports nothing."""
 
 
 #: Seconds of work that nobody needs to be told about, between two drawings of a bar, between two lines of a log.
@@ -104,7 +104,7 @@ class ProgressBar:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more; the work goes on
+        except (OSError, ValueError):  # nobody reads it any more; the work continues
             self._next = float("inf")
 
 

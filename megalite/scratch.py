@@ -1,7 +1,7 @@
 """The launcher's private folder in the temporary directory, and what killed launchers have left there.
 
 A launcher holds a lock on a file in its folder, and its ranks inherit it. The system gives the lock back however they
-end, so a folder whose lock is free belongs to nobody.
+end, so a folder whose lock is free has no owner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scratch_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
         alive = open(folder / ALIVE, "x")  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise ConfigError(f"env: TMPDIR: can not be written ({error.strerror}); point it to another folder") from None
+        raise ConfigError(f"env: TMPDIR: cannot be written ({error.strerror}); point it to another folder") from None
     try:
         with contextlib.suppress(OSError):  # a file system without locks: the folder's age decides
             fcntl.flock(alive, fcntl.LOCK_EX)

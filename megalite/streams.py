@@ -31,7 +31,7 @@ class Stream:
         return len(text)
 
     def flush(self) -> None:
-        """Flushes; what can not be written is dropped."""
+        """Flushes; what cannot be written is dropped."""
         try:
             self._stream.flush()
         except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
@@ -49,7 +49,7 @@ class Stream:
             self._stream.flush()  # what was buffered
         with contextlib.suppress(OSError, ValueError):
             self._other.write(
-                f"{self._name} failed ({error.strerror}): nothing is written there any more, work goes on\n"
+                f"{self._name} failed ({error.strerror}): nothing is written there any more, work continues\n"
             )
             self._other.flush()
 

@@ -66,7 +66,7 @@ use_own_environment() {
         hash -r
     fi
     base=$(find_python)
-    output=$("$base" -m venv --clear .venv 2>&1) || fail "$PWD/.venv can not be made (${output##*$'\n'})"
+    output=$("$base" -m venv --clear .venv 2>&1) || fail "$PWD/.venv cannot be made (${output##*$'\n'})"
     # shellcheck disable=SC1091
     source .venv/bin/activate
 }

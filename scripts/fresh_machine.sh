@@ -4,7 +4,7 @@
 #
 #   git clone . /tmp/trial && /tmp/trial/scripts/fresh_machine.sh
 #
-# Active environments are left out of account. .ci/run goes on with test.sh in the same .venv.
+# Active environments are left out of account. .ci/run continues with test.sh in the same .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 CLONE=$PWD

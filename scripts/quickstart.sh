@@ -5,7 +5,7 @@
 #   scripts/quickstart.sh --nprocs 2        flags go to pretrain_gpt.py
 #   SAVE=runs/mine scripts/quickstart.sh    where the run is kept (checkpoints/quickstart)
 #
-# Interrupted? The same command goes on where it stopped.
+# Interrupted? The same command continues where it stopped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -24,5 +24,5 @@ python tools/generate_text.py --load "$SAVE" --prompt "def " --max-new-tokens 20
 echo
 echo "saved in $SAVE: config.yaml, metrics.jsonl and the checkpoint"
 if [[ ${VIRTUAL_ENV:-} == "$PWD/.venv" ]]; then
-    echo "to go on in the same environment: source .venv/bin/activate"
+    echo "to continue in the same environment: source .venv/bin/activate"
 fi

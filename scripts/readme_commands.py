@@ -71,7 +71,7 @@ RULES = (
 
 
 def in_readme() -> Iterator[str]:
-    """Lines of README's shell blocks, put together again where they go on."""
+    """Lines of README's shell blocks, put together again where they continue."""
     for block in re.findall(r"^```bash\n(.*?)^```", README.read_text(encoding="utf-8"), re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
             if words := shlex.split(line, comments=True):

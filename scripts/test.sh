@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold: formatting, lint, types, tests. Sets up what it needs (see environment.sh).
+# Everything that must hold: formatting, lint, spelling, types, tests. Sets up what it needs (see environment.sh).
 #
 #   scripts/test.sh            large matrices are sampled; at most eight minutes on two cores
 #   scripts/test.sh --full     all of the large matrices; run before a large change is called done
@@ -7,7 +7,7 @@
 #                              tracing doubles the tests' time (25.6 s of CPU became 53.3 s over four rooms), and what
 #                              forked ranks run is not seen
 #
-# Further arguments go to pytest. All four steps run even if one fails; the last line is pytest's.
+# Further arguments go to pytest. All five steps run even if one fails; the last line is pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -25,6 +25,7 @@ fi
 status=0
 echo "== formatting" && python -m ruff format --check . || status=1
 echo "== lint" && python -m ruff check . || status=1
+echo "== spelling" && python -m codespell_lib || status=1
 echo "== types" && python -m mypy || status=1
 echo "== tests"
 # One thread: the cores belong to the ranks that the tests start.

@@ -35,7 +35,7 @@ PURPOSES = {
 
 
 def main(argv: list[str]) -> None:
-    """Prints the report. Raises RuntimeFailure when local ranks can not talk to each other."""
+    """Prints the report. Raises RuntimeFailure when local ranks cannot talk to each other."""
     parser = ToolParser(description="What this machine has for megalite.")
     parser.add_argument("--skip-collectives", action="store_true", help="start no ranks, measure nothing")
     arguments = parser.parse_args(argv)
@@ -126,7 +126,7 @@ def print_collectives() -> None:
         try:
             measurements = measure_collectives(2, device=device)
         except RuntimeFailure:
-            _line("FAILED", "local ranks can not talk to each other")
+            _line("FAILED", "local ranks cannot talk to each other")
             raise
         for measurement in measurements:
             size = f"{measurement.num_bytes / 2**20:g} MiB" if measurement.num_bytes >= 2**20 else "4 KiB"

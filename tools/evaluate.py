@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def problems_of(flags: argparse.Namespace) -> list[str]:
-    """What flags can not be together."""
+    """What flags cannot be together."""
     problems = []
     if (flags.data_path is None) == (flags.text_file is None):
         problems.append("--data-path, --text-file: give one of the two")

@@ -112,7 +112,7 @@ def run_lines(run: Json) -> list[str]:
     lines = [f"run {run['path']}"]
     for row in run["checkpoints"]:
         lines.append(f"  {row['name']:14} {row['error'] if 'error' in row else bytes_text(row['bytes'])}")
-    return lines + [f"  {name} (interrupted; swept when the run goes on)" for name in run["interrupted"]]
+    return lines + [f"  {name} (interrupted; swept when the run continues)" for name in run["interrupted"]]
 
 
 def checkpoint_lines(checkpoint: Json) -> list[str]:

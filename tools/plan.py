@@ -88,7 +88,7 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
 
 
 def _forget(config: Config, freed: set[str], given: frozenset[str]) -> Config:
-    """Without what belongs to a freed field and has no sense beside another value of it."""
+    """Without what belongs to a freed field and makes no sense with another value of it."""
     parallel, model = config.parallel, config.model
     if "virtual_pipeline_model_parallel_size" in freed and "pipeline_schedule" not in given:
         parallel = replace(parallel, virtual_pipeline_model_parallel_size=None)

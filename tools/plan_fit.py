@@ -41,7 +41,7 @@ ORDER = (
 @dataclass(frozen=True)
 class Remedy:
     """changes: field -> value of the smallest change that fits; devices: of the cluster, if more are needed; layout: on
-    them, in words."""
+    them, as text."""
 
     changes: dict[str, object]
     devices: int

@@ -5,9 +5,9 @@
 
 Embedding, blocks and head are built as a run builds them (flat buffers, gradients straight into them) and timed as
 forward, input gradient, weight gradient and whole backward, at every tensor-parallel size that the processes allow;
-then the optimizer step, what a step costs beside its actions, and the links between the processes. Processes that share
-a machine share its memory and its clock: all of them compute at the same moments, and the slowest counts. Turns in
-which other programs used more than 0.3 of a core are left out.
+then the optimizer step, what a step costs besides its actions, and the links between the processes. Processes that
+share a machine share its memory and its clock: all of them compute at the same moments, and the slowest counts. Turns
+in which other programs used more than 0.3 of a core are left out.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def update_seconds(bench: Bench, optimizer: ShardedOptimizer) -> dict[str, float
 
 
 def optimizer_seconds(bench: Bench) -> list[float]:
-    """[Seconds of an update beside, and per owned element of] norm, clipping and step."""
+    """[Fixed seconds of an update, and seconds per owned element, for] norm, clipping and step."""
     points = []
     most = min(bench.config.model.num_layers, 2 * BLOCKS_CPU if bench.device.type == "cpu" else 2 * BLOCKS_CUDA)
     single = Axis.single
@@ -236,7 +236,7 @@ def optimizer_seconds(bench: Bench) -> list[float]:
 
 
 def step_seconds(bench: Bench, world: World) -> list[float]:
-    """[Seconds of a step beside its actions (losses, bookkeeping), seconds of data per sample of this rank]."""
+    """[Seconds of a step besides its actions (losses, bookkeeping), seconds of data per sample of this rank]."""
     samples = 2 * bench.config.training.micro_batch_size
     model = replace(bench.config.model, num_layers=1)
     training = replace(

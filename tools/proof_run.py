@@ -2,7 +2,7 @@
 
 reference   one process, fp64                           proof_reference.py
 ranks       the layout, all iterations, a checkpoint    proof_watch.py, forked from a warm process
-elsewhere   another layout goes on from the checkpoint
+elsewhere   another layout continues from the checkpoint
 format      the layout against one process, both in the user's bf16, fp16 or fp32
 """
 

@@ -67,7 +67,7 @@ def _run(argv: list[str]) -> int:
 
 
 def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) -> tuple[Config, int]:
-    """The run's configuration as it is to be replayed, and the iteration of the checkpoint that it goes on from."""
+    """The run's configuration as it is to be replayed, and the iteration of the checkpoint that it continues from."""
     saved = Path(run) / CONFIG
     if not saved.is_file():
         raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")

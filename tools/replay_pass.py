@@ -39,7 +39,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Replay:
-    """What every rank runs. begin: iterations of the checkpoint that it goes on from."""
+    """What every rank runs. begin: iterations of the checkpoint that it continues from."""
 
     run: Path
     iteration: int

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     try:
         Path(flags.output).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output={flags.output}: can not be written ({error.strerror})") from None
+        raise ConfigError(f"--output={flags.output}: cannot be written ({error.strerror})") from None
     print(f" wrote {flags.output}")
 
 
@@ -43,7 +43,7 @@ def read_run(directory: str) -> list[Record]:
     try:
         records = read_metrics(path)
     except OSError as error:
-        raise DataError(f"--load={directory}: {METRICS_FILE} can not be read ({error.strerror})") from None
+        raise DataError(f"--load={directory}: {METRICS_FILE} cannot be read ({error.strerror})") from None
     if not records:
         raise DataError(f"--load={directory}: {METRICS_FILE} holds no record; is the run still starting?")
     return records

@@ -191,7 +191,7 @@ def _write(text: str, output: Path | None) -> None:
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output={output}: can not be written ({error.strerror}); choose another") from error
+        raise ConfigError(f"--output={output}: cannot be written ({error.strerror}); choose another") from error
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> SentencePieceT
         raise
     except Exception as error:  # the package raises RuntimeError of many texts
         reason = str(error).strip().splitlines()[-1].split("] ")[-1][:160]
-        raise DataError(f"--vocab-size={vocab_size}: sentencepiece can not train on this text ({reason})") from None
+        raise DataError(f"--vocab-size={vocab_size}: sentencepiece cannot train on this text ({reason})") from None
     return SentencePieceTokenizer(model.getvalue())
 
 

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         for name, content in tokenizer.files().items():
             (folder / name).write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"--output={folder}: can not be written ({error.strerror}); choose another") from error
+        raise ConfigError(f"--output={folder}: cannot be written ({error.strerror}); choose another") from error
     name = next(iter(tokenizer.files()))
     print(tokenizer.describe())
     print(f"wrote {folder / name}; use it with --tokenizer-type {tokenizer.kind} --tokenizer-model {folder / name}")

@@ -44,7 +44,7 @@ REFINED = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One search. value: where it stands on the sweep's axis. why: what stands against it, if nothing was found."""
+    """One search. value: its position on the sweep's axis. why: what prevents it, if nothing was found."""
 
     name: str
     value: float
@@ -86,7 +86,7 @@ def sweep(
         if found.predictions:
             return Row(name, value, found.predictions[0])
         why = shortage(found.rejected[0], machine) if found.rejected else "".join(found.problems[:1])
-        return Row(name, value, None, why or "no layout of so many devices is legal")
+        return Row(name, value, None, why or "no layout for that many devices is legal")
 
     return QUESTIONS[question](config, world_size, hardware, source, attempt)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: named rectangles of logical tensors on disk, which load at any layout and can not be torn.
+"""Checkpoints: named rectangles of logical tensors on disk, which load at any layout and cannot be torn.
 
     iter_0000100.tmp-3f9c/            staged ...
       rank_00000.safetensors            every rank streams what it has to write
@@ -16,7 +16,7 @@
     run_dir.py      from where a run starts, what is refused, when it is complete
     compatibility.py  is it a checkpoint of this model
     lock.py         one run, one directory
-    checkpointer.py Checkpointer: the collective face of all that
+    checkpointer.py Checkpointer: the collective interface to all of it
 
 Public: `Checkpointer`, `CheckpointReader`, `RunLock`, `latest`, `committed`, `resolve_checkpoint`, `verify_checkpoint`.
 

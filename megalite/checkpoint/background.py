@@ -1,10 +1,10 @@
-"""Asynchronous saving: copy, return, write behind the training step's back.
+"""Asynchronous saving: copy, return, write in the background of training.
 
     main thread     plan, copy -------- train ---- train ---- train ------ wait()
     writer thread              \\------ write, sync, report
     rank 0's writer                                        \\-- commit, delete old ones
 
-The writers use no collective, which would have to interleave with those of training: each leaves its report as a file
+The writers use no collective, which would have to be ordered against training's: each leaves its report as a file
 in the staging directory, and rank 0's writer commits when all have come. A rank has at most one save in flight and one
 copy of its own part, in memory that is kept from save to save (pinned where the values live on a GPU). What is written
 is the state at the moment of the call.
@@ -35,7 +35,7 @@ class StagingMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, parts: Sequence[TensorPart]) -> list[TensorPart]:
-        """The parts with their values as they are now; later changes of the originals do not show."""
+        """The parts with their values as they are now; later changes of the originals have no effect."""
         starts, at = [], 0
         for part in parts:
             starts.append(at)
@@ -69,7 +69,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
 class BackgroundSave:
     """One save in flight on this rank.
 
-    after_commit: rank 0, once the checkpoint is committed (deletes old ones).
+    after_commit: rank 0, once the checkpoint is committed (it deletes old checkpoints).
     """
 
     def __init__(self, job: SaveJob, world_size: int, after_commit: Callable[[], None]) -> None:
@@ -93,12 +93,12 @@ class BackgroundSave:
         return self._thread.is_alive()
 
     def wait_written(self) -> SaveReport:
-        """Waits for this rank's own part, for nobody else; returns its report."""
+        """Waits for this rank's own part only; returns its report."""
         self._written.wait()
         return self._report
 
     def finish(self, reports: list[SaveReport]) -> str | None:
-        """Waits for the end, given all ranks' reports. Returns this rank's problem, None if all is well."""
+        """Waits for the end, given all ranks' reports. Returns this rank's problem, None if it succeeded."""
         self._handed_over = reports
         self._finishing.set()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""`Checkpointer`: what the trainer sees. Collective over its axis; with an axis of one rank nothing travels."""
+"""`Checkpointer`: what the trainer sees. Collective over its axis; an axis of one rank needs no communication."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Checkpointer:
         world: the axis of all ranks; `Axis.single("world")` for one process.
         keep_last: how many checkpoints stay (`--keep-last`); None keeps all. The others are deleted after the next
             commit, never before.
-        retain_interval: checkpoints at multiples of it stay for ever (`--save-retain-interval`).
+        retain_interval: checkpoints at multiples of it stay forever (`--save-retain-interval`).
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Checkpointer:
         return job.final
 
     def check_room(self, shards: Sequence[TensorShard]) -> None:
-        """Whether what `save` would write now has room, before a training learns it hours later.
+        """Checks that what `save` would write now fits on the disk, before training finds out hours later.
 
-        What interrupted saves have left is removed first. Raises CheckpointError.
+        Leftovers of interrupted saves are removed first. Raises CheckpointError.
         """
         plan, problem = self._agree_on_plan(shards), None
         if self._world.is_first:
@@ -155,8 +155,8 @@ class Checkpointer:
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
-        # Own part first, then a collective: if a peer has died, that fails here instead of waiting for its report for
-        # ever.
+        # Own part first, then a collective: if a peer has died, that fails here instead of waiting forever for its
+        # report.
         reports = all_gather_json(flight.wait_written(), self._world)
         self._together(flight.finish(reports))
         self._last = flight.job.final
@@ -186,7 +186,7 @@ class Checkpointer:
         )
 
     def _stage(self, step: int, save_id: str, needed: int) -> str | None:
-        """Rank 0: makes the staging directory. Returns what stands against it."""
+        """Rank 0: makes the staging directory. Returns what prevents it."""
         final = self.directory / directory_name(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -199,7 +199,7 @@ class Checkpointer:
         except CheckpointError as error:
             return str(error)
         except OSError as error:
-            return f"--save={self.directory}: can not write there ({error.strerror}); choose another --save"
+            return f"--save={self.directory}: cannot write there ({error.strerror}); choose another --save"
         return None
 
     def _agree_on_plan(self, shards: Sequence[TensorShard]) -> SavePlan:

@@ -1,4 +1,4 @@
-"""Is the checkpoint one of this model, and is its optimizer state one for this run? By flag, all in one message.
+"""Does the checkpoint fit this model, and its optimizer state this run? All differing flags in one message.
 
 Parallel and training flags may differ freely.
 """
@@ -18,7 +18,7 @@ _STATE = ("optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
-    """Raises CheckpointError naming every flag in which the checkpoint's model is another one.
+    """Raises CheckpointError naming every flag in which the checkpoint's model differs.
 
     where: how the message begins, e.g. `--load=runs/a`.
     """
@@ -34,13 +34,13 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
 
 
 def check_tensors(model: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Raises CheckpointError where a checkpoint does not hold the weights of the model that it speaks of.
+    """Raises CheckpointError where a checkpoint does not hold the weights of the model that it describes.
 
     Asked before anything of the model's size is allocated: what a checkpoint can demand is bounded by what it holds.
     """
     if not model.vocab_size or model.num_layers > len(tensors):
         size = f"{model.num_layers} layers and a vocabulary of {model.vocab_size}"
-        raise CheckpointError(f"{where}: damaged ({len(tensors)} tensors can not be {size})")
+        raise CheckpointError(f"{where}: damaged ({len(tensors)} tensors cannot be {size})")
     for name, parameter in stage_parameters(model, range(model.num_layers + 2)):
         stored = tensors.get(name)
         if stored is None or stored.shape != tuple(parameter.shape):
@@ -51,7 +51,7 @@ def check_tensors(model: ModelConfig, tensors: Mapping[str, StoredTensor], where
 
 
 def check_state(saved: Config, now: Config, where: str) -> None:
-    """Raises CheckpointError where the optimizer state of `saved` means nothing to a run of `now`."""
+    """Raises CheckpointError where a run of `now` cannot use the optimizer state of `saved`."""
     pairs = [(name, getattr(saved.optimizer, name), getattr(now.optimizer, name)) for name in _STATE]
     pairs.append(("fp64", saved.training.precision.fp64, now.training.precision.fp64))
     differing = [
@@ -61,8 +61,8 @@ def check_state(saved: Config, now: Config, where: str) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{where}: its optimizer state is another one: {', '.join(differing)}; use the checkpoint's values, or "
-            "begin with a fresh state by --no-load-optim"
+            f"{where}: its optimizer state differs: {', '.join(differing)}; use the checkpoint's values, or "
+            "start with fresh optimizer state (--no-load-optim)"
         )
 
 

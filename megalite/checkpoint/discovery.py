@@ -1,4 +1,4 @@
-"""Finding, sweeping and keeping: a directory of checkpoints is read by looking, never through a tracker file.
+"""Finding, removing and keeping checkpoints: a directory is listed, a tracker file is never trusted.
 
 `latest_checkpointed_iteration.txt` is written for people's scripts and never read.
 """
@@ -50,19 +50,19 @@ def committed(directory: Path | str) -> list[Path]:
 
 
 def uncommitted(directory: Path | str) -> list[Path]:
-    """What has a checkpoint's name and is none, oldest first: damaged, or made by another program."""
+    """Directories named like a checkpoint that are none, oldest first: damaged, or made by another program."""
     found = [p for p in listing(directory) if _NAME.fullmatch(p.name) and not os.path.isfile(p / COMMITTED)]
     return sorted(found, key=step_of)
 
 
 def listing(directory: Path | str) -> list[Path]:
-    """What a directory holds, sorted; empty where there is none. Raises CheckpointError where it can not be read."""
+    """What a directory holds, sorted; empty where there is none. Raises CheckpointError where it cannot be read."""
     try:
         return sorted(Path(directory).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise CheckpointError(f"{directory}: can not be read ({error.strerror})") from None
+        raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from None
 
 
 def interrupted(directory: Path | str) -> list[Path]:
@@ -93,7 +93,7 @@ def resolve_checkpoint(
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{flag}{load}: no such directory; {advice}") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{flag}{load}: can not be read ({getattr(error, 'strerror', error)})") from None
+        raise CheckpointError(f"{flag}{load}: cannot be read ({getattr(error, 'strerror', error)})") from None
     if not is_folder:
         raise CheckpointError(f"{flag}{load}: is a file{_what_file(root)}; {advice}")
     if os.path.isfile(root / COMMITTED):
@@ -121,12 +121,12 @@ def is_huggingface(root: Path | str) -> bool:
 
 
 def _what_file(path: Path) -> str:
-    """What kind of file is given in place of a directory, in words."""
+    """What kind of file is given in place of a directory, as text."""
     try:
         with open(path, "rb") as file:
             head = file.read(9)
     except OSError as error:
-        return f", and can not be read ({error.strerror})"
+        return f", and cannot be read ({error.strerror})"
     if path.suffix == ".safetensors" or head[8:] == b"{":
         return " (safetensors: name the folder of a Hugging Face model, which holds a config.json too)"
     if path.suffix in (*PICKLES, ".bin") or head[:2] == b"\x80\x02" or head[:4] == b"PK\x03\x04":

@@ -205,7 +205,7 @@ def parse_json(raw: bytes, where: str) -> Any:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key appears twice")
         return result
 
     try:
@@ -215,7 +215,7 @@ def parse_json(raw: bytes, where: str) -> Any:
 
 
 def parse_manifest(raw: bytes, where: str) -> Manifest:
-    """Validates manifest.json completely before anything is believed. Raises CheckpointError naming what is wrong."""
+    """Validates manifest.json completely before anything is trusted. Raises CheckpointError naming what is wrong."""
     reader = _Reader(where)
     document = reader.mapping(parse_json(raw, where), "document")
     if document.get("format") != FORMAT:
@@ -238,7 +238,7 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
         for name, value in reader.mapping(document.get("extra_files"), "extra_files").items()
     }
     if extra.keys() & files.keys() or {MANIFEST, COMMITTED} & (extra.keys() | files.keys()):
-        raise reader.wrong("a file name stands twice")
+        raise reader.wrong("a file name appears twice")
     manifest = Manifest(
         step=reader.integer(document.get("step"), "step"),
         save_id=reader.text(document.get("save_id"), "save_id"),

@@ -200,7 +200,7 @@ class RankLoad:
         except CheckpointError as error:
             self.problem = str(error)
         except OSError as error:
-            self.problem = f"{self.path}: can not be read ({error.strerror})"
+            self.problem = f"{self.path}: cannot be read ({error.strerror})"
 
 
 def verify_unread(path: Path, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""One run, one directory: a lock that a dead holder can not keep.
+"""One run, one directory: a lock that a dead holder cannot keep.
 
 `run.lock` holds host, process, start time and a token. The holder touches it every few seconds. It is stale, and taken
 over, when its process is gone (same host) or its heartbeat is (another host): a requeue on another machine needs
@@ -152,7 +152,7 @@ class RunLock:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"--save={directory}: can not be created ({error.strerror}); choose another --save"
+                f"--save={directory}: cannot be created ({error.strerror}); choose another --save"
             ) from None
 
     def _create(self, me: LockHolder) -> bool:
@@ -168,7 +168,7 @@ class RunLock:
             return True
         except OSError as error:
             where = f"--save={self.path.parent}"
-            raise CheckpointError(f"{where}: can not write there ({error.strerror}); choose another --save") from None
+            raise CheckpointError(f"{where}: cannot write there ({error.strerror}); choose another --save") from None
         finally:
             _remove(temporary)
 

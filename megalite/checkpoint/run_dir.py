@@ -51,8 +51,8 @@ def decide_start(
     home = newest.parent if newest is not None and not is_huggingface(newest) else None
     if save is not None and (home is None or not _same(save, str(home))) and uncommitted(save):
         raise CheckpointError(
-            f"--save={save}: {uncommitted(save)[-1].name} is in the way and no checkpoint (no COMMITTED file: damaged, "
-            "or written by another program); move it away, or choose a new directory"
+            f"--save={save}: {uncommitted(save)[-1].name} is in the way and is not a checkpoint (no COMMITTED file: "
+            "damaged, or written by another program); move it away, or choose a new directory"
         )
     if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
         return start
@@ -75,7 +75,7 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
         if held:
             raise CheckpointError(
                 f"--save={save}: holds checkpoints already (newest {held[-1].name}); "
-                f"add --auto-resume or --load {save} to go on with them, or choose a new directory"
+                f"add --auto-resume or --load {save} to continue with them, or choose a new directory"
             )
         return StartDecision((), f"--auto-resume: {save} is empty: a fresh start" if auto_resume else "a fresh start")
     foreign_model = is_huggingface(load)
@@ -106,8 +106,8 @@ def _same(first: str, second: str) -> bool:
 
 
 def set_aside_newer(save: Path | str, step: int) -> list[Path]:
-    """Renames what stands in `save` under the names of checkpoints newer than `step`, whole or damaged, for a run that
-    goes on from `step` and will come by again.
+    """Renames everything in `save` that has the name of a checkpoint newer than `step`, whole or damaged, for a run
+    that continues from `step` and will reach those steps again.
 
     Nothing is deleted; the new names are not taken for checkpoints. Returns the new paths.
     """
@@ -135,7 +135,7 @@ def mark_completed(save: Path | str, step: int) -> None:
 
 
 def clear_completed(save: Path | str) -> None:
-    """Removes COMPLETED: training goes on."""
+    """Removes COMPLETED: training continues."""
     (Path(save) / COMPLETED).unlink(missing_ok=True)
 
 

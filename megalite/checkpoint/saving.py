@@ -80,15 +80,15 @@ def first_problem(problems: Sequence[str | None]) -> str | None:
 
 
 def describe(shards: Sequence[TensorShard]) -> list[list[Any]]:
-    """What a rank tells the others about its shards (JSON).
+    """The description of its shards that a rank sends to the others (JSON).
 
-    Raises CheckpointError for a dtype that the format does not know.
+    Raises CheckpointError for a dtype that the format does not support.
     """
     rows = []
     for shard in shards:
         dtype = DTYPE_NAMES.get(shard.local.dtype)
         if dtype is None:
-            raise CheckpointError(f"tensor {shard.name}: {shard.local.dtype} can not be stored")
+            raise CheckpointError(f"tensor {shard.name}: {shard.local.dtype} cannot be stored")
         rows.append(
             [shard.name, dtype, list(shard.global_shape), list(shard.offset), list(shard.local.shape), shard.replica]
         )
@@ -173,7 +173,7 @@ class SaveJob:
         return f"rank_{self.rank:05d}.safetensors"
 
     def write_part(self) -> SaveReport:
-        """Writes this rank's file. Never raises: a failure is part of the report, so that all ranks hear of it."""
+        """Writes this rank's file. Never raises: a failure is part of the report, so that all ranks learn of it."""
         try:
             if not self.parts:
                 return {}

@@ -90,7 +90,7 @@ def flat_bytes(values: Tensor) -> memoryview:
 def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
     """The bytes of a tensor of any strides on any device, row-major, in blocks, each valid until the next is asked for.
 
-    Shared with the tensor where possible; else gathered into one buffer of a block.
+    Shared with the tensor where possible, otherwise gathered into one buffer of a block.
     """
     values = values.detach()
     if values.device.type == "cpu" and values.is_contiguous():
@@ -274,7 +274,7 @@ def open_plain(path: Path, nbytes: int | None = None) -> int:
 def _reason(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return "missing"
-    return f"can not be read ({error.strerror})"
+    return f"cannot be read ({error.strerror})"
 
 
 def _advice(error: OSError) -> str:

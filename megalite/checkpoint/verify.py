@@ -1,4 +1,4 @@
-"""Reading everything and believing nothing: every byte of a checkpoint against its checksum, nothing kept in memory."""
+"""Full verification: every byte of a checkpoint against its checksum, nothing kept in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def verify_checkpoint(
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
-            problems.append(f"{root / name}: can not be read ({error.strerror})")
+            problems.append(f"{root / name}: cannot be read ({error.strerror})")
     for name in manifest.extra_files if share == 0 else ():
         try:
             read_extra(root, manifest, name)

@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks of one host through shared memory: a message is written once and read where it lies.
+"""Collectives between CPU ranks of one host through shared memory: a message is written once and read in place.
 
 Tensor parallelism waits for four sums a block, and gloo's sockets copy each of them several times. Here every rank
 owns a ring of slots in a mapped file. To send is to copy into one's next slot and to publish a counter; to receive is

@@ -13,7 +13,7 @@ merges it; `legal` judges it by `rules/`, `files` looks whether files exist; `sa
 
 Names are Megatron-LM's flag names with underscores; a field that several flags spell is a small dataclass of them
 (`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with
-`dataclasses.replace`. Derived numbers are properties, so they can not go stale.
+`dataclasses.replace`. Derived numbers are properties, so they cannot go stale.
 
 A new flag: one field with its help and bounds; a rule if it is tied to others; a row in `test_flags_take_effect.py`;
 `python tools/make_flag_table.py`.

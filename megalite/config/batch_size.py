@@ -35,7 +35,7 @@ class BatchSizeSchedule:
 
     @classmethod
     def constant(cls, global_batch_size: int) -> BatchSizeSchedule:
-        """One size for ever."""
+        """One size forever."""
         return cls(((0, global_batch_size),))
 
     @classmethod
@@ -79,7 +79,7 @@ class BatchSizeSchedule:
                 return consumed + iterations * size
             consumed += count * size
             iterations -= count
-        raise AssertionError("the last size holds for ever")
+        raise AssertionError("the last size holds forever")
 
     def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
         """Iterations that consume at least `samples` samples in all (the last one may pass the mark)."""
@@ -90,7 +90,7 @@ class BatchSizeSchedule:
                 return iterations + needed
             consumed += count * size
             iterations += count
-        raise AssertionError("the last size holds for ever")
+        raise AssertionError("the last size holds forever")
 
     def _runs(self, consumed: int) -> list[tuple[int, int | None]]:
         """Split the future into (size, iterations at that size); the last count is None."""

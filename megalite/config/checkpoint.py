@@ -52,7 +52,7 @@ class CheckpointConfig:
     )
     schedules: WhoseSchedules = WhoseSchedules()
     allow_data_change: bool = option(
-        False, "go on from --load although the data are no longer those that it was trained on", saved=False
+        False, "continue from --load although the data are no longer those that it was trained on", saved=False
     )
     load_optim: bool = option(True, "load the optimizer state with the weights")
-    load_rng: bool = option(True, "go on with the checkpoint's seed, not with --seed")
+    load_rng: bool = option(True, "continue with the checkpoint's seed, not with --seed")

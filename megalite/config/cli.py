@@ -84,7 +84,7 @@ def parse_with_origins(
     files, flags = reader.read_argv(argv)
     read = [_file_level(reader, path) for path in files]
     levels: list[Sequence[GivenOption]] = [*(level for level in read if level is not None), flags]
-    if None in read:  # what seems to be missing or wrong may stand in the file that can not be read
+    if None in read:  # what seems to be missing or wrong may be in the file that cannot be read
         _merge(levels, reader)
         raise ConfigError(_unique(reader.problems))
     offered, levels = _with_offer(levels, reader, read_offer)
@@ -150,7 +150,7 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
 
 @dataclass(frozen=True)
 class _Offered:
-    """An offer, what users gave beside it, and whether they asked for its architecture."""
+    """An offer, what users gave alongside it, and whether they asked for its architecture."""
 
     offer: Offer
     given: Mapping[str, GivenOption]

@@ -61,7 +61,7 @@ NOT_NEEDED: Mapping[str, str] = {
     "use_precision_aware_optimizer": "not needed, drop it: --exp-avg-dtype and --exp-avg-sq-dtype suffice",
     "use_pytorch_profiler": "not needed, drop it: --profile uses it",
     "check_for_nan_in_loss_and_grad": "not needed, drop it: always checked; see --nonfinite {stop,skip}",
-    "no_check_for_nan_in_loss_and_grad": "can not be switched off: see --nonfinite {stop,skip}",
+    "no_check_for_nan_in_loss_and_grad": "cannot be switched off: see --nonfinite {stop,skip}",
     "dataloader_type": "not needed, drop it: sample order is a pure function of seed and position",
     "overlap_p2p_communication": "not needed, drop it: the schedule decides",
     "no_overlap_p2p_communication": "not needed, drop it: the schedule decides",

@@ -99,6 +99,6 @@ def all_options() -> dict[str, Option]:
     options: dict[str, Option] = {}
     for section, cls in SECTIONS.items():
         for option in options_of(section, cls):
-            assert option.name not in options, f"{option.name} stands in two sections"
+            assert option.name not in options, f"{option.name} is in two sections"
             options[option.name] = option
     return options

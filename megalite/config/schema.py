@@ -1,4 +1,4 @@
-"""What a field of the configuration carries beside its type and default: help, choices and bounds.
+"""What a field of the configuration carries besides its type and default: help, choices and bounds.
 
 One schema serves the command line, YAML files, the saved `config.yaml` and the flag table of the documentation.
 A section is a frozen dataclass whose fields are made by `option` (with a default) or `required` (without)::
@@ -77,7 +77,7 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     def excludes(self, other: Option) -> bool:
-        """Whether the two give one field in ways that can not stand together."""
+        """Whether the two give one field in ways that cannot stand together."""
         if self.spells is not other.spells or not issubclass(self.spells or object, OneOf):
             return False
         ways = [each.facts.get("way", each.name) for each in (self, other)]

@@ -10,7 +10,7 @@ from megalite.config.schema import OneOf, Spelled, option, required
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp(OneOf):
-    """Growth of the global batch; without it one size for ever."""
+    """Growth of the global batch; without it one size forever."""
 
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
@@ -83,7 +83,7 @@ class LossScaling(Spelled):
     loss_scale_window: int = option(1000, "good iterations before the dynamic scale doubles", ge=1, only_with="fp16")
     hysteresis: int = option(2, "overflows before the dynamic scale halves", ge=1, only_with="fp16")
     max_skipped_updates: int = option(
-        50, "updates skipped in a row, at a scale that can not fall, that end the run", ge=1
+        50, "updates skipped in a row, at a scale that cannot fall, that end the run", ge=1
     )
 
 

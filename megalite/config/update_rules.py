@@ -46,7 +46,7 @@ class OptimizerSpec:
     settings: fields of the optimizer section that other rules refuse.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
-    (docs/asynchronous.md has the measurements). nesterov: why its momentum can not be taken as Nesterov did.
+    (docs/asynchronous.md has the measurements). nesterov: why its momentum cannot be taken as Nesterov did.
     """
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]]

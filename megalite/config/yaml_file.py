@@ -36,7 +36,7 @@ class YamlEntry:
     """One `key: value` line.
 
     Attributes:
-        section: the mapping it stands in, or None at top level.
+        section: the mapping it belongs to, or None at top level.
         where: `file.yaml:7`.
         value: a scalar, or a tuple for a list.
     """
@@ -79,9 +79,9 @@ def _read_text(path: str) -> str:
         with open(path, "rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{flag}: can not be read ({error.strerror})") from None
+        raise ConfigError(f"{flag}: cannot be read ({error.strerror})") from None
     if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{flag}: larger than {MAX_BYTES // 1024} KiB; a configuration is not")
+        raise ConfigError(f"{flag}: larger than {MAX_BYTES // 1024} KiB, too large for a configuration")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -153,7 +153,7 @@ def _collect(
             if section is None:
                 _collect(path, value_node, key, entries, problems)
             else:
-                problems.append(f"{where}: '{key_node.value}' is no section; expected a plain value")
+                problems.append(f"{where}: '{key_node.value}' is not a section; expected a plain value")
         elif isinstance(value_node, yaml.SequenceNode):
             if all(isinstance(item, yaml.ScalarNode) for item in value_node.value):
                 entries.append(YamlEntry(section, key, where, tuple(_scalar(item) for item in value_node.value)))

@@ -1,4 +1,4 @@
-"""Conversion: a checkpoint becomes a Hugging Face model and the other way round, streamed, on a CPU, in one process.
+"""Conversion: a checkpoint becomes a Hugging Face model and vice versa, streamed, on a CPU, in one process.
 
     config.json  <->  ModelConfig            one declarative name map a family
     tensors      <->  logical tensors        q, k, v <-> grouped rows; gate, up <-> [2, f, h]
@@ -21,7 +21,7 @@ Public: `FAMILIES`, `family_of`, `HuggingFaceSource`, `CheckpointSource`, `Megat
 `write_checkpoint`, `write_megatron`.
 
 Invariants: no tensor is computed with, only renamed, cut and put together, so every round trip is bit-equal; what the
-other side can not represent is refused, never left out; nothing that is read is executed. Memory: one layer (megalite),
+other side cannot represent is refused, never left out; nothing that is read is executed. Memory: one layer (megalite),
 one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/convert/ against transformers.
 """
 

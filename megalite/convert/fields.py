@@ -1,4 +1,4 @@
-"""Typed reading of an untrusted config.json: what we can not represent is refused by name."""
+"""Typed reading of an untrusted config.json: what we cannot represent is refused by name."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class HuggingFaceSource:
                 tensor: Tensor = opened.get_tensor(stored_name)
                 return tensor
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: can not be read ({str(error)[:120]})") from None
+            raise CheckpointError(f"{path}: cannot be read ({str(error)[:120]})") from None
 
     def _where_tensors_are(self) -> dict[str, tuple[str, str]]:
         """Full name -> (file, name in the file), from the files' own headers."""
@@ -130,7 +130,7 @@ def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     """A directory that transformers loads, with the tokenizer beside the weights; returns it.
 
     dtype: of the stored weights; None keeps each as it is. Raises ConfigError where no family is this model,
-    CheckpointError where it can not be written.
+    CheckpointError where it cannot be written.
     """
     model = source.model
     family = family_of(model, source.origin.model_type)
@@ -215,7 +215,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: more than {MAX_JSON_BYTES} bytes; not what it is named")
         found = parse_json(path.read_bytes(), str(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be read ({error.strerror}); is it a Hugging Face model?") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); is it a Hugging Face model?") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""Megatron-LM's model: where a logical tensor stands in its files, how ranks share it, and its `args`.
+"""Megatron-LM's model: where a logical tensor is in its files, how ranks share it, and its `args`.
 
     mp_rank_01_000   rank 1 of tensor parallelism, stage 0: layers count from 0 in every stage and virtual stage
 
@@ -354,7 +354,7 @@ def _whole(number: float) -> float | int:
 
 
 def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raises ConfigError where Megatron-LM can not cut this model so."""
+    """Raises ConfigError where Megatron-LM cannot cut this model so."""
     shared = {
         "attention heads": model.num_attention_heads,
         "query groups": model.query_groups,

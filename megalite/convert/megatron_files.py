@@ -104,7 +104,7 @@ class MegatronSource:
         first = listings[stages[0][0]]
         where = f"{stages[0][0]}: args"
         if first.args is None:
-            raise CheckpointError(f"{stages[0][0]}: holds no args, so nobody knows how many heads the model has")
+            raise CheckpointError(f"{stages[0][0]}: holds no args, so the number of attention heads is unknown")
         _check_grid(first, stages, where)
         for path, listing in listings.items():
             if (listing.version, listing.iteration) != (first.version, first.iteration):
@@ -243,12 +243,12 @@ def _places(stages: list[list[Path]], listings: Mapping[Path, Listing]) -> Itera
                 index = re.search(r"\.layers\.(\d{1,6})\.", plain)
                 ours = known.get(plain.replace(f".{index[1]}.", ".{i}.", 1) if index else plain)
                 if ours is None:
-                    raise CheckpointError(f"{ranks[0]}: no model that we have has {name[:80]}")
+                    raise CheckpointError(f"{ranks[0]}: no supported model has {name[:80]}")
                 if index:
                     own.add(int(index[1]))
                     ours = ours.replace("{i}", str(before + int(index[1])))
                 if ours in seen:
-                    raise CheckpointError(f"{ranks[0]}: {name[:80]} stands twice")
+                    raise CheckpointError(f"{ranks[0]}: {name[:80]} appears twice")
                 seen.add(ours)
                 yield ours, [_place(path, listings[path], virtual, name) for path in ranks]
             if own != set(range(len(own))):
@@ -280,7 +280,7 @@ def write_megatron(
     """A `release` checkpoint that Megatron-LM loads with these sizes; returns its directory.
 
     dtype: of the stored weights; None keeps each as it is. implementation: whose names they get (IMPLEMENTATIONS).
-    Raises ConfigError where Megatron-LM has no such model or can not cut it so, CheckpointError where it can not be
+    Raises ConfigError where Megatron-LM has no such model or cannot cut it so, CheckpointError where it cannot be
     written. Memory: one file.
     """
     model = source.model

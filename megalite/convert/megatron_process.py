@@ -103,7 +103,7 @@ class Unpickler:
 
 
 def _end(process: Popen[bytes]) -> None:
-    """It ends by itself when nobody asks any more."""
+    """It ends by itself once no more requests come."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.close()

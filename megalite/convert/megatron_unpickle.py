@@ -49,7 +49,7 @@ class StandIn:
 
 
 class Refused(Exception):
-    """What is wrong with a file, in words for its owner."""
+    """What is wrong with a file, as text for its owner."""
 
 
 class OpenedFile:
@@ -110,13 +110,13 @@ def _names_of(file: IO[bytes]) -> Iterator[str]:
         if opcode.name in ("GLOBAL", "INST"):
             yield str(argument).replace(" ", ".")
         elif opcode.name == "STACK_GLOBAL":
-            raise Refused("a pickle of another kind than torch.save writes")
+            raise Refused("not a pickle as torch.save writes it")
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of nested dictionaries under names joined by dots."""
     if not isinstance(tree, Mapping):
-        raise Refused("its model is no dictionary")
+        raise Refused("its model is not a dictionary")
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -64,7 +64,7 @@ class ModelSource(Protocol):
 def staged(directory: Path, name: str | None = None) -> Iterator[Path]:
     """A new directory to write into, which becomes `directory` (or `name` in it) when the body has ended well.
 
-    Raises CheckpointError where it exists already and holds something, or can not be written.
+    Raises CheckpointError where it exists already and holds something, or cannot be written.
     """
     final = directory if name is None else directory / name
     try:
@@ -76,7 +76,7 @@ def staged(directory: Path, name: str | None = None) -> Iterator[Path]:
         staging = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:12]}")
         staging.mkdir()
     except OSError as error:
-        raise CheckpointError(f"--save={directory}: can not write there ({error.strerror})") from None
+        raise CheckpointError(f"--save={directory}: cannot write there ({error.strerror})") from None
     try:
         yield staging
     except OSError as error:

@@ -38,7 +38,7 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
 
 
 def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Name -> content of what transformers loads; a kind that it can not load is left out with a warning."""
+    """Name -> content of what transformers loads; a kind that it cannot load is left out with a warning."""
     files = dict(tokenizer.files())
     if isinstance(tokenizer, ByteTokenizer):
         files = {DEFINITION: json.dumps(_bytes_definition(), ensure_ascii=False).encode()}

@@ -1,4 +1,4 @@
-"""The data room: from text to micro-batches, the same ones at every layout.
+"""Data: from text to micro-batches, the same ones at every layout.
 
 ::
 

@@ -57,7 +57,7 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     """The tokenizer of a run. Unset, it is bytes for raw text, numbers for `--mock-data`; token files need it named.
 
     Raises:
-        DataError: it can not be made, or is not named where it must be.
+        DataError: it cannot be made, or is not named where it must be.
     """
     sources = _sources(cfg)
     files = (
@@ -112,7 +112,7 @@ def _read_words(path: str) -> tuple[str, ...]:
         words = tuple(Path(path).read_text(encoding="utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"--data-args-path={path}: can not be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
+            f"--data-args-path={path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
         ) from None
     if not words:
         raise DataError(f"--data-args-path={path}: the file is empty; write into it what --data-path would hold")

@@ -1,7 +1,7 @@
 """Folders of derived data: named by a digest of everything they depend on, written whole or not at all.
 
-A name that is a digest of content can not be stale: another text, tokenizer, split, seed or length is another name.
-A folder is staged beside its place and renamed, so that a killed or a second writer harms nobody; a lock keeps the
+A name that is a digest of content cannot be stale: another text, tokenizer, split, seed or length is another name.
+A folder is staged beside its place and renamed, so that a killed or a second writer does no harm; a lock keeps the
 processes of one machine from doing the same twice.
 """
 
@@ -58,11 +58,11 @@ def digest_of(*parts: object) -> str:
 def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resumes: bool = False) -> Path:
     """The folder `root/name`, made by `build(folder)` where it is not there yet.
 
-    What killed builders have left is removed first. resumes: `build` goes on with what an earlier one has left in its
+    What killed builders have left is removed first. resumes: `build` continues with what an earlier one has left in its
     folder, which is kept for that a day long.
 
     Raises:
-        DataError: the cache can not be written.
+        DataError: the cache cannot be written.
     """
     target = root / name
     if (target / COMPLETE).is_file():
@@ -76,7 +76,7 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
             _build(root, target, build, resumes=resumes and alone)
     except OSError as error:
         raise DataError(
-            f"--data-cache-path={root}: can not be written ({error.strerror or _full(error)}); name another folder"
+            f"--data-cache-path={root}: cannot be written ({error.strerror or _full(error)}); name another folder"
         ) from error
     return target
 

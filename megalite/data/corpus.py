@@ -129,7 +129,7 @@ def _file_digest(path: str, flag: str) -> str:
             while block := file.read(1 << 22):
                 state.update(block)
     except OSError as error:
-        raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
+        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
     return state.hexdigest()
 
 
@@ -144,7 +144,7 @@ def _read_text(path: str, flag: str) -> str:
             "or name a .bin/.idx prefix"
         ) from None
     except OSError as error:
-        raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
+        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def read_jsonl(path: str, flag: str, key: str = "text") -> Iterator[str]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number + 1}: not UTF-8 text ({error.reason}); convert the file") from None
     except (OSError, EOFError) as error:
-        raise DataError(f"{path}: can not be read ({getattr(error, 'strerror', None) or error})") from None
+        raise DataError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str]:

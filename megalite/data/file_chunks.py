@@ -51,7 +51,7 @@ def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """The units of one input, in order.
 
     Raises:
-        DataError: there is no such input, or it can not be read.
+        DataError: there is no such input, or it cannot be read.
     """
     if path.startswith("hf:"):
         return _hub_units(path, keys)
@@ -94,10 +94,10 @@ def _packed_units(path: str) -> Iterator[InputUnit]:
                     lines, held, first = [], 0, number + 1
             yield InputUnit(path, os.path.getsize(path), lines=lines, first_line=first)
     except Exception as error:
-        # zstandard has its own error type, which can not be named without the package.
+        # zstandard has its own error type, which cannot be named without the package.
         if not isinstance(error, OSError | EOFError | UnicodeDecodeError) and type(error).__name__ != "ZstdError":
             raise
-        raise DataError(f"--input={path}: can not be unpacked ({error})") from None
+        raise DataError(f"--input={path}: cannot be unpacked ({error})") from None
 
 
 def _text_units(path: str) -> Iterator[InputUnit]:
@@ -154,7 +154,7 @@ def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     try:
         data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the package raises many kinds
-        raise DataError(f"--input={path}: datasets can not load it ({str(error).splitlines()[0][:160]})") from None
+        raise DataError(f"--input={path}: datasets cannot load it ({str(error).splitlines()[0][:160]})") from None
     yield from _dataset_units(path, data, keys)
 
 

@@ -39,7 +39,7 @@ class SampleSource(Protocol):
 class GPTDataset:
     """One split of one token store.
 
-    A run that is continued for longer than it was planned keeps the order that it began with and goes on with
+    A run that is continued for longer than it was planned keeps the order that it began with and continues with
     further epochs: `requests` are the totals that were asked for, one after the other. The first is indexed as a
     fresh run; each further one that exceeds what is there adds a segment of whole epochs with its own shuffle (seed
     + number of the segment).
@@ -106,7 +106,7 @@ class GPTDataset:
 
         if self._cache_dir is None:
             return build()
-        # The order depends on nothing else than this, so it can not be stale.
+        # The order depends on nothing else than this, so it cannot be stale.
         content = np.ascontiguousarray(lengths[self.begin : self.end]).tobytes()
         key = digest_of("order", INDEX_VERSION, content, self.begin, self.end, self.seq_length, num_samples, seed)
 

@@ -107,7 +107,7 @@ class IndexedDataset:
             # A plain array over the map: slices of the memmap class itself cost several times as much.
             self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self.dtype))
         except OSError as error:
-            raise DataError(f"{flag}={self.prefix}: can not be read ({error.strerror})") from None
+            raise DataError(f"{flag}={self.prefix}: cannot be read ({error.strerror})") from None
 
     def _check_files(self, flag: str) -> None:
         if self.prefix.endswith((".bin", ".idx")) and os.path.isfile(self.prefix):
@@ -162,7 +162,7 @@ class IndexedDataset:
             )
         if int(pointers.min()) < 0 or int(pointers.max()) > bin_bytes or (pointers % itemsize).any():
             raise DataError(f"{path}: damaged (a sequence begins outside of {bin_path}, {bin_bytes} bytes)")
-        # Both terms are bounded now (pointer <= file size, length < 2^31), so the sum can not overflow.
+        # Both terms are bounded now (pointer <= file size, length < 2^31), so the sum cannot overflow.
         ends = pointers + lengths.astype(np.int64) * itemsize
         if int(ends.max()) > bin_bytes:
             bad = int(np.argmax(ends > bin_bytes))
@@ -274,7 +274,7 @@ class IndexedWriter:
             os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
             self._bin = open(self._temporary[0], "wb")  # noqa: SIM115 (closed by close or abort)
         except OSError as error:
-            raise DataError(f"{self.prefix}.bin: can not be written ({error.strerror}); name another folder") from None
+            raise DataError(f"{self.prefix}.bin: cannot be written ({error.strerror}); name another folder") from None
 
     def add_document(self, ids: ArrayLike) -> None:
         """Append one document of one sequence: ids `[n]`; of none if n is 0."""

@@ -182,7 +182,7 @@ class BatchLoader:
         return _pinned(batch) if self._pin else batch
 
     def close(self) -> None:
-        """End the threads; the loader can not be used any more."""
+        """End the threads; the loader cannot be used any more."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._queue.clear()

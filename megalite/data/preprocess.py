@@ -148,7 +148,7 @@ class _Job:
 
 
 class _Merger:
-    """Appends units in order, joining a document that goes on in the next unit."""
+    """Appends units in order, joining a document that continues in the next unit."""
 
     def __init__(self, writers: Sequence[IndexedWriter]) -> None:
         self._writers = list(writers)

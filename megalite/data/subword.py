@@ -25,13 +25,13 @@ EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", 
 
 
 def read_file(path: str | Path, flag: str) -> bytes:
-    """Content of a file that `flag` names; raises DataError in one line if it can not be read."""
+    """Content of a file that `flag` names; raises DataError in one line if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
         raise DataError(f"{flag}={path}: no such file") from None
     except OSError as error:
-        raise DataError(f"{flag}={path}: can not be read ({error.strerror})") from None
+        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -112,7 +112,7 @@ PROBE = "An  \uff21\ufb01\u00a0\u2460 Cafe\u0301 B.\tc\nd \U00010348, e"
 
 
 def _keeps_text(tokenizer: _FastTokenizer | SentencePieceTokenizer) -> bool:
-    """Whether the ids of a text spell all of it: where they do not, its bytes can not be counted from them."""
+    """Whether the ids of a text spell all of it: where they do not, its bytes cannot be counted from them."""
     return tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
 
 

@@ -1,7 +1,7 @@
 """Which data a run reads, cheaply even for terabytes: sizes, digests of the document lengths and of sampled tokens.
 
 A checkpoint keeps the surveys of its run. The place in the data is a number (`consumed_samples`) that means nothing
-for other data, so a run that goes on compares them. Where the files lie is no part of it.
+for other data, so a run that continues compares them. Where the files lie is no part of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     documents -> pieces (cut after newlines) -> batches (encoded together) -> parts (kept) -> .bin/.idx
 
-A part that is done stands in a file of its own until the whole is written, so a process that is killed after hours
+A finished part is kept in its own file until the whole is written, so a process that is killed after hours
 leaves hours of work to the next one: pieces are the same each time, so their numbers say what is done.
 """
 
@@ -68,7 +68,7 @@ def write_documents(
 ) -> tuple[int, int]:
     """Tokenises documents into the pair `prefix`; those without a token are left out. Returns tokens and UTF-8 bytes.
 
-    Goes on with the parts that an earlier call with the same arguments, which was killed, has left beside `prefix`.
+    Continues with the parts that an earlier call with the same arguments, which was killed, has left beside `prefix`.
     """
     folder = prefix.parent
     for torn in folder.glob("*.tmp-*"):
@@ -136,7 +136,7 @@ def _parts(pieces: Iterator[TextPiece], tokenizer: Tokenizer, folder: Path, watc
         else:
             watch.add(part.nbytes)
             if number == 0:
-                logger.info("goes on with what an earlier process has tokenised")
+                logger.info("continues with what an earlier process has tokenised")
         yield part
 
 

@@ -3,7 +3,7 @@
     prompt [n] -> one forward fills the cache -> logits of the last position -> sample -> forward of one token -> ...
 
 Sampling happens on the CPU from a generator of its own, so a seed gives the same text on every device that computes
-the same logits. When the cache reaches the longest sequence the model can represent, generation goes on from the
+the same logits. When the cache reaches the longest sequence the model can represent, generation continues from the
 newer half of the text.
 """
 

@@ -63,7 +63,7 @@ def load_for_inference(
 
     Raises:
         CheckpointError: nothing there, or damaged.
-        DataError: the tokenizer in it can not be built (a package it needs is missing, for example).
+        DataError: the tokenizer in it cannot be built (a package it needs is missing, for example).
     """
     path = resolve_checkpoint(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
     checkpointer = Checkpointer(path.parent, world=Axis.single("world"))

@@ -47,7 +47,7 @@ def score_continuations(
     for context, continuation in pairs:
         if not context or not 0 < len(continuation) <= limit:
             raise DataError(
-                f"a context of {len(context)} and a continuation of {len(continuation)} tokens can not be scored; the "
+                f"a context of {len(context)} and a continuation of {len(continuation)} tokens cannot be scored; the "
                 f"context needs at least 1 token, the continuation between 1 and {limit}"
             )
         waiting.append(([*context, *continuation][-(limit + 1) :], len(continuation)))
@@ -128,7 +128,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it") from None
     except OSError as error:
-        raise DataError(f"{path}: can not be read ({error.strerror})") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 #: How WikiText writes text apart, and the text it came from; applied in this order.

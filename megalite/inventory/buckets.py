@@ -74,7 +74,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A range of the buffer whose elements are of one kind (gaps of alignment included; they are zero for ever).
+    """A range of the buffer whose elements are of one kind (gaps of alignment included; they are zero forever).
 
     slots: the parameters inside, in order. whole: exactly one parameter, to be updated as a matrix.
     """

@@ -104,7 +104,7 @@ def _check(
     local_size: int,
     problems: list[str],
 ) -> None:
-    """Numbers that a launcher can not have meant."""
+    """Numbers that a launcher cannot have meant."""
     if problems:
         return
     if size[1] < 1:

@@ -1,6 +1,6 @@
 """From an environment to a running world: the only reader of environment variables in the project.
 
-    place = read_place()                               who started this process? (no torch needed)
+    place = read_environment()                         who started this process? (no torch needed)
     status = launch(config, main, place)               main(config, world) on every rank; exit status
 
 One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and mpirun end in the same call. Variables
@@ -125,7 +125,7 @@ def print_interrupted(phase: str = "") -> None:
 
 
 def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
-    """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where it can not mean so many."""
+    """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where this host cannot run that many."""
     import torch
 
     cores = os.cpu_count() or 1
@@ -261,8 +261,8 @@ def _open_store(world: World, place: LaunchEnvironment, rendezvous: Path | None,
         where = f"env: MASTER_ADDR={place.master_addr}, MASTER_PORT={place.master_port}"
         facts = str(error).splitlines()[0]
         if world.rank == 0 and not place.agent_store:
-            raise ConfigError(f"{where}: rank 0 can not listen there ({facts}); choose a free port") from error
-        raise RuntimeFailure(f"{where}: rank {world.rank} on {world.host} can not reach rank 0 ({facts})") from error
+            raise ConfigError(f"{where}: rank 0 cannot listen there ({facts}); choose a free port") from error
+        raise RuntimeFailure(f"{where}: rank {world.rank} on {world.host} cannot reach rank 0 ({facts})") from error
     return dist.PrefixStore(f"megalite/{place.attempt}", store)
 
 
@@ -327,7 +327,7 @@ def _set_threads(place: LaunchEnvironment) -> None:
 
 
 def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
-    """How many threads a rank gets on a host with so many cores, of which it may use `allowed`.
+    """How many threads a rank gets on a host with `cores` cores, of which it may use `allowed`.
 
     srun and mpirun may have bound it to its share already; --nprocs and torchrun leave the sharing to us.
     """

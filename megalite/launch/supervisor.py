@@ -165,7 +165,7 @@ def supervise(
         forward: signals that this process passes on to the ranks while it waits.
     """
     start = time.monotonic()
-    # What was started under `nohup` goes on without the terminal.
+    # What was started under `nohup` continues without the terminal.
     forward = [n for n in forward if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
     sys.stdout.flush()
     sys.stderr.flush()

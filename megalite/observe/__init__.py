@@ -5,7 +5,7 @@
     observers       metrics.jsonl, the profiler, the search for a slow rank; which rank has which observers
     console, tracking       one line per log interval; TensorBoard and Weights & Biases
     startup_table   the table that a run prints before its first step
-    live_memory     the measured peak beside the predicted one
+    live_memory     the measured peak next to the predicted one
     pipeline_trace  what the pipeline really did, in the forms that plans are drawn in
 
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).

@@ -33,7 +33,7 @@ class ConsoleHook(Hook):
 
     Args:
         stream: where to; the standard output of the moment by default.
-        now: the time that stands in front of a line.
+        now: the time that precedes a line.
     """
 
     def __init__(self, stream: TextIO | None = None, *, now: Callable[[], datetime] = datetime.now) -> None:

@@ -150,7 +150,7 @@ class Hooks:
                     raise
                 self._hooks.remove(hook)
                 what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
-                logger.warning("%s stopped, training goes on: %s", hook.fails_alone_as, what)
+                logger.warning("%s stopped, training continues: %s", hook.fails_alone_as, what)
 
     def _summary(self, trainer: TrainerView, status: str) -> Record:
         wall = self._clock() - self._began

@@ -1,4 +1,4 @@
-"""The measured peak beside the predicted one, after the first steps of a run.
+"""The measured peak next to the predicted one, after the first steps of a run.
 
 On a GPU the measured number is the allocator's (`torch.cuda.max_memory_allocated`). A CPU has no such counter, and the
 resident memory of a process is mostly libraries; so the storages of all tensors are counted there, operator by

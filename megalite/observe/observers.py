@@ -35,7 +35,7 @@ METRICS_FILE = "metrics.jsonl"
 def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> Hooks:
     """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
 
-    start_facts: what the start line of metrics.jsonl says beside the usual.
+    start_facts: what the start line of metrics.jsonl says besides the usual.
     """
     hooks: list[Hook] = [StragglerHook(), MemoryCheckHook()]
     logging, save = config.logging, config.checkpoint.save
@@ -58,7 +58,7 @@ class JsonlHook(Hook):
     """Appends every record to `metrics.jsonl`, one JSON object a line, flushed at once.
 
     A resumed run appends to the file of the run it continues, after a new `"start"` line; where an iteration then
-    stands twice, the later line holds (`read_metrics` applies that rule). Values that are not finite become null,
+    appears twice, the later line holds (`read_metrics` applies that rule). Values that are not finite become null,
     because JSON has no word for them.
     """
 

@@ -22,7 +22,7 @@ def start_up_table(
     Args:
         config: with its vocabulary resolved.
         program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
-        device: what the ranks run on, in words.
+        device: what the ranks run on, as text.
     """
     model, training, parallel = config.model, config.training, config.parallel
     dp = config.data_parallel_size(world_size)

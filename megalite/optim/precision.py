@@ -28,7 +28,7 @@ class LossScaler(Protocol):
 
     @property
     def at_minimum(self) -> bool:
-        """The scale can not fall: if this one overflows, so does whatever follows."""
+        """The scale cannot fall: if this one overflows, so does whatever follows."""
         ...
 
     def update(self, *, found_non_finite: bool) -> None: ...
@@ -139,7 +139,7 @@ class DynamicLossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scale goes on; the empty state of a constant scaler (another precision) leaves it at the beginning."""
+        """The scale continues; the empty state of a constant scaler (another precision) leaves it at the beginning."""
         if not state:
             return
         self._scale = float(state["scale"])

@@ -6,7 +6,7 @@
            ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> report.py
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
-Studies made of it stand in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
+Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
 plan_plot.py (sweeps of searches, as a table and as a picture), compare_published.py (runs that others measured, beside
 what is predicted of them).
 

@@ -62,11 +62,11 @@ class TimeSource(Protocol):
         ...
 
     def optimizer_step(self, config: Config, elements: float) -> float:
-        """Seconds of norm, update and cast of so many owned elements."""
+        """Seconds of norm, update and cast of that many owned elements."""
         ...
 
     def step_overhead(self, samples: float) -> float:
-        """Seconds of a step beside layers, messages and the optimizer, with so many samples read by a rank."""
+        """Seconds of a step besides layers, messages and the optimizer, with that many samples read by a rank."""
         ...
 
 

@@ -32,7 +32,7 @@ class Hardware:
     matrix_flops: precision -> dense FLOP/s. matrix_efficiency: part of it that large products reach;
     matrix_half_size: the smallest extent of a product at which half of that is left. attention_efficiency: the same
     for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead: seconds of
-    starting one kernel that nothing hides; action_overhead: of one forward or backward of a stage, beside its kernels.
+    starting one kernel that nothing hides; action_overhead: of one forward or backward of a stage, besides its kernels.
     reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
     hide behind computation. power: watts of one device with its share of the node. measured: what a profile found
     between processes of one node, by operation (all_reduce, gather, send); not in the files.

@@ -23,7 +23,7 @@ from megalite.planner.activations import StageActivations, stage_activations, wo
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Program, ScheduleShape
 
-#: Above so many actions a batch is not walked; the schedule's declared peak is taken instead.
+#: A batch with more actions than this is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000
 
 

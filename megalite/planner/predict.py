@@ -39,7 +39,7 @@ from megalite.schedule import (
     simulate,
 )
 
-#: Above so many actions the simulator runs fewer micro-batches, and the steady state is continued.
+#: Above this many actions the simulator runs fewer micro-batches, and the steady state is continued.
 SIMULATED_ACTIONS = 6_000
 
 
@@ -303,7 +303,7 @@ class _Stages:
         )
 
     def tied(self) -> float:
-        """The sum of the embedding's two gradients, where it lies on two stages."""
+        """The sum of the embedding's two gradients, where it is on two stages."""
         model, parallel = self.config.model, self.config.parallel
         if model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
             return 0.0

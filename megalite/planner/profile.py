@@ -2,7 +2,7 @@
 
 A profile is JSON: `points` with the tensor-parallel size, sequence parallelism, the micro-batch, and seconds of F, I, W
 (and what B hides) of an embedding, a block and a head of the model that was measured, messages of tensor parallelism
-included; `optimizer` (seconds of an update and per owned element), `step` (seconds beside the actions, and per sample
+included; `optimizer` (seconds of an update and per owned element), `step` (seconds besides the actions, and per sample
 of a rank), `links` (operation -> latency, bytes per second inside a node). A layout whose point is missing takes the
 nearest one, scaled by what the roofline says of the difference.
 """

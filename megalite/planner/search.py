@@ -26,19 +26,19 @@ from megalite.planner.uneven import MemoryHeadroom, recomputing, recut, smallest
 from megalite.progress import OnProgress, untold
 from megalite.schedule import ScheduleShape, default_schedule, find_schedule
 
-#: Simulated layouts: at least so many, whatever `top` is.
+#: Simulated layouts: at least this many, whatever `top` is.
 LEAST_SIMULATED = 16
 
 #: Layouts that are counted exactly and do not fit before the search gives up.
 MOST_REJECTED = 100
 
-#: So many of the fastest pipelines are cut anew, and so many of the fastest that do not fit.
+#: This many of the fastest pipelines are cut anew, and this many of the fastest that do not fit.
 RECUT, RECUT_MISFITS = 4, 2
 
 #: A cut is written out only if a step gains this part by it.
 LEAST_GAIN = 1e-3
 
-#: Sizes whose bound is so many times slower than the best estimate are left out.
+#: Sizes whose bound is this many times slower than the best estimate are left out.
 TOO_SLOW = 1.5
 
 
@@ -309,7 +309,7 @@ def _spread(ranked: list[tuple[float, float, Layout]]) -> list[Layout]:
 def _simulate(
     quick: FastEstimator, ordered: Iterable[Layout], wanted: int, given: frozenset[str], on_progress: OnProgress
 ) -> tuple[list[Prediction], list[OverBudget], list[str]]:
-    """(What fits of the first so many, what does not, why nothing was legal)."""
+    """(What fits among the first ones, what does not, why nothing was legal)."""
     predictions: list[Prediction] = []
     rejected: list[OverBudget] = []
     why: list[str] = []

@@ -29,7 +29,7 @@ from megalite.planner.hardware import Hardware
 from megalite.planner.memory import rank_memory
 from megalite.schedule import Program, compact_layout, partition_of
 
-#: A stage between the ends may have so many layers more or less than the mean, or a third of the mean.
+#: A stage between the ends may have this many layers more or fewer than the mean, or a third of the mean.
 SPREAD = 2
 
 

@@ -10,16 +10,16 @@ Use::
 
     from megalite.schedule import build, lower, validate
 
-    program = lower(build("2bw", num_ranks=4, num_microbatches=8))      # ScheduleError if the shape is illegal
+    program = lower(build_program("2bw", num_ranks=4, num_microbatches=8))      # ScheduleError if the shape is illegal
     validate(program)                                                   # ScheduleError with a drawing if it is wrong
     for t in range(num_batches):
         batch = program.batch(t, first=t == 0, last=t == num_batches - 1)
         for action in program.actions_for_batch(rank, batch):           # F B I W SEND_* RECV_* REDUCE NORM STEP
             ...
 
-Public names: Action and its constructors (`action.py`), Placement, Program and Batch, SCHEDULES, build, legal, warnings
-(`schedules/registry.py`), lower and the passes, validate, simulate, the renderers, load_program (text files), partition
-(layers to stages).
+Public names: Action and its constructors (`action.py`), StagePlacement, Program and BatchRange, SCHEDULES,
+build_program, schedule_problems, schedule_warnings (`schedules/registry.py`), lower and the passes, validate, simulate,
+the renderers, load_program (text files), partition (layers to stages).
 
 Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule. Proof:
 tests/unit/schedule (closed forms of the papers, random shapes, mutations).

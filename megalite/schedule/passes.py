@@ -182,7 +182,7 @@ def insert_communication(program: Program) -> Program:
     """SEND directly after the computation that produced the tensor; RECV posted early, in the order of the *sender*.
 
     Point-to-point transports match messages by order, not by name: on every directed pair of ranks the receives must
-    stand in the order of the sends. So the sender's order places them; each is posted one computation before its user,
+    are in the order of the sends. So the sender's order places them; each is posted one computation before its user,
     or earlier if a message behind it on the same wire is needed earlier. Neither rule looks at durations, so the result
     is one fixed list. In an asynchronous program the receive for the first computation of iteration t + 1 is posted in
     iteration t.
@@ -235,7 +235,7 @@ def _place_receives(program: Program, rank: int, batch: BatchRange, wanted: list
         else:
             sent = (send for action in program.order(source, batch) for send in sends(action, program.placement))
             place = {matching_recv(send, source): number for number, send in enumerate(sent) if send.peer == rank}
-            # What nobody sends (a file may forget a computation) waits at the end: the validator names it.
+            # What is never sent (a file may forget a computation) waits at the end: the validator names it.
             messages.sort(key=lambda message: place.get(message.recv, len(place)))
         position, turn = messages[-1].position, messages[-1].rank_in_user_order
         for message in reversed(messages):

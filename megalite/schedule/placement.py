@@ -1,11 +1,11 @@
-"""Placement: which rank holds which stage.
+"""StagePlacement: which rank holds which stage.
 
     loop  p=2, 4 stages         V  p=2, 4 stages           bidirectional  p=2, 2 stages, 2 replicas
     rank 0: 0 2                 rank 0: 0 3                rank 0: stage 0 of replica 0, stage 1 of replica 1
     rank 1: 1 3                 rank 1: 1 2                rank 1: stage 1 of replica 0, stage 0 of replica 1
 
 A placement says "rank" where later a mesh of ranks may stand (a stage with its own tensor-parallel width): everybody
-asks `rank_of` and `stages_of`, nobody computes `stage % p`.
+asks `rank_of` and `stages_of`, no code computes `stage % p`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class BatchRange(NamedTuple):
 
     @property
     def following(self) -> BatchRange:
-        """Batch t + 1 of a run that goes on."""
+        """Batch t + 1 of a run that continues."""
         return BatchRange(self.iteration + 1, self.end, self.next_size, self.next_size, first=False)
 
 

@@ -2,7 +2,7 @@
 
 Started once per pytest process as `python -m megalite.testing.zygote FD`. It pays for the imports once (torch, and
 torch._dynamo, which the first optimizer would otherwise import in every rank), and never runs a tensor operation: a
-process that has computed with several OpenMP threads can not be forked safely.
+process that has computed with several OpenMP threads cannot be forked safely.
 """
 
 from __future__ import annotations

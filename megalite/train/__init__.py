@@ -18,7 +18,7 @@
     dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
     exits           when to stop: interval, duration, signal, agreed by all ranks
 
-Invariants: no layout changes what is computed (`tests/equivalence`); a run that is stopped anywhere goes on with the
+Invariants: no layout changes what is computed (`tests/equivalence`); a run that is stopped anywhere continues with the
 same bits (`tests/faults`).
 """
 

@@ -27,7 +27,7 @@ from megalite.microbatch import Microbatch
 
 
 class BatchSource(Protocol):
-    """What the data room gives: this replica's micro-batches of the next global batch."""
+    """What it reads from: this replica's micro-batches of the next global batch."""
 
     def next_batch(self, global_batch_size: int) -> list[Microbatch]: ...
 

@@ -29,7 +29,7 @@ from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
 WIDEST = 200
 HOST = 8
-"""A world of so many ranks may be meant for this host; one that is larger, and has more ranks than cores, is not."""
+"""A world of this many ranks may be meant for this host; one that is larger, and has more ranks than cores, is not."""
 LONGEST_TEXT = 1 << 26
 """Bytes of raw text that are tokenised to check them; the start does it for more."""
 LARGEST_CHECKPOINT = 1 << 34

@@ -81,7 +81,7 @@ class ExitPolicy:
     def __enter__(self) -> ExitPolicy:
         # Python delivers signals to the main thread only and refuses handlers elsewhere.
         if self._config.exit_signal_handler and threading.current_thread() is threading.main_thread():
-            # What was started under `nohup` goes on without the terminal.
+            # What was started under `nohup` continues without the terminal.
             nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             heard = [number for number in _SIGNALS if number != signal.SIGHUP or not nohup]
             self._previous = {number: signal.signal(number, self._note) for number in heard}

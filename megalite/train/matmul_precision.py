@@ -50,7 +50,7 @@ class MatmulChoice:
 def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, earlier: Any = None) -> MatmulChoice:
     """Sets torch's mode. Collective over the world.
 
-    earlier: what the checkpoint that the run goes on from has under `META`, None for a run of its own: `auto` keeps
+    earlier: what the checkpoint that the run continues from has under `META`, None for a run of its own: `auto` keeps
     that choice on the same type of device.
     """
     training, kept = config.training, False

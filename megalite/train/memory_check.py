@@ -38,7 +38,7 @@ Pools = Sequence[tuple[Pool, bool]]
 
 
 def check_memory(config: Config, world: World, axis: Axis, program: Program, cuts: Sequence[range]) -> None:
-    """Raises ConfigError, on all ranks, where a run can not fit; warns where it hardly does. Collective.
+    """Raises ConfigError, on all ranks, where a run cannot fit; warns where it hardly does. Collective.
 
     config: with its vocabulary resolved. axis: all ranks.
     """
@@ -104,7 +104,7 @@ def judge(
     helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
     if config.training.skip_train:
         helps = "use more ranks of --tensor-model-parallel-size or --pipeline-model-parallel-size on more hosts, or"
-    return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} go on by --ignore-memory-estimate"
+    return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} continue by --ignore-memory-estimate"
 
 
 def demands_of(

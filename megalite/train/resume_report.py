@@ -32,7 +32,7 @@ SILENT = frozenset(
         "skip_train",
     }
 )
-# One entry, in words, says all of these.
+# One entry, as text, says all of these.
 LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -64,7 +64,7 @@ def resume_report(
     """The report of a run that begins with `start`.
 
     Args:
-        config: as the run goes on, seed and schedules settled. loaded: what the tensors and scalars gave.
+        config: as the run continues, seed and schedules settled. loaded: what the tensors and scalars gave.
         matmul: mode of fp32 products that was kept from the checkpoint.
         data: what became of the data: how they have changed, what a longer training adds to their order.
     """

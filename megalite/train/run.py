@@ -127,14 +127,14 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
 
 
 def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
-    """How the data differ from those of the checkpoint that the run goes on from. Raises DataError, unless it may."""
+    """How the data differ from those of the checkpoint that the run continues from. Raises DataError, unless it may."""
     if config.training.skip_train:
         return []
     found = survey_differences(then, surveys)
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
-            f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose order it would go on in; "
-            "give it those, or go on with these by --allow-data-change"
+            f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
+            "continue; give it those, or continue with these (--allow-data-change)"
         )
     return found
 

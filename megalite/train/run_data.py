@@ -76,7 +76,7 @@ class RunData:
         return self.config.training.eval_iters
 
     def token_bytes(self) -> Tensor | None:
-        """int32 `[V]`: bytes of text that each token spells; None where the tokenizer can not say."""
+        """int32 `[V]`: bytes of text that each token spells; None where the tokenizer cannot say."""
         table = self.tokenizer.token_bytes()
         if table is None:
             return None

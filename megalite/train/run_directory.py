@@ -121,7 +121,7 @@ class RunDirectory:
 
     def _begin(self, save: Path, iteration: int) -> None:
         for path in set_aside_newer(save, iteration):
-            logger.warning("this run goes on from iteration %d: what was newer is now %s", iteration, path.name)
+            logger.warning("this run continues from iteration %d: what was newer is now %s", iteration, path.name)
         clear_completed(save)
         target = save / CONFIG_FILE
         staged = target.with_name(f".{CONFIG_FILE}.tmp")
@@ -139,13 +139,13 @@ class RunDirectory:
 
 
 def _with_seed_of(config: Config, start: StartingPoint) -> Config:
-    """A resumed run goes on with the data order and dropout that it began with, unless `--no-load-rng` is given."""
+    """A resumed run continues with the data order and dropout that it began with, unless `--no-load-rng` is given."""
     if start.saved is None or start.weights_only or not config.checkpoint.load_rng:
         return config
     seed, given = start.saved.training.seed, config.training.seed
     if seed == given:
         return config
     logger.warning(
-        "--seed=%d: the checkpoint's run has seed %d and goes on with it; --no-load-rng changes it", given, seed
+        "--seed=%d: the checkpoint's run has seed %d and continues with it; --no-load-rng changes it", given, seed
     )
     return dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))

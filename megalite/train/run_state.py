@@ -77,7 +77,7 @@ class RunState:
     def load(self, start: StartingPoint) -> tuple[TrainingProgress, list[str]]:
         """Takes up a checkpoint of any layout, or a Hugging Face model's weights. Collective.
 
-        Returns where the run stands, and what was taken, in words.
+        Returns where the run stands, and what was taken, as text.
         """
         model, meta = self.model, Meta(start.meta, str(start.path))
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
@@ -104,7 +104,7 @@ class RunState:
         return progress, self._taken(progress, start, with_state=with_state, older=older)
 
     def _taken(self, progress: TrainingProgress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
-        """What came from a checkpoint, in words."""
+        """What came from a checkpoint, as text."""
         if start.weights_only:
             return ["weights"]
         taken = [f"iteration {progress.iteration:,}", f"{progress.consumed_samples:,} samples consumed", "weights"]

@@ -54,7 +54,7 @@ class StartingPoint:
 
 
 def open_start(path: Path, *, finetune: bool) -> StartingPoint:
-    """Reads what is there beside the tensors. Raises CheckpointError; ConfigError for a model that we do not have."""
+    """Reads what is there besides the tensors. Raises CheckpointError; ConfigError for a model that we do not have."""
     if is_huggingface(path):
         source = HuggingFaceSource(path)
         return StartingPoint(path, source.model, {}, weights_only=True, source=source)
@@ -103,7 +103,7 @@ def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world
     """Fills the shards with a Hugging Face model's weights, cast to their dtype. Collective over `world`.
 
     One logical tensor is in memory at a time; a rank reads those of which it holds a part. Raises CheckpointError, on
-    all ranks, where one of them can not read its part.
+    all ranks, where one of them cannot read its part.
     """
     started, nbytes, problem = time.perf_counter(), 0, None
     wanted: dict[str, list[TensorShard]] = {}

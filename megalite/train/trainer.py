@@ -27,8 +27,7 @@ from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.observe import Hooks, PipelineTracer, Record, StepStats
 from megalite.parallel.pipeline import Executor
-from megalite.schedule import BatchRange as ScheduleBatch
-from megalite.schedule import Program
+from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
 from megalite.train.update import Updater
@@ -193,8 +192,8 @@ class Trainer:
             data_time_s=self.batch_reader.take_seconds(),
         )
 
-    def _plan(self, samples: int, *, drain: bool) -> ScheduleBatch:
-        """Announces this batch and, where the pipeline goes on, the next one."""
+    def _plan(self, samples: int, *, drain: bool) -> BatchRange:
+        """Announces this batch and, where the pipeline continues, the next one."""
         progress = self.progress
         size = self._microbatches(samples)
         following = self.batch_sizes.at(progress.consumed_samples + samples)
@@ -203,7 +202,7 @@ class Trainer:
         next_size = 0 if drain or skips or following != samples else size
         self.batch_reader.plan(progress.updates, first=progress.microbatches, samples=samples)
         self.batch_reader.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
-        return ScheduleBatch(progress.updates, progress.microbatches, size, next_size, first=self._drained)
+        return BatchRange(progress.updates, progress.microbatches, size, next_size, first=self._drained)
 
     def _microbatches(self, samples: int) -> int:
         return samples // (self.config.training.micro_batch_size * self.mesh.size("dp"))

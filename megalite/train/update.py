@@ -58,7 +58,7 @@ class Updater(Events):
     """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
 
     policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. max_skipped:
-    so many skipped in a row, at a loss scale that can not fall, end the run; `stuck` counts them. num_slots: weight
+    so many skipped in a row, at a loss scale that cannot fall, end the run; `stuck` counts them. num_slots: weight
     versions that live at once. version: number of updates that the newest weights have seen. update_of: global number
     of a micro-batch -> the update that its gradient belongs to.
     """
@@ -120,10 +120,10 @@ class Updater(Events):
                 family.gradients.arm()
 
     def execute(self, action: Action) -> None:
-        """Carries out an action that the executor has handed over. Raises RuntimeFailure for one that nobody knows."""
+        """Carries out an action that the executor has handed over. Raises RuntimeFailure for an unknown action kind."""
         handler = self._handlers.get(action.kind)
         if handler is None:
-            raise RuntimeFailure(f"action {action} of the schedule: {action.kind!r} is an unknown kind of action")
+            raise RuntimeFailure(f"{action}: unknown action kind {action.kind!r}")
         handler(action.stage_key, action.microbatch)
 
     def _reduce(self, stage: StageKey, update: int) -> None:
@@ -210,22 +210,22 @@ class Updater(Events):
         if not finite and not self._scaler.skips_non_finite and self._nonfinite == "stop":
             raise RuntimeFailure(
                 f"update {update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before the "
-                "update, the weights are as they were; look at the data and --lr, or go on with --nonfinite=skip"
+                "update, the weights are as they were; look at the data and --lr, or continue with --nonfinite=skip"
             )
         if self.stuck >= self._max_skipped:
             raise RuntimeFailure(f"update {update + 1}: {self.account_of_skips()}")
         return finite
 
     def account_of_skips(self) -> str:
-        """Why the latest updates came to nothing, in words."""
+        """Why the latest updates came to nothing, as text."""
         return (
             f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
-            f"{self._scaler.scale:g} can not fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "
-            "the checkpoints before; go on from one of them with a lower --lr or --bf16, and look at the data"
+            f"{self._scaler.scale:g} cannot fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "
+            "the checkpoints before; continue from one of them with a lower --lr or --bf16, and look at the data"
         )
 
     def _where_not_finite(self) -> str:
-        """Which of this rank's gradients are not finite, in words."""
+        """Which of this rank's gradients are not finite, as text."""
         found = []
         for family in self._everything:
             for bucket in family.buckets:

@@ -127,7 +127,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     started.wait()
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while "State:\tZ" not in (rank / "status").read_text():  # gone, or waiting to be noticed
-            assert time.monotonic() < deadline, "the rank goes on alone"
+            assert time.monotonic() < deadline, "the rank continues alone"
             time.sleep(0.02)
 
 

@@ -213,7 +213,7 @@ def test_a_hugging_face_model_is_not_taken_for_a_checkpoint(convert: Convert, tm
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--from hf --to megalite --load nowhere --save x", "nowhere/config.json: can not be read"),
+        ("--from hf --to megalite --load nowhere --save x", "nowhere/config.json: cannot be read"),
         ("--from megalite --to hf --load nowhere --save x", "--load=nowhere: no such directory"),
         ("--from hf --to hf --load a --save b --verify", "--verify: compares hf with megalite"),
         ("--from hf --to megatron --load a --save b --verify", "--verify: compares hf with megalite"),

@@ -180,7 +180,7 @@ def test_what_needs_more_says_which_extra_and_what_asked_for_it(tmp_path: Path) 
     for flag, (status, output) in zip(("--tensorboard-dir=tb", "--wandb-project=p"), results[:2], strict=True):
         told = [line for line in output.splitlines() if "needs the package" in line]
         assert status == 0 and len(told) == 1, output
-        assert f"training goes on: {flag}: needs the package " in told[0]
+        assert f"training continues: {flag}: needs the package " in told[0]
         assert told[0].endswith('; pip install "megalite[track]"')
     for (extra, flag, command), result in zip(ASKING, results[2:], strict=True):
         assert asks_for(extra, result, flag), f"{command}\n{result}"

@@ -162,4 +162,4 @@ def test_a_folder_that_can_not_be_written(clone: Path) -> None:
     os.chmod(clone / ".venv", 0o444)
     status, _, error = use_environment(clone)
     assert status == 1
-    assert error.splitlines()[-1].startswith(f"error: {clone / '.venv'} can not be made (")
+    assert error.splitlines()[-1].startswith(f"error: {clone / '.venv'} cannot be made (")

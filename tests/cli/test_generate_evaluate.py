@@ -121,7 +121,7 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
         (
             "evaluate.py",
             ["--load", "{run}", "--text-file", "/nowhere.txt"],
-            "/nowhere.txt: can not be read (No such file or directory)",
+            "/nowhere.txt: cannot be read (No such file or directory)",
         ),
         (
             "evaluate.py",

@@ -90,7 +90,7 @@ def test_a_kill_while_saving_harms_no_older_checkpoint(
     assert case.outcome.culprit is not None and case.outcome.culprit.rank == rank, case.describe()
     committed_late = point in ("save.after_rename", "save.gc")
     assert run_single(load_newest, directory) == (20 if committed_late else 10)
-    # a fresh start sweeps what was left and goes on
+    # a fresh start sweeps what was left and continues
     run_ranks(save_steps, WORLD, directory, [30], asynchronous, 1)
     assert [path.name for path in committed(tmp_path)] == ["iter_0000030"]
     assert not interrupted(tmp_path)
@@ -183,7 +183,7 @@ def forbidden_save(world: World, directory: str) -> str:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
 def test_no_permission_is_one_clear_line(tmp_path: Path) -> None:
     said = run_single(forbidden_save, str(tmp_path / "closed"))
-    assert said == f"--save={tmp_path / 'closed'}: can not write there (Permission denied); choose another --save"
+    assert said == f"--save={tmp_path / 'closed'}: cannot write there (Permission denied); choose another --save"
 
 
 def race_for_the_lock(world: World, directory: str, rounds: int) -> list[bool]:

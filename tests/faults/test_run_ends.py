@@ -170,7 +170,7 @@ def test_updates_that_are_all_skipped_end_the_run_and_are_not_saved(tmp_path: Pa
     ]
     assert run_single(whole_run, command(tmp_path, *good, "--exit-interval", "2", steps=20)) == 0
     bad = command(tmp_path, *good, "--loss-scale", "1e30", "--max-skipped-updates", "4", steps=20)
-    message = r"update 6: the last 4 were skipped, .* loss scale of 1e\+30 can not fall \(--max-skipped-updates=4\)"
+    message = r"update 6: the last 4 were skipped, .* loss scale of 1e\+30 cannot fall \(--max-skipped-updates=4\)"
     run_ranks(whole_run, 2, [*bad, *LAYOUTS["pp"]], expect=message)
     assert saved(tmp_path) == ["iter_0000003"], "one overflow is no reason to distrust"
     assert records(tmp_path, "summary")[-1]["status"] == "failed"
@@ -197,7 +197,7 @@ def test_logging_that_can_not_be_written_ends_no_run(tmp_path: Path, capfd: pyte
     status, said = run_single(body_logs_nowhere, command(tmp_path))
     assert status == 0 and (tmp_path / "COMPLETED").exists()
     assert said.startswith("standard output failed (No space left on device)") and said.count("\n") == 1
-    assert capfd.readouterr().out.count("metrics.jsonl stopped, training goes on: OSError") == 1
+    assert capfd.readouterr().out.count("metrics.jsonl stopped, training continues: OSError") == 1
 
 
 def test_closed_streams_become_the_null_device(tmp_path: Path) -> None:

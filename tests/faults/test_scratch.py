@@ -1,4 +1,4 @@
-"""Killed launchers leave nothing for ever: the next one removes what has no owner, and nothing else."""
+"""Killed launchers leave nothing forever: the next one removes what has no owner, and nothing else."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_only_what_is_ours_and_forgotten_is_removed(root: Path) -> None:
 
 def test_a_temporary_directory_that_can_not_be_written_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(root / "none"))
-    with pytest.raises(ConfigError, match="env: TMPDIR: can not be written .*; point it to another folder"):
+    with pytest.raises(ConfigError, match="env: TMPDIR: cannot be written .*; point it to another folder"):
         with scratch_folder():
             pass

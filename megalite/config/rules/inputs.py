@@ -86,7 +86,7 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 
 def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
-    """What is taken from the checkpoint beside its tensors."""
+    """What is taken from the checkpoint besides its tensors."""
     settings = config.checkpoint
     override, adopt = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
     given = {

@@ -135,7 +135,7 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         if config.optimizer.clip_grad > 0:
             yield f"--clip-grad={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
         if training.precision.fp16:
-            yield f"--fp16: {why}, so stages can not agree on a loss scale; use --bf16 or 2bw"
+            yield f"--fp16: {why}, so stages cannot agree on a loss scale; use --bf16 or 2bw"
         if not config.model.untie_embeddings_and_output_weights:
             yield (
                 f"--pipeline-schedule={name}: {why}, so tied embeddings would drift apart; "

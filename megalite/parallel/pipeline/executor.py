@@ -154,16 +154,15 @@ class Executor:
         return time.perf_counter()
 
     def finish(self) -> None:
-        """All messages have left. Raises RuntimeFailure if anything is still under way (a schedule that does not
-        drain)."""
+        """Waits until all messages are sent. Raises RuntimeFailure if the pipeline did not drain."""
         self._channel.flush()
         state = self._state
         waiting = [*state.posted, *state.ready, *state.outgoing]
         in_flight = sum(stage.num_in_flight for stage in self.stages.values())
         if waiting or in_flight:
             raise RuntimeFailure(
-                f"pipeline rank {self.rank}: the schedule has not run empty: {len(waiting)} tensors were not used, "
-                f"{in_flight} micro-batches wait for their backward"
+                f"pipeline rank {self.rank}: the pipeline did not drain: {len(waiting)} tensors never consumed, "
+                f"{in_flight} micro-batches without their backward"
             )
 
     # one handler an action kind

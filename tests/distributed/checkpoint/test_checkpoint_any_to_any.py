@@ -1,4 +1,4 @@
-"""Any layout to any other, with the whole product: state bit for bit, and training goes on as if nothing had happened.
+"""Any layout to any other, with the whole product: state bit for bit, and training continues undisturbed.
 
 Pairs of (tp, pp, virtual stages, dp, ZeRO stage, schedule, micro-batch size) are drawn through the product's own
 validator. 40 pairs with --full, a sample otherwise.
@@ -44,7 +44,7 @@ def stored(path: Path | None) -> dict[str, Tensor]:
 
 
 def move(source: Layout, target: Layout, folder: Path) -> None:
-    """Asserts that what `source` saved is what `target` holds, and that training goes on exactly."""
+    """Asserts that what `source` saved is what `target` holds, and that training continues exactly."""
     first, second, cache = folder / "source", folder / "target", str(folder.parent / "cache")
     common = [*TINY, *source.model, "--data-cache-path", cache]
     run_ranks(train_body, source.world_size, [*common, *source.layout, "--save", str(first)], BEFORE, timeout=180)

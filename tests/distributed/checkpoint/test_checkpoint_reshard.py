@@ -81,7 +81,7 @@ def one_rank_has_a_problem(world: World, directory: str, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("dtype", "complex64 can not be stored [rank 1]"),
+        ("dtype", "complex64 cannot be stored [rank 1]"),
         ("name", "v: not in the checkpoint [rank 1]"),
         ("missing", "rank_00001.safetensors: missing"),
         ("meta", "not JSON"),
@@ -211,7 +211,7 @@ def unreadable_on_one(world: World, directory: str) -> str:
 def test_a_manifest_that_one_rank_can_not_read_stops_all(tmp_path: Path) -> None:
     first, second = run_ranks(unreadable_on_one, 2, str(tmp_path))
     assert first == second
-    assert "can not be read (Input/output error)" in first and first.endswith("[rank 1]")
+    assert "cannot be read (Input/output error)" in first and first.endswith("[rank 1]")
 
 
 def one_rank_grows(world: World, directory: str) -> float:

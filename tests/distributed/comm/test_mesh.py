@@ -103,7 +103,7 @@ def test_axes_follow_the_formula_and_all_ranks_ask_for_the_same_groups(seed: int
             made = len(calls)
             assert [mesh.over(*names) for names in wanted] and len(calls) == made, "an axis is made once"
         asked.append(calls)
-    assert all(calls == asked[0] for calls in asked), "ranks would wait for one another for ever"
+    assert all(calls == asked[0] for calls in asked), "ranks would wait for one another forever"
 
 
 def test_hybrid_shards_are_neighbours_and_pipeline_subaxes_follow_the_grid() -> None:

@@ -238,7 +238,7 @@ def one_rank_can_not_read(world: World, argv: list[str]) -> str:
 
     def broken(self: HuggingFaceSource, name: str) -> torch.Tensor:
         if world.rank == 1 and name.startswith("layers.1"):
-            raise CheckpointError(f"{name}: can not be read")
+            raise CheckpointError(f"{name}: cannot be read")
         return read(self, name)
 
     HuggingFaceSource.read = broken  # type: ignore[method-assign]  # the rank is forked for this test
@@ -252,7 +252,7 @@ def one_rank_can_not_read(world: World, argv: list[str]) -> str:
 def test_a_file_that_one_rank_can_not_read_ends_all(models: Path) -> None:
     argv = [*FLAGS, "--load", str(models / "GPT2"), "--use-checkpoint-args", "--tensor-model-parallel-size", "2"]
     said = run_ranks(one_rank_can_not_read, 2, argv)
-    assert said[0] == said[1] and said[0].endswith(": can not be read [rank 1]")
+    assert said[0] == said[1] and said[0].endswith(": cannot be read [rank 1]")
 
 
 def test_a_file_that_is_cut_short_is_refused_before_ranks_start(models: Path, tmp_path: Path, capsys: Any) -> None:

@@ -108,7 +108,7 @@ def test_links_are_refused(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere"
     shutil.move(saved / "rank_00000.safetensors", target)
     os.symlink(target, saved / "rank_00000.safetensors")
-    with pytest.raises(CheckpointError, match="rank_00000.safetensors: can not be read"):
+    with pytest.raises(CheckpointError, match="rank_00000.safetensors: cannot be read"):
         load(saved)
 
 

@@ -214,7 +214,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monke
     monkeypatch.setattr(os, "open", refuse)
     (problem,) = verify_checkpoint(path)
     assert problem == (
-        f"{path}/rank_00000.safetensors: can not be read (Permission denied); the checkpoint may be whole, give this "
+        f"{path}/rank_00000.safetensors: cannot be read (Permission denied); the checkpoint may be whole, give this "
         "user the right to read it"
     )
 
@@ -224,5 +224,5 @@ def test_a_folder_whose_parent_may_not_be_read_is_not_called_missing(monkeypatch
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(CheckpointError, match=r"^--load=/a/b: can not be read \(Permission denied\)$"):
+    with pytest.raises(CheckpointError, match=r"^--load=/a/b: cannot be read \(Permission denied\)$"):
         resolve_checkpoint("/a/b")

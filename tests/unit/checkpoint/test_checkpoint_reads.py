@@ -77,7 +77,7 @@ def test_a_read_error_names_the_file(saved: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fails)
-    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: can not be read \(Input/output error\)"):
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: cannot be read \(Input/output error\)"):
         load(saved, "a", "b")
 
 
@@ -98,7 +98,7 @@ def test_a_read_only_directory_is_one_line(tmp_path: Path, monkeypatch: pytest.M
     for name in ("open", "link", "unlink"):
         monkeypatch.setattr(os, name, refuses)
     monkeypatch.setattr(Path, "unlink", refuses)
-    with pytest.raises(CheckpointError, match=r"can not write there \(Read-only file system\)"):
+    with pytest.raises(CheckpointError, match=r"cannot write there \(Read-only file system\)"):
         RunLock(tmp_path).acquire()
 
 

@@ -126,7 +126,7 @@ def test_a_name_that_is_taken_is_known_at_the_start(tmp_path: Path, flags: dict)
     run_in(tmp_path / "other", 5)
     (tmp_path / "save" / "iter_0000020").mkdir(parents=True)
     flags = flags | {"load": str(tmp_path / "other") if "load" in flags else None}
-    with pytest.raises(CheckpointError, match="iter_0000020 is in the way and no checkpoint"):
+    with pytest.raises(CheckpointError, match="iter_0000020 is in the way and is not a checkpoint"):
         decide_start(save=str(tmp_path / "save"), **flags)
 
 

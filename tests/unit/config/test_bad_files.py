@@ -100,7 +100,7 @@ YAML = [
     ),
     ("a: [[[[[1]]]]]\n", "run.yaml:1:7: nested too deep; sections hold plain values and lists"),
     ("- 1\n", "run.yaml:1: expected 'key: value' lines"),
-    ("model:\n  a:\n    b: 1\n", "run.yaml:2: 'a' is no section; expected a plain value"),
+    ("model:\n  a:\n    b: 1\n", "run.yaml:2: 'a' is not a section; expected a plain value"),
     (
         "use_flash_attn: true\n",
         "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it",
@@ -129,7 +129,7 @@ def test_yaml_file_that_is_missing_or_hostile(tmp_path: Path, monkeypatch: pytes
     ]
     Path("big.yaml").write_text("#" * 300_000)
     assert problems_of([*argv(), "--config", "big.yaml"]) == [
-        "--config=big.yaml: larger than 256 KiB; a configuration is not"
+        "--config=big.yaml: larger than 256 KiB, too large for a configuration"
     ]
     Path("bytes.yaml").write_bytes(b"seed: \xff\n")
     assert problems_of([*argv(), "--config", "bytes.yaml"]) == ["--config=bytes.yaml: not UTF-8 text (byte 6)"]

@@ -77,7 +77,7 @@ def test_the_process_that_opens_pickles_is_another_one(
     with pytest.raises(CheckpointError, match=r"asks for posix\.system.*nothing of it was executed"):
         unpickler.open(tmp_path / "evil.pt")
     assert not canary.exists()
-    assert torch.equal(source.read("layers.0.mlp.fc1.weight"), expected)  # it goes on, with what it has opened
+    assert torch.equal(source.read("layers.0.mlp.fc1.weight"), expected)  # it continues, with what it has opened
     process.kill()
     process.wait()
     with pytest.raises(CheckpointError, match="the process that opened it ended"):
@@ -213,13 +213,13 @@ def test_args_that_are_not_the_weights(directory: Path, changes: dict[str, Any],
 def test_models_of_others(directory: Path) -> None:
     file = directory / "release/mp_rank_00/model_optim_rng.pt"
     rewrite(file, lambda content: content.update(args=None))
-    assert "holds no args, so nobody knows how many heads" in refused(directory)
+    assert "holds no args, so the number of attention heads is unknown" in refused(directory)
     rewrite(file, lambda content: content.update(args=argparse.Namespace(), checkpoint_version=1.5))
     assert "version" in refused(directory)
     bert = {"model": {"language_model": {"pooler": {"weight": torch.ones(2)}}}, "args": argparse.Namespace()}
     for rank in (0, 1):
         torch.save(bert, directory / f"release/mp_rank_0{rank}/model_optim_rng.pt")
-    assert "no model that we have has language_model.pooler.weight" in refused(directory)
+    assert "no supported model has language_model.pooler.weight" in refused(directory)
 
 
 def test_a_tied_copy_that_differs(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""The one entry: raw text, JSONL, the default corpus, mock data, blends; caches that can not be stale; resumed
+"""The one entry: raw text, JSONL, the default corpus, mock data, blends; caches that cannot be stale; resumed
 runs; bad input.
 """
 
@@ -317,7 +317,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
         {"train_data_path": ("text.txt",)},
         f"--valid-data-path: not given; name data for it, or {EVALUATE}",
     ),
-    ({"data_args_path": "x"}, "--data-args-path=x: can not be read (No such file or directory)"),
+    ({"data_args_path": "x"}, "--data-args-path=x: cannot be read (No such file or directory)"),
 ]
 
 
@@ -346,7 +346,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
 
 def test_a_cache_that_can_not_be_written_is_named(text_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"--data-cache-path=.*can not be written \(.*\); name another folder"):
+    with pytest.raises(DataError, match=r"--data-cache-path=.*cannot be written \(.*\); name another folder"):
         build(config(data_path=(str(text_file),)), tmp_path / "file" / "cache")
 
 
@@ -354,5 +354,5 @@ def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
     def build_folder(folder: Path) -> None:
         raise OSError("2494620 requested and 250848 written")  # numpy's words: no errno, no reason
 
-    with pytest.raises(DataError, match="can not be written .is the disk full. 2494620 requested and 250848 written"):
+    with pytest.raises(DataError, match="cannot be written .is the disk full. 2494620 requested and 250848 written"):
         cached_folder(tmp_path, "x", build_folder)

@@ -51,7 +51,7 @@ def test_any_number_of_workers_writes_the_same_bytes(
 
 
 def test_empty_documents_are_written_as_megatron_does(tmp_path: Path) -> None:
-    """A document without a sequence: its boundary stands twice. The sequences, and so the samples, are the same."""
+    """A document without a sequence: its boundary appears twice. The sequences, and so the samples, are the same."""
     texts = ["", "ab", "", "", "c", ""]
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -144,7 +144,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     for name, message in [
         ("no.jsonl", "--input=.*no.jsonl: no such file"),
         ("empty.jsonl", "0 tokens for .*out_text_document"),
-        ("a.jsonl.gz", "can not be unpacked"),
+        ("a.jsonl.gz", "cannot be unpacked"),
         ("a.parquet", "not a parquet file"),
         ("latin.txt", "not UTF-8 text"),
         (".", "is a folder without a saved data set"),

@@ -99,7 +99,7 @@ def test_every_field_may_lie(original: Path, tmp_path: Path, full: bool, capsys:
             2**20,
             r"word_embeddings.weight is \[257, 1048576\] by its config",
         ),
-        (("meta", "config", "model", "num_layers"), 9999, "tensors can not be 9999 layers"),
+        (("meta", "config", "model", "num_layers"), 9999, "tensors cannot be 9999 layers"),
         (("meta", "config", "model", "vocab_size"), None, "a vocabulary of None|expected a value"),
         (("meta", "config", "model"), 3, "model is '3', not a section"),
         (("meta", "config", "model", "norm_epsilon"), 10**400, "expected float"),

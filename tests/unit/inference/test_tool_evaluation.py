@@ -148,7 +148,7 @@ def test_errors(loaded: tuple, tmp_path: Path) -> None:
         score_text(model, "a")
     with pytest.raises(ConfigError, match=r"--overlap=16: must be between 0 and --seq-length - 1 = 15"):
         score_text(model, TEXT, overlap=16)
-    with pytest.raises(DataError, match="can not be scored"):
+    with pytest.raises(DataError, match="cannot be scored"):
         list(score_continuations(model, [([], [1])]))
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         (tmp_path / "empty").mkdir()

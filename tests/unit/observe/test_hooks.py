@@ -87,7 +87,7 @@ def test_a_guarded_hook_fails_once_and_alone(caplog: pytest.LogCaptureFixture) -
             hooks.after_step(trainer, trainer.step())
         hooks.on_end(trainer, "completed")
     assert [name for name, _ in recorder.calls] == ["start", "log", "log", "log", "end"]
-    assert caplog.messages == ["the broken one stopped, training goes on: OSError: no space left"]
+    assert caplog.messages == ["the broken one stopped, training continues: OSError: no space left"]
 
 
 def test_after_a_failure_the_open_interval_is_left_alone() -> None:

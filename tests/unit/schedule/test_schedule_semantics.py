@@ -44,7 +44,7 @@ def test_batch_size_ramp_up(name: str) -> None:
 
 
 def with_drains(program: Program, sizes: Sequence[int], drains: set[int]) -> list[BatchRange]:
-    """A run that stops after the batches in `drains` and goes on, as after a checkpoint and a resume."""
+    """A run that stops after the batches in `drains` and continues, as after a checkpoint and a resume."""
     return [
         batch._replace(
             next_size=0 if batch.iteration in drains else batch.next_size,

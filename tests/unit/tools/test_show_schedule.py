@@ -91,7 +91,7 @@ def test_refusals_end_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path
     capsys.readouterr()
     wrong = {
         ("--cost-forward", "-1"): "error: --cost-forward: -1: a time cannot be negative\n",
-        ("--output", "none/a.txt"): "error: --output=none/a.txt: can not be written (No such file or directory); "
+        ("--output", "none/a.txt"): "error: --output=none/a.txt: cannot be written (No such file or directory); "
         "choose another\n",
         ("--schedul", "1f1b"): "error: unknown flag --schedul; did you mean --schedule?\n",
         tuple(shape(4, 0)): "error: --schedule=1f1b: micro-batches per batch = 0, must be 1 or more\n",

@@ -1,4 +1,4 @@
-"""A run that goes on reads the data that it began with, or says that it does not."""
+"""A run that continues reads the data that it began with, or says that it does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ RUN = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 2 --lr 1e-2 "
     "--train-iters 4 --eval-iters 1 --split 8,2 --log-interval 1 --device cpu --num-workers 0 --no-exit-signal-handler"
 ).split()
-REFUSED = "not the data that the checkpoint was trained on, whose order it would go on in; give it those, or go on"
+REFUSED = (
+    "not the data that the checkpoint was trained on, whose sample order it would continue; "
+    "give it those, or continue with these (--allow-data-change)"
+)
 
 
 def write(prefix: Path, documents: int, first: int = 0) -> None:
@@ -65,12 +68,10 @@ def test_changed_data_are_refused_with_the_numbers(change: Any, what: str, stopp
     capsys.readouterr()
     change(stopped)
     assert main(arguments(stopped)) == 2
-    assert capsys.readouterr().err == (
-        f"error: --data-path={stopped}/corpus: {what}: {REFUSED} with these by --allow-data-change\n"
-    )
+    assert capsys.readouterr().err == (f"error: --data-path={stopped}/corpus: {what}: {REFUSED}\n")
     assert main(arguments(stopped, "corpus", "--allow-data-change", "--exit-interval", "3")) == 0
     assert re.search(rf"\n +data +--data-path={stopped}/corpus: {re.escape(what)}\n", capsys.readouterr().out)
-    assert main(arguments(stopped)) == 0, "what it went on with is now its data"
+    assert main(arguments(stopped)) == 0, "what it continued with is now its data"
 
 
 def test_the_same_data_elsewhere_are_the_same(stopped: Path, capsys: Any) -> None:

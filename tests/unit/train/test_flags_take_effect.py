@@ -156,7 +156,7 @@ LOADS = [
     ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 --use-checkpoint-opt-param-scheduler"),
     ("--save DIR --train-iters 6 --auto-resume OVERRIDE", "--train-iters 6"),
 ]
-# Two spellings that can not stand together, or that end a run.
+# Two spellings that cannot stand together, or that end a run.
 PAIRS = [
     ("--lr-decay-style WSD --lr-wsd-decay-iters 2", "--lr-decay-style WSD --lr-wsd-decay-samples 12"),
     ("--lr 1e30 --clip-grad 0 --nonfinite stop", "--lr 1e30 --clip-grad 0 --nonfinite skip"),

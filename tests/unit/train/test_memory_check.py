@@ -154,7 +154,7 @@ def test_only_what_helps_is_named_with_what_is_then_needed() -> None:
     assert "zero-stage" not in line and "parallel-size" not in line, "one rank has nobody to share with"
     line = judged("--micro-batch-size 1 --hidden-size 512", 1e6, 4)
     assert line is not None and "--zero-stage=3 (" in line and "--tensor-model-parallel-size=2 (" in line
-    assert "micro-batch" not in line and line.endswith("or go on by --ignore-memory-estimate")
+    assert "micro-batch" not in line and line.endswith("or continue by --ignore-memory-estimate")
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch, free: float) -> None:

@@ -189,15 +189,15 @@ def test_state_of_another_kind_is_refused_with_the_way_out(flags: str, named: st
     capsys.readouterr()
     assert main(go_on(stopped, *flags.split())) == 2
     assert capsys.readouterr().err == (
-        f"error: --load={stopped / 'iter_0000002'}: its optimizer state is another one: {named}; use the checkpoint's "
-        "values, or begin with a fresh state by --no-load-optim\n"
+        f"error: --load={stopped / 'iter_0000002'}: its optimizer state differs: {named}; use the checkpoint's "
+        "values, or start with fresh optimizer state (--no-load-optim)\n"
     )
     assert main(go_on(stopped, *flags.split(), "--no-load-optim", "--exit-interval", "3")) == 0
     assert "optimizer state is new" in capsys.readouterr().out
 
 
 def test_a_run_may_go_on_in_fp16(stopped: Path) -> None:
-    """A checkpoint of another precision holds no loss scale: that begins anew, all else goes on."""
+    """A checkpoint of another precision holds no loss scale: that begins anew, all else continues."""
     assert main(go_on(stopped, "--fp16", "--initial-loss-scale", "1024", "--exit-interval", "3")) == 0
     last = [line for line in read_metrics(stopped / "metrics.jsonl") if line["kind"] == "train"][-1]
     assert (last["iteration"], last["loss_scale"]) == (3, 1024.0)

@@ -1,0 +1,62 @@
+"""Texts are plain English in the terms of the field: no banned phrase (spelling is codespell's, in scripts/test.sh)."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: Pattern -> what to write instead.
+BANNED = {
+    r"can not": "cannot",
+    r"for ever": "forever",
+    r"(goes|go|went|going) on (with|from|by)": "continues with, from",
+    r"training goes on": "training continues",
+    r"the other way round": "vice versa, or the other direction",
+    r"has need|have need": "needs",
+    r"stands (twice|against)": "appears twice, prevents",
+    r"where (it|they) (lies|lie|stands|stand)": "its position",
+    r"above so many|at least so many": "this many",
+    r"has not run empty": "did not drain",
+    r"nobody (knows|asks|tells)": "unknown, is requested, is reported",
+    r"of another kind than": "a different kind from",
+    r"is no (section|dictionary|checkpoint)": "is not a",
+}
+SUFFIXES = {".py", ".md", ".yaml", ".sh", ".sbatch", ".toml"}
+
+
+def texts() -> list[Path]:
+    try:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [
+        ROOT / name for name in listed.splitlines() if Path(name).suffix in SUFFIXES and name != "tests/test_words.py"
+    ]
+
+
+def found_in(text: str) -> list[tuple[int, str]]:
+    """(Line, banned phrase) of each one; a phrase may be broken over two lines."""
+    hits = []
+    for pattern in BANNED:
+        broken = pattern.replace(" ", r"\s+(?:#:?\s+)?")
+        hits += [
+            (text.count("\n", 0, hit.start()) + 1, hit[0]) for hit in re.finditer(rf"\b(?:{broken})\b", text, re.I)
+        ]
+    return sorted(hits)
+
+
+def test_no_banned_phrase() -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {' '.join(phrase.split())!r}"
+        for path in texts()
+        if path.is_file()
+        for line, phrase in found_in(path.read_text(encoding="utf-8"))
+    ]
+    assert not problems, "\n".join(["write it in plain English (tests/test_words.py says how):", *problems])
+
+
+def test_the_check_sees_a_phrase_across_lines() -> None:
+    assert found_in("a tensor\n# that can\n# not be read") == [(2, "can\n# not")]
+    assert found_in("it cannot be read; training continues") == []
