@@ -91,13 +91,15 @@ def tokenise(name: str, case: Case, place: Place) -> Variant:
     if kind == "megalite":
         from megalite.data import HuggingFaceTokenizer, preprocess
 
-        return Variant(
-            lambda: preprocess(
-                [str(text)], str(folder / "ours"), HuggingFaceTokenizer.from_path(tokenizer), append_eod=True,
-                workers=count,
-            ),
-            before=lambda: [path.unlink() for path in folder.glob("ours*")],
-        )  # fmt: skip
+        def tokenise() -> object:
+            ours = HuggingFaceTokenizer.from_path(tokenizer)
+            return preprocess([str(text)], str(folder / "ours"), ours, append_eod=True, workers=count)
+
+        def remove_output() -> None:
+            for path in folder.glob("ours*"):
+                path.unlink()
+
+        return Variant(tokenise, before=remove_output)
     if kind == "tokenizers":
         return Variant(lambda: in_processes(str(tokenizer), documents, count, folder))
     return Variant(lambda: dataset_map(str(tokenizer), documents, count))
