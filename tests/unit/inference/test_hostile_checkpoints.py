@@ -154,7 +154,7 @@ def test_a_cache_grows_with_what_is_seen() -> None:
     [
         (("meta", "progress", "consumed_samples"), -1, "progress: consumed_samples is -1, not a whole number"),
         (("meta", "progress"), None, "progress: is not an object"),
-        (("meta", "train_requests"), [2**40], "--train-iters: the order of 1,099,511,627,776 samples"),
+        (("meta", "train_requests"), [2**40], "--train-iters: the order of 1,099,511,627,776 train samples"),
         (("meta", "train_requests"), "x", "train_requests is x, not a list of whole numbers"),
         (("meta", "opt_param_scheduler", "learning_rate", "style"), "x", "style is x, not one of constant, linear"),
         (("meta", "loss_scaler"), {"scale": -1, "good_steps": 0, "tolerance": 1}, "scale is -1, not above 0"),
