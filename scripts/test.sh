@@ -3,9 +3,9 @@
 #
 #   scripts/test.sh            large matrices are sampled; at most eight minutes on two cores
 #   scripts/test.sh --full     all of the large matrices; run before a large change is called done
-#   scripts/test.sh --coverage     which lines the unit tests run, room by room. A step of its own, which CI takes too:
-#                              tracing doubles the tests' time (25.6 s of CPU became 53.3 s over four rooms), and what
-#                              forked ranks run is not seen
+#   scripts/test.sh --coverage     which lines the unit tests run, room by room. Run by hand: tracing doubles the tests'
+#                              time (25.6 s of CPU became 53.3 s over four rooms), which CI's eight minutes do not hold,
+#                              and what forked ranks run is not seen
 #
 # Further arguments go to pytest. All five steps run even if one fails; the last line is pytest's.
 set -euo pipefail
