@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Everything on docs/performance.md, measured anew on this machine (which should do nothing else), and the page written.
 #
-#   benchmarks/run_all.sh                   baseline, all benchmarks in full, the plan: about 40 minutes on two cores
+#   benchmarks/run_all.sh                   baseline, all benchmarks in full, the plan: some 40 minutes on two cores
 #   benchmarks/run_all.sh tensor data       these only, and the page
 #
-# `baseline`: the ratios of --quick for --check (9 min). single (8), data (6), pipeline (5), plan (4) and the rest (2 each).
+# `baseline`: the ratios of --quick for --check. Estimated minutes: baseline 9, single 8, data 6, pipeline 5, plan 4, others 2.
 # One that fails does not end the others; its former record stays.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

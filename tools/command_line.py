@@ -47,10 +47,11 @@ class ToolParser(argparse.ArgumentParser):
         raise ConfigError(message.replace("argument --", "--"))
 
 
-def run_tool(main: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
-    """Run `main` with `argv` (the command line); returns the exit status. Errors become lines on standard error."""
+def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
+    """Run `main` with `argv` (the command line); returns the exit status, that of `main` if it has one. Errors become
+    lines on standard error."""
     try:
-        main(sys.argv[1:] if argv is None else argv)
+        return main(sys.argv[1:] if argv is None else argv) or 0
     except MegaliteError as error:
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)

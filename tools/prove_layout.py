@@ -40,12 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status: 0 proved, 1 a difference, 2 a bad configuration."""
-    status = [0]
-
-    def run(argv: list[str]) -> None:
-        status[0] = _run(argv)
-
-    return run_tool(run, argv) or status[0]
+    return run_tool(_run, argv)
 
 
 def _run(argv: list[str]) -> int:
