@@ -25,7 +25,7 @@ OTHERS = {
     "kill-on-bad-exit",
     "mpirun": "bind-to host np",
     "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full durations no-build-isolation "
-    "config-settings build-option cpp_ext cuda_ext no-input disable-pip-version-check clear no-deps wheel-dir",
+    "config-settings build-option cpp_ext cuda_ext no-input disable-pip-version-check clear no-deps wheel-dir ignore",
     "coverage, pre-commit": "coverage data-file source skip-covered sort force-exclude",
     "scripts/missing_packages.py": "incomplete",
     "the peer-benchmark lab": "extra",
