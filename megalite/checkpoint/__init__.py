@@ -21,7 +21,8 @@
 Public: `Checkpointer`, `CheckpointReader`, `RunLock`, `latest`, `committed`, `resolve_checkpoint`, `verify_checkpoint`.
 
 Names: weights are stored under their logical name, optimizer state as `optimizer/<state>/<logical name>`, the older
-weights of PipeDream-2BW as `previous/<logical name>`; scalars live in `meta` (JSON).
+weights of 2BW and PipeDream as `previous/<logical name>` (one update ago) and `previous/N/<logical name>`; scalars live
+in `meta` (JSON).
 
 Invariants: a directory without `.tmp-` in its name is whole; every byte loaded was checksummed; nothing that is read is
 executed; any layout loads what any other saved. Proved by tests/unit/checkpoint, tests/distributed/checkpoint

@@ -1,6 +1,7 @@
 """What a checkpoint of a run holds, and how a run takes it up again.
 
-    tensors   masters `<name>`, moments `optimizer/<moment>/<name>`, the older weights of 2BW `previous/<name>`
+    tensors   masters `<name>`, moments `optimizer/<moment>/<name>`
+              compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
               samples asked for, surveys of the data, how fp32 products are computed
@@ -12,6 +13,7 @@ Everything is logical: no rank, stage or slot is written down, so any layout can
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from megalite.train.trainer import TrainingProgress, progress_from_meta, progres
 logger = logging.getLogger(__name__)
 
 STEPS = f"optimizer/{LAST_STEP}/"
+OLDER = "previous/"
 NEWEST = "newest_update"
 """Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
@@ -89,19 +92,17 @@ class RunState:
         elif not self._holds(start.path, STEPS):  # of a run that did not need them: as before its first step
             shards = [shard for shard in shards if not shard.name.startswith(STEPS)]
         self._take_up_delay(progress, meta if with_state else None)
-        older = with_state and model.num_slots > 1 and self._holds(start.path, "previous/")
-        if older:
-            shards += self._older_shards(version)
+        stored = self._stored_older(start.path, version) if with_state else []
+        shards += stored
         if start.source is not None:
             load_weights(start.source, shards, self.checkpointer.world)
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
         model.optimizer.after_load(version % model.num_slots)
-        if model.num_slots > 1:
-            self._fill_older_slots(version, loaded=older)
+        self._complete_older(version, {shard.name for shard in stored})
         if with_state:
             self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
-        return progress, self._taken(progress, start, with_state=with_state, older=older)
+        return progress, self._taken(progress, start, with_state=with_state, older=bool(stored))
 
     def _taken(self, progress: TrainingProgress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
         """What came from a checkpoint, as text."""
@@ -109,7 +110,7 @@ class RunState:
             return ["weights"]
         taken = [f"iteration {progress.iteration:,}", f"{progress.consumed_samples:,} samples consumed", "weights"]
         taken += ["optimizer state"] if with_state else []
-        taken += ["the older weight version"] if older else []
+        taken += ["older weight versions"] if older else []
         taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.precision.fp16 else []
         return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
 
@@ -117,11 +118,25 @@ class RunState:
         return progress.microbatches if self.model.update_per_microbatch else progress.updates
 
     def _shards(self, version: int) -> list[TensorShard]:
-        older = self._older_shards(version) if self.model.num_slots > 1 else []
-        return [*self.model.optimizer.shards(), *older]
+        return [*self.model.optimizer.shards(), *self._older_shards(version)]
+
+    def _older_versions(self, version: int) -> Iterator[tuple[int, list[TensorShard]]]:
+        """(Slot, its weights) of all older versions that this rank keeps, the newest first."""
+        slots = self.model.num_slots
+        for ago in range(1, slots):
+            slot = (version - ago) % slots
+            prefix = OLDER if ago == 1 else f"{OLDER}{ago}/"
+            yield slot, self.model.optimizer.version_shards(slot, prefix)
 
     def _older_shards(self, version: int) -> list[TensorShard]:
-        return self.model.optimizer.version_shards((version - 1) % self.model.num_slots)
+        return [shard for _, shards in self._older_versions(version) for shard in shards]
+
+    def _stored_older(self, path: Path, version: int) -> list[TensorShard]:
+        """Those that a checkpoint holds; a layout with fewer stages has kept fewer."""
+        if self.model.num_slots == 1:
+            return []
+        stored = {name for name in self.checkpointer.names(path) if name.startswith(OLDER)}
+        return [shard for shard in self._older_shards(version) if shard.name in stored]
 
     def _holds(self, path: Path, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self.checkpointer.names(path))
@@ -134,18 +149,25 @@ class RunState:
             newest = meta.section(NEWEST)
             delay.learning_rate, delay.weight_decay = newest.number("learning_rate"), newest.number("weight_decay")
 
-    def _fill_older_slots(self, version: int, *, loaded: bool) -> None:
-        """The slot of version - 1: gathered where it was loaded, else a copy of the newest weights."""
-        slot = (version - 1) % self.model.num_slots
-        if loaded:
-            for buffers in self.model.optimizer.buffers:
+    def _complete_older(self, version: int, loaded: set[str]) -> None:
+        """Older versions that were not loaded are copies of the next newer one; where none was, of the masters."""
+        optimizer, missing = self.model.optimizer, False
+        newer = optimizer.version_shards(version % self.model.num_slots, "")
+        for slot, older in self._older_versions(version):
+            missing = missing or any(shard.name not in loaded for shard in older)
+            if not loaded:
+                optimizer.write_weights(slot, as_masters=True)
+                continue
+            for shard, next_newer in zip(older, newer, strict=True):
+                if shard.name not in loaded:
+                    shard.local.copy_(next_newer.local)
+            for buffers in optimizer.buffers:
                 buffers.weights.gather(slot)
-            return
-        self.model.optimizer.write_weights(slot, as_masters=True)
-        if version > 0:
+            newer = older
+        if missing and version > 0:
+            schedule = self.config.parallel.schedule
             logger.warning(
-                "the checkpoint holds one weight version: the first batch of %s runs on the newest weights, once",
-                self.config.parallel.schedule,
+                "the checkpoint lacks older weights: the first batch of %s runs on newer ones, once", schedule
             )
 
 

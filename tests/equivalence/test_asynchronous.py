@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,41 @@ def test_pipedream_is_its_sequential_reference(p: int) -> None:
     assert_close(found.losses, expected.losses, 1e-12, "loss")
     for name, value in expected.tensors.items():
         assert float((found.tensors[name] - value).abs().max()) < 1e-12, name
+
+
+@pytest.mark.parametrize("p", [3, pytest.param(4, marks=pytest.mark.full)])
+def test_pipedream_holds_every_version_and_resumes_bitwise(p: int, tmp_path: Path) -> None:
+    """Stage r computes with the weights of p-1-r updates ago: all of these are in the checkpoint."""
+    layout = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", "pipedream", "--micro-batch-size", "1"]
+    argv = [*TINY, *UNTIED, *layout, "--data-cache-path", str(tmp_path / "cache")]
+    run_ranks(train_body, p, [*argv, "--save", str(tmp_path / "whole")], 4)
+    run_ranks(train_body, p, [*argv, "--save", str(tmp_path / "part")], 2)
+    half = saved_tensors(tmp_path / "part")
+    kept = [f"previous/{prefix}layers.0.mlp.fc1.weight" for prefix in ("", *(f"{n}/" for n in range(2, p)))]
+    assert all(not torch.equal(half[a], half[b]) for a, b in pairwise(kept))
+    assert f"previous/{p}/layers.0.mlp.fc1.weight" not in half
+    run_ranks(train_body, p, [*argv, "--save", str(tmp_path / "part"), "--auto-resume"], 2)
+    whole, resumed = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "part")
+    assert whole.keys() == resumed.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_pipedream_continues_with_more_stages_on_the_newest_weights_that_it_has(tmp_path: Path) -> None:
+    """Two stages keep one older version of the first half of the layers; three ask for more, and take
+    the next newer ones."""
+    argv = [*TINY, *UNTIED, "--pipeline-schedule", "pipedream", "--micro-batch-size", "1"]
+    argv += ["--data-cache-path", str(tmp_path / "cache")]
+    two, three = (["--pipeline-model-parallel-size", p] for p in "23")
+    run_ranks(train_body, 2, [*argv, *two, "--save", str(tmp_path / "run")], 2)
+    start = saved_tensors(tmp_path / "run")
+    run_ranks(train_body, 3, [*argv, *three, "--load", str(tmp_path / "run"), "--save", str(tmp_path / "moved")], 0)
+    moved = saved_tensors(tmp_path / "moved")
+    for name, value in start.items():
+        assert torch.equal(moved[name], value), name
+    first, middle = "layers.0.mlp.fc1.weight", "layers.2.mlp.fc1.weight"
+    assert torch.equal(moved[f"previous/2/{first}"], start[f"previous/{first}"])
+    assert f"previous/{middle}" not in start and torch.equal(moved[f"previous/{middle}"], start[middle])
 
 
 @pytest.mark.parametrize("method", ["predict", "error-feedback"])

@@ -139,7 +139,7 @@ def test_random_configurations_pass(full: bool) -> None:
         rng = random.Random(seed)
         for number in range(count):
             case = draw(rng)
-            while {"pipedream", "soap"} & {*case.model, *case.layout}:  # not proved yet: docs/proving.md
+            while "soap" in case.model:  # not proved yet: docs/proving.md
                 case = draw(rng)
             try:
                 certify([*case.model, *case.layout], case.world_size)

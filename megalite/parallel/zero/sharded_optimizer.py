@@ -223,12 +223,12 @@ class ShardedOptimizer:
             TensorShard("optimizer/step", (), (), self.step_count, self.norm_axis.ranks[self.norm_axis.rank]),
         ]
 
-    def version_shards(self, version: int) -> list[TensorShard]:
-        """The owned compute weights of a version as `previous/<name>`: what 2BW's next batch will use."""
+    def version_shards(self, version: int, prefix: str) -> list[TensorShard]:
+        """The owned compute weights of a version as `<prefix><name>`: what an asynchronous schedule will use yet."""
         return [
             shard
             for master in self.masters
-            for shard in master.shards("previous/", master.weights(version), self._replica(master))
+            for shard in master.shards(prefix, master.weights(version), self._replica(master))
         ]
 
     def after_load(self, version: int = 0) -> None:

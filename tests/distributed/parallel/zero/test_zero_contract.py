@@ -73,7 +73,7 @@ def test_versions_share_one_gradient_and_one_master() -> None:
         optimizer.step(lr=0.1, weight_decay=0.0, version=(step + 1) % 2)
         previous, current = current, current - 0.1 * 2 * previous
         assert torch.allclose(copies[(step + 1) % 2].detach(), current)
-    shards = {shard.name: shard.local for shard in [*optimizer.shards(), *optimizer.version_shards(0)]}
+    shards = {shard.name: shard.local for shard in [*optimizer.shards(), *optimizer.version_shards(0, "previous/")]}
     assert torch.allclose(shards["head.norm.weight"], current)
     assert torch.equal(shards["previous/head.norm.weight"], copies[0].detach())
 
