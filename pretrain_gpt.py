@@ -74,7 +74,7 @@ def train(config: Config, world: World) -> int:
 
 
 def configure_logging(rank: int) -> None:
-    """Rank 0 tells what happens, the others only what is wrong; one line a message."""
+    """Rank 0 logs what happens, other ranks warnings and errors only; one line a message."""
     level = logging.INFO if rank == 0 else logging.WARNING
     name = "" if rank == 0 else f"rank {rank}: "
     logging.basicConfig(level=level, format=f" {name}%(message)s", stream=sys.stdout, force=True)

@@ -4,6 +4,7 @@ holds (that the picture and the rooms are up to date is asked in test_architectu
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +84,11 @@ def test_the_picture_shows_what_is_imported() -> None:
     assert "comm" in every["parallel/zero"].imports and "parallel/pipeline" not in every["parallel/zero"].imports
     assert "config" in every["train"].imports and "config" not in direct(every["train"], every)  # others bring it
     assert "models" in direct(every["train"], every)
+
+
+@pytest.mark.parametrize("door", sorted((ROOT / "megalite").rglob("__init__.py")), ids=lambda door: door.parent.name)
+def test_a_room_describes_files_that_it_has(door: Path) -> None:
+    plate = ast.get_docstring(ast.parse(door.read_text())) or ""
+    for name in re.findall(r"(?<![\w/])(\w+\.py)\b", plate):
+        places = (door.parent, ROOT / "tools", ROOT / "tests")
+        assert any(next(place.rglob(name), None) for place in places), f"{door}: there is no {name}"

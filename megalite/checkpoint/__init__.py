@@ -22,7 +22,8 @@ Public: `Checkpointer`, `CheckpointReader`, `RunLock`, `latest`, `committed`, `r
 
 Names: weights are stored under their logical name, optimizer state as `optimizer/<state>/<logical name>`, the older
 weights of 2BW and PipeDream as `previous/<logical name>` (one update ago) and `previous/N/<logical name>`; scalars live
-in `meta` (JSON).
+in `meta` (JSON; `train/run_state.py` lists what a run keeps). There is no generator state: randomness is keyed by seed
+and sample.
 
 Invariants: a directory without `.tmp-` in its name is whole; every byte loaded was checksummed; nothing that is read is
 executed; any layout loads what any other saved. Proved by tests/unit/checkpoint, tests/distributed/checkpoint

@@ -1,6 +1,6 @@
-"""A parallel axis is a value.
+"""The grid of ranks and its process groups (Megatron-LM's `parallel_state`), with a parallel axis as a value.
 
-`Axis` names one direction of the grid of ranks and carries its process group; `ParallelMesh` is the grid. Both are
+`Axis` names one direction of the grid and carries its process group; `ParallelMesh` is the grid. Both are
 built once and passed to whoever needs them. An axis of size 1 has no group and costs nothing, so the same code in
 one process is the reference.
 
@@ -98,7 +98,7 @@ class FamilyAxes:
     replicate: Axis
 
     def alike(self, sharded: frozenset[str], *, everywhere: bool) -> list[Axis]:
-        """The axes along which all ranks hold the same of a parameter that the axes `sharded` cut, outermost first.
+        """The axes along which a parameter that is cut over the axes `sharded` is replicated, outermost first.
 
         everywhere: no rank of the shard axis holds less than another.
         """

@@ -1,4 +1,4 @@
-"""What a process knows about the run it belongs to, as a value."""
+"""Rank, world size, device and host of this process, and how it reports where it is: one value."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ModelConfig:
         "gpt",
         "family, which sets defaults: gpt (learned positions, LayerNorm, GELU, biases, tied embeddings) or "
         "llama (RoPE, RMSNorm, SwiGLU, no linear biases, untied)",
-        choices=("gpt", "llama"),
+        choices=tuple(FAMILY_DEFAULTS),
     )
     num_layers: int = required("transformer layers L", ge=1, le=10_000)
     hidden_size: int = required("width h of the residual stream", ge=1)

@@ -1,8 +1,8 @@
 """Watching a run without touching it.
 
-    stats           what one step measured, and the record that a log interval makes of it
+    stats           what one step measured, and what a log interval makes of it: the columns of metrics.jsonl
     hooks           how a run is watched without the trainer knowing who watches
-    observers       metrics.jsonl, the profiler, the search for a slow rank; which rank has which observers
+    observers       who writes metrics.jsonl, the profiler, the search for a slow rank; which rank has which observers
     console, tracking       one line per log interval; TensorBoard and Weights & Biases
     startup_table   the table that a run prints before its first step
     live_memory     the measured peak next to the predicted one

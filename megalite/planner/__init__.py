@@ -1,9 +1,9 @@
 """The planner: time and memory of a layout before it is launched, and the best layout for a cluster (no torch).
 
-    config ──> memory.py  bytes per rank and term        (states.py to the byte, activations.py to 5 %)
+    config ──> memory.py  bytes per rank and term        (model_states.py to the byte, activations.py to 5 %)
            ──> cost.py    seconds per stage and action ──> schedule.simulate ──> predict.py: a step
     hardware/*.yaml, a measured profile ──┘
-           ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> report.py
+           ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> result_table.py
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
 Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and

@@ -182,10 +182,15 @@ def insert_communication(program: Program) -> Program:
     """SEND directly after the computation that produced the tensor; RECV posted early, in the order of the *sender*.
 
     Point-to-point transports match messages by order, not by name: on every directed pair of ranks the receives must
-    are in the order of the sends. So the sender's order places them; each is posted one computation before its user,
-    or earlier if a message behind it on the same wire is needed earlier. Neither rule looks at durations, so the result
-    is one fixed list. In an asynchronous program the receive for the first computation of iteration t + 1 is posted in
-    iteration t.
+    be posted in the same order as the sends. So the sender's order places them; each is posted one computation before
+    its user, or earlier if a message behind it on the same wire is needed earlier:
+
+        the sender sends    a b c        the receiver computes    x  U(a)  U(c)  y  U(b)
+        one ahead of its user            RECV a before x, RECV c before U(a), RECV b before y
+        in the order of the sends        RECV a before x, RECV b and RECV c before U(a)
+
+    Neither rule looks at durations, so the result is one fixed list. In an asynchronous program the receive for the
+    first computation of iteration t + 1 is posted in iteration t.
     """
     placement = program.placement
 

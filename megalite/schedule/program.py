@@ -34,10 +34,11 @@ from megalite.schedule.template import Template
 class BatchRange(NamedTuple):
     """One iteration as the schedule sees it.
 
-    iteration: t, counted over the run. start: global id of its first micro-batch. size: m_t, its number of
-    micro-batches.
-    next_size: m of batch t + 1, 0 if the pipeline runs empty with this batch. first: nothing is in flight when it
-    begins.
+    iteration   t, counted over the run
+    start       global id of its first micro-batch
+    size        m_t, its number of micro-batches
+    next_size   m of batch t + 1, 0 if the pipeline runs empty with this batch
+    first       nothing is in flight when it begins
     """
 
     iteration: int
@@ -80,15 +81,17 @@ of one shape have the same list but for the numbers (see `Template`); a flush pr
 class Program:
     """A schedule for p ranks. Pure data and pure functions: no ranks, tensors or processes are needed to build it.
 
-    name: of the schedule. placement: which rank holds which stage. num_microbatches: m of `batch()` unless told
-    otherwise.
-    order: the iteration of a rank. asynchronous: iteration t begins batch t + 1.
-    update_per_microbatch: PipeDream's one optimizer update per micro-batch; else one per batch.
-    consistent: F and B of a micro-batch use the same weight version on every stage.
-    weight_versions: per rank, versions of a stage's weights alive at once. gradient_buffers: updates being accumulated
-    at once.
-    staleness: per stage, how many updates old the weights of a gradient are when it is applied.
-    peak_activations: per rank, for a batch of num_microbatches.
+    name                    of the schedule
+    placement               which rank holds which stage
+    num_microbatches        m of `batch()` unless told otherwise
+    order                   the iteration of a rank
+    asynchronous            iteration t begins batch t + 1
+    update_per_microbatch   PipeDream's one optimizer update per micro-batch; else one per batch
+    consistent              F and B of a micro-batch use the same weight version on every stage
+    weight_versions         per rank, versions of a stage's weights alive at once
+    gradient_buffers        updates being accumulated at once
+    staleness               per stage, how many updates old the weights of a gradient are when it is applied
+    peak_activations        per rank, for a batch of num_microbatches
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""What a schedule generator is asked for, and the value that a schedule module exports to the table in
-`registry.py`.
-"""
+"""`Schedule`: what a module of `schedules/` says of itself; `ScheduleShape`: the numbers a program is built for."""
 
 from __future__ import annotations
 

@@ -92,9 +92,9 @@ class ProgramCache:
 
 
 def _proved(program: Program, *, of_file: bool) -> list[int] | None:
-    """Micro-batches of the batches that the validator walks, None for its own choice. The order of a schedule of ours
-    repeats itself: of a long batch some rounds through the pipeline show all, where what remains of the last round is
-    the same (`tests/unit/schedule` proves the shapes up to there)."""
+    """Micro-batches of the batches that the validator walks, None for its own choice. Our own schedules repeat
+    themselves, so for a long batch a few rounds through the pipeline with the same remainder are enough
+    (`tests/unit/schedule` proves the shapes up to there)."""
     period = 4 * program.num_ranks
     short = period + program.num_microbatches % period
     if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:

@@ -65,7 +65,7 @@ class OpenRun:
 
 @contextmanager
 def open_run(config: Config, world: World) -> Iterator[OpenRun]:
-    """Builds everything, loads what is to be loaded; at the end the run directory is given back."""
+    """Builds everything, loads the checkpoint, if any; releases the run directory at the end."""
     world.report_phase("start-up: tokenizer")
     config, tokenizer = resolve_tokenizer(config)
     world.report_phase("start-up: process groups")
@@ -127,7 +127,8 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
 
 
 def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
-    """How the data differ from those of the checkpoint that the run continues from. Raises DataError, unless it may."""
+    """How the data differ from those of the checkpoint that the run continues from. Raises DataError unless
+    `--allow-data-change` is set."""
     if config.training.skip_train:
         return []
     found = survey_differences(then, surveys)

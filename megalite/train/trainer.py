@@ -39,11 +39,10 @@ logger = logging.getLogger(__name__)
 class TrainingProgress:
     """Where a run stands: all of it is in every checkpoint.
 
-    iteration: iterations done, skipped ones included. updates: batches that went through the pipeline (each is one
-    weight version,
-    a skipped update counts). microbatches: those run by this replica since the beginning. schedule_samples: samples
-    that the learning-rate
-    schedule has seen: those of skipped updates do not count.
+    iteration          iterations done, skipped ones included
+    updates            batches that went through the pipeline; each is one weight version, skipped updates included
+    microbatches       those run by this replica since the beginning
+    schedule_samples   samples that the learning-rate schedule has seen; those of skipped updates do not count
     """
 
     iteration: int = 0
@@ -56,7 +55,7 @@ class TrainingProgress:
 
 @dataclass(eq=False)
 class Trainer:
-    """Runs a training from `progress` to its end; `run.py` puts it together.
+    """Runs training from `progress` to completion; `run.py` puts it together.
 
     program: micro-batches per replica, iteration number -> the schedule of that iteration. evaluate: iteration, whether
     it is the last -> records. save: writes a checkpoint of the present state and returns its path. finish_save: waits
@@ -256,7 +255,7 @@ class Trainer:
         return interval is not None and number % interval == 0 and self.save is not None
 
     def _is_stuck(self) -> bool:
-        """Whether a save can wait: the weights have not moved since the one before, and may be beyond help."""
+        """Whether a save can wait: the weights have not moved since the one before, and may have diverged."""
         stuck = self.updater.stuck
         if stuck == 2 and self.save is not None and self.mesh.world.is_first:
             logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")

@@ -1,7 +1,7 @@
 """Update: what REDUCE, NORM and STEP mean for the weights.
 
-    REDUCE   gradients over dp, tied copies over the pipeline: sums start
-    NORM     they have arrived; this rank's share of the global norm leaves
+    REDUCE   start the sums: gradients over dp, tied copies over the pipeline
+    NORM     wait for them; launch the collective for the global norm
     STEP     norm finite on all ranks?  ->  clip  ->  sharded step
              no: the same decision everywhere, weights untouched
 
@@ -57,10 +57,12 @@ class Policy(Protocol):
 class Updater(Events):
     """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
 
-    policy: update -> learning rate, weight decay, loss scale of that batch. nonfinite: 'stop' or 'skip'. max_skipped:
-    so many skipped in a row, at a loss scale that cannot fall, end the run; `stuck` counts them. num_slots: weight
-    versions that live at once. version: number of updates that the newest weights have seen. update_of: global number
-    of a micro-batch -> the update that its gradient belongs to.
+    policy       update -> learning rate, weight decay, loss scale of that batch
+    nonfinite    'stop' or 'skip'
+    max_skipped  so many consecutive skips at the smallest loss scale end the run; `stuck` counts them
+    num_slots    weight versions that live at once
+    version      number of updates that the newest weights have seen
+    update_of    global number of a micro-batch -> the update that its gradient belongs to
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class MicrobatchSource(Protocol):
 
 
 class Events:
-    """What the executor asks and tells the owner of the weights. This one is that of forwards alone."""
+    """Callbacks to the owner of the weights. These defaults are for forward-only runs."""
 
     def newest_version(self) -> int:
         """The version that an action without one uses: that of the newest weights."""

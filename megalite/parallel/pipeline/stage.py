@@ -6,7 +6,7 @@ stays (Megatron-LM calls this deallocating the pipeline output).
 
 Weights come in versions: `modules[slot]` are module instances with parameters of their own, and version u lives in slot
 `u % len(modules)`. A backward runs on the very tensors that its forward used. If somebody has overwritten them
-meanwhile, autograd's version counter raises: PipeDream-2BW's invariant is checked at run time for nothing.
+meanwhile, autograd's version counter raises: PipeDream-2BW's invariant is checked at run time at no cost.
 
 The split backward (Zero Bubble, arXiv 2401.10241) collects the computation of weight gradients (`megalite.gradient`)
 while the input's gradient is computed, and runs it later. Layers without a queue are split on their autograd graph

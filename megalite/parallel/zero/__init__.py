@@ -13,6 +13,14 @@ A batch, whatever the stage:
     gradients.finish_reduce()
     optimizer.grad_norm()          optimizer.step(lr=..., weight_decay=..., grad_scale=..., version=...)
 
+The life of a gradient, from a backward to the kernel of the optimizer:
+
+    GradSink          a layer adds its weight gradient (the loss is divided already: sums are means)
+    HeldGradient, StreamedGradient      the bucket is reduced over dp: all-reduce, or reduce-scatter
+    finish_reduce     copies are summed: tied embeddings, what tensor-parallel ranks hold in part, replicas
+    grad_norm         every element once, over all ranks
+    DeviceOptimizer   clipping and the loss scale in one product, cast to the master's type, the update rule
+
 Where things are:
 
     options.py         what is sharded, what overlaps, how large a bucket is

@@ -40,7 +40,7 @@ def step_delay(rank: int, p: int, m: int) -> int:
 
 
 def version(microbatch: int, batch: BatchRange) -> int:
-    """Weights of the update before the newest that this batch could have; batches 0 and 1 both use the initial ones."""
+    """The version one update older than the newest available to this batch; batches 0 and 1 both use the first."""
     own = batch.iteration if microbatch < batch.end else batch.iteration + 1
     return max(own - 1, 0)
 
