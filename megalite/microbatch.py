@@ -8,6 +8,7 @@ are `[s, b, h]`, the transposition happens in the embedding and the head only.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +42,9 @@ class Microbatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
         """The same micro-batch on `device`."""
-        moved = {
-            field.name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-            for field in dataclasses.fields(self)
-            for value in (getattr(self, field.name),)
-        }
-        return dataclasses.replace(self, **moved)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
+        """The same micro-batch with `change` applied to each of its tensors."""
+        changed = {name: change(tensor) for name, tensor in vars(self).items() if tensor is not None}
+        return dataclasses.replace(self, **changed)

@@ -2,18 +2,18 @@
 
 ::
 
-    text ──tokenizer──> .bin/.idx ──split, blend──> sample k ──sampler──> micro-batches of this data-parallel rank
+    text ──tokenizer──> .bin/.idx ──split, blend──> sample k ──loader──> micro-batches of this data-parallel rank
          corpus.py       indexed.py  gpt_index.py              loader.py
                                      gpt_dataset.py, blend.py
 
 What a run has read is one integer, `consumed_samples`: which samples a rank reads next is a pure function of it
-(`sampler.py`), so a run resumes at another data-parallel size without losing or repeating a sample. Files and order
+(`loader.py`), so a run resumes at another data-parallel size without losing or repeating a sample. Files and order
 are Megatron's, bit for bit (Shoeybi et al., "Megatron-LM", 2019), so that its corpora can be used as they are.
 
-Public names: `build_tokenizer`, `load_tokenizer`, `tokenizer_files`, `build_datasets`, `BatchLoader`, `full_pass`,
-`Tokenizer`. The loader is imported at its first use: nothing else here needs torch, so the tools for data start at
-once. Proved by: `tests/unit/data/test_gpt_index.py` (order against a token-by-token walk), `test_indexed.py`
-(bytes and hostile files), `test_loader.py` (every layout reads the same samples).
+Public names: `build_tokenizer`, `load_tokenizer`, `tokenizer_files`, `build_datasets`, `BatchLoader`, `Tokenizer`.
+The loader is imported at its first use: nothing else here needs torch, so the tools for data start at once. Proved by:
+`tests/unit/data/test_gpt_index.py` (order against a token-by-token walk), `test_indexed.py` (bytes and hostile files),
+`test_loader.py` (every layout reads the same samples).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -40,11 +40,11 @@ from megalite.data.tokenizer_io import (
 )
 
 if TYPE_CHECKING:
-    from megalite.data.loader import BatchLoader, full_pass
+    from megalite.data.loader import BatchLoader, DocumentMasks
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("BatchLoader", "full_pass"):
+    if name in ("BatchLoader", "DocumentMasks"):
         from megalite.data import loader
 
         return getattr(loader, name)

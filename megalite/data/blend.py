@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.cache import cached_folder, digest_of
+from megalite.data.cache import cached_arrays, digest_of
 from megalite.data.gpt_dataset import GPTDataset, SequentialSource
 from megalite.errors import DataError
 
@@ -21,8 +21,7 @@ MAX_PARTS = 32767
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
     """Split `W1 P1 W2 P2 ...` into paths and weights, or take every word as a path (weights None).
 
-    Raises:
-        DataError: weights and paths are mixed up, or a weight is not positive.
+    Raises DataError where weights and paths are mixed up, or weights are negative or all 0.
     """
     words = list(words)
     numbers = [_number(word) for word in words[::2]] if len(words) % 2 == 0 else []
@@ -63,13 +62,10 @@ def samples_per_part(weights: Sequence[float], size: int, surplus: float = SURPL
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """At step t the part that is furthest behind its share, `argmax_i w_i * max(t, 1) - taken_i`, gives its next
-    sample; the first wins ties.
+    """Number of the part, int16 `[size]`, and number of the sample in it, int64 `[size]`.
 
-    Step t does not depend on `size`: a longer blend begins with the shorter one.
-
-    Returns:
-        Number of the part, int16 `[size]`, and number of the sample in it, int64 `[size]`.
+    At step t the part that is furthest behind its share, `argmax_i w_i * max(t, 1) - taken_i`, gives its next sample;
+    the first wins ties. Step t does not depend on `size`: a longer blend begins with the shorter one.
     """
     shares = normalise(weights)
     parts, samples = np.empty(size, np.int16), np.empty(size, np.int64)
@@ -89,10 +85,9 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
 
 
 class BlendedDataset:
-    """Samples of several data sets in the order of `blend_order`.
+    """Samples of several data sets of one split, each with a weight, in the order of `blend_order`.
 
-    Args:
-        parts: data sets of one split. weights: one for each. size: samples of the blend.
+    size: samples of the blend.
     """
 
     def __init__(
@@ -134,24 +129,11 @@ class BlendedDataset:
         return SequentialSource(self.parts)
 
 
-def _cached_order(
-    weights: Sequence[float], size: int, cache_dir: Path | None
-) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def _cached_order(weights: Sequence[float], size: int, cache_dir: Path | None) -> Sequence[NDArray[np.integer]]:
+    def fit(part: NDArray[np.integer], sample: NDArray[np.integer]) -> bool:
+        return part.shape == sample.shape == (size,)
+
     if cache_dir is None:
         return blend_order(weights, size)
-
-    def write(folder: Path) -> None:
-        parts, samples = blend_order(weights, size)
-        np.save(folder / "part.npy", parts, allow_pickle=False)
-        np.save(folder / "sample.npy", samples, allow_pickle=False)
-
-    folder = cached_folder(cache_dir / "index", digest_of("blend", 1, [float(w) for w in weights], size), write)
-    try:
-        parts, samples = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("part", "sample")
-        )
-        if parts.shape == samples.shape == (size,):
-            return parts, samples
-    except (OSError, ValueError):
-        pass
-    return blend_order(weights, size)
+    key = digest_of("blend", 1, [float(w) for w in weights], size)
+    return cached_arrays(cache_dir / "index", key, ("part", "sample"), lambda: blend_order(weights, size), fit)

@@ -56,13 +56,9 @@ class _Source:
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a run. Unset, it is bytes for raw text, numbers for `--mock-data`; token files need it named.
 
-    Raises:
-        DataError: it cannot be made, or is not named where it must be.
+    Raises DataError where it cannot be made, or is not named where it must be.
     """
-    sources = _sources(cfg)
-    files = (
-        [path for source in sources.values() for path in parse_blend(source.words, source.flag)[0]] if sources else []
-    )
+    files = [path for source in _sources(cfg).values() for path in parse_blend(source.words, source.flag)[0]]
     raw = [path for path in dict.fromkeys(files) if not is_indexed(strip_suffix(path))]
     named = cfg.tokenizer_type or cfg.tokenizer_model or cfg.vocab_file or cfg.merge_file
     if not named and files and len(raw) < len(set(files)):
@@ -86,12 +82,11 @@ def _sources(cfg: DataConfig) -> dict[str, _Source]:
     """What each split is made of; empty for the default corpus and for mock data."""
     own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
     given = [f"--{split}-data-path" for split, words in own.items() if words]
-    given += ["--data-path"] * bool(cfg.data_path) + ["--data-args-path"] * bool(cfg.data_args_path)
-    shared = [flag for flag in given if flag in ("--data-path", "--data-args-path")]
+    shared = ["--data-path"] * bool(cfg.data_path) + ["--data-args-path"] * bool(cfg.data_args_path)
+    given += shared
     if len(given) > 1 and shared:
-        raise DataError(
-            f"{shared[0]}: given together with {next(f for f in given if f != shared[0])}; name the data in one way"
-        )
+        other = next(flag for flag in given if flag != shared[0])
+        raise DataError(f"{shared[0]}: given together with {other}; name the data in one way")
     if cfg.mock_data and given:
         raise DataError(f"--mock-data: given together with {given[0]}; drop one")
     if not given:
@@ -111,9 +106,8 @@ def _read_words(path: str) -> tuple[str, ...]:
     try:
         words = tuple(Path(path).read_text(encoding="utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"--data-args-path={path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8 text'})"
-        ) from None
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise DataError(f"--data-args-path={path}: cannot be read ({why})") from None
     if not words:
         raise DataError(f"--data-args-path={path}: the file is empty; write into it what --data-path would hold")
     return words
@@ -132,17 +126,13 @@ def build_datasets(
     began_with: Sequence[int] = (),
     vocab_size: int | None = None,
 ) -> Datasets:
-    """Open the data of a run.
+    """Open the data of a run. Raises DataError for whatever is missing, damaged, empty or too small.
 
-    Args:
-        train_samples, valid_samples, test_samples: samples that the run reads in all; 0: the split is not used;
-        None: one epoch.
-        cache_dir: `cache.cache_directory(...)`. began_with: `Datasets.train_requests` of the checkpoint that is
-        resumed.
-        vocab_size: ids that the model knows, if more than the tokenizer's.
-
-    Raises:
-        DataError: in one line, whatever is missing, damaged, empty or too small.
+    train_samples, valid_samples, test_samples: samples that the run reads in all; 0: the split is not used; None: one
+        epoch.
+    cache_dir: `cache_directory(...)`.
+    began_with: `Datasets.train_requests` of the checkpoint that is resumed.
+    vocab_size: ids that the model knows, if more than the tokenizer's.
     """
     requests = tuple(began_with)
     if train_samples is not None and (not requests or train_samples > max(requests)):
@@ -216,19 +206,18 @@ class _Opener:
                 f"--split={self.cfg.split}: the {split} split is empty (weight 0); give it more, or {without(split)}"
             )
         paths, weights = parse_blend(source.words, source.flag)
+        opened = [self._open(path, source, split) for path in paths]
         if len(paths) == 1 and weights is None:
-            return self._dataset(*self._open(paths[0], source, split), split, requests)
-        return self._blend(paths, weights, source, split, requests)
+            return self._dataset(*opened[0], split, requests)
+        return self._blend(opened, weights, split, requests)
 
     def _blend(
         self,
-        paths: Sequence[str],
+        opened: Sequence[tuple[TokenStore, tuple[int, int]]],
         weights: list[float] | None,
-        source: _Source,
         split: str,
         requests: Sequence[int | None],
     ) -> Dataset:
-        opened = [self._open(path, source, split) for path in paths]
         if weights is None:
             # By size: one epoch of each is enough for Megatron; a longer run repeats them in the same proportion.
             once = [self._dataset(store, bounds, split, (None,)) for store, bounds in opened]
@@ -252,15 +241,12 @@ class _Opener:
 
     def _one_epoch(self, opened: Sequence[tuple[TokenStore, tuple[int, int]]], weights: Sequence[float]) -> int:
         """Samples of a blend that reads no part more than once."""
-        tokens = [int(store.lengths[begin:end].sum(dtype=np.int64)) for store, (begin, end) in opened]
-        return max(
-            1,
-            min(
-                int((count - 1) // self.seq_length / share)
-                for count, share in zip(tokens, weights, strict=True)
-                if share > 0
-            ),
-        )
+        samples = []
+        for (store, (begin, end)), share in zip(opened, weights, strict=True):
+            tokens = int(store.lengths[begin:end].sum(dtype=np.int64))
+            if share > 0:
+                samples.append(int((tokens - 1) // self.seq_length / share))
+        return max(1, min(samples))
 
     def _dataset(
         self, store: TokenStore, bounds: tuple[int, int], split: str, requests: Sequence[int | None]
@@ -285,18 +271,16 @@ class _Opener:
 
     def _open(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
         """Store and bounds of one path for one split."""
-        store, bounds = self._find(path, source, split)
-        self._note(split, f"{source.flag}={path}", store)
-        return store, bounds
-
-    def _find(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
         if path.endswith((".bin", ".idx")) or is_indexed(path) or not os.path.isfile(path):
             if path not in self._stores:
                 self._stores[path] = self._indexed(path, source.flag)
             store = self._stores[path]
-            return store, bounds_of(source.part, len(store))
-        tokens = self._tokens(path, None if source.whole else source.part, split, source.flag)
-        return tokens, (0, len(tokens))
+            bounds = bounds_of(source.part, len(store))
+        else:
+            store = self._tokens(path, None if source.whole else source.part, split, source.flag)
+            bounds = 0, len(store)
+        self._note(split, f"{source.flag}={path}", store)
+        return store, bounds
 
     def _indexed(self, path: str, flag: str) -> IndexedDataset:
         if os.path.isdir(path) and not is_indexed(path):
@@ -305,8 +289,7 @@ class _Opener:
         if np.iinfo(store.dtype).max < self.tokenizer.vocab_size - 1:
             raise DataError(
                 f"{path}.idx: dtype {store.dtype.name} cannot hold the {self.tokenizer.vocab_size} ids of "
-                f"{self.tokenizer.kind}; "
-                "run tools/preprocess_data.py again with this tokenizer"
+                f"{self.tokenizer.kind}; run tools/preprocess_data.py again with this tokenizer"
             )
         check_vocabulary(store, self.vocab_size, self.tokenizer.kind, f"{flag}={path}")
         return store

@@ -24,8 +24,7 @@ MAX_WORDS = 1 << 19
 MAX_CHARACTERS = 1 << 25
 
 ASCII_WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-# Characters beyond the basic plane are rare enough to be left to the library; looking all of them up would take a
-# second.
+# Characters beyond the basic plane are rare, so the library gets them: looking all of them up would take a second.
 BASIC_PLANE_END = 0x10000
 WHITE_CONTROLS = "\t\n\x0b\x0c\r\x85"
 
@@ -77,11 +76,10 @@ class _Numbering(dict[str, int]):
 
 
 class WordTable:
-    """Encode many texts through a table of words.
+    """Encodes many texts through a table of words.
 
-    Args:
-        encode_word: ids of one word by the library. added: texts of added tokens, which the library finds before it
-        cuts words.
+    encode_word: ids of one word by the library.
+    added: texts of added tokens, which the library finds before it cuts words.
     """
 
     def __init__(self, encode_word: Callable[[str], Sequence[int]], added: Sequence[str]) -> None:

@@ -14,10 +14,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from megalite.errors import DataError, MegaliteError
 
@@ -30,8 +32,7 @@ KEPT_SECONDS = 86400.0
 def cache_directory(data_cache_path: str | None, save: str | None) -> Path:
     """Where derived data go: `--data-cache-path`, else `data_cache` beside `--save`, else the user's cache folder.
 
-    Raises:
-        DataError: there is none of them.
+    Raises DataError where there is none of them.
     """
     if data_cache_path:
         return Path(data_cache_path)
@@ -58,11 +59,9 @@ def digest_of(*parts: object) -> str:
 def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resumes: bool = False) -> Path:
     """The folder `root/name`, made by `build(folder)` where it is not there yet.
 
-    What killed builders have left is removed first. resumes: `build` continues with what an earlier one has left in its
-    folder, which is kept for that a day long.
+    What killed builders have left is removed first. Raises DataError where the cache cannot be written.
 
-    Raises:
-        DataError: the cache cannot be written.
+    resumes: `build` continues with what an earlier one has left in its folder, which is kept for that for a day.
     """
     target = root / name
     if (target / COMPLETE).is_file():
@@ -75,15 +74,36 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
             _sweep(root)
             _build(root, target, build, resumes=resumes and alone)
     except OSError as error:
-        raise DataError(
-            f"--data-cache-path={root}: cannot be written ({error.strerror or _full(error)}); name another folder"
-        ) from error
+        why = error.strerror or f"is the disk full? {error}"  # numpy tells of a full disk in numbers only
+        raise DataError(f"--data-cache-path={root}: cannot be written ({why}); name another folder") from error
     return target
 
 
-def _full(error: OSError) -> str:
-    """numpy tells of a full disk in numbers only."""
-    return f"is the disk full? {error}"
+def cached_arrays(
+    root: Path,
+    name: str,
+    names: Sequence[str],
+    build: Callable[[], Sequence[NDArray[np.integer]]],
+    fit: Callable[..., bool],
+) -> Sequence[NDArray[np.integer]]:
+    """The arrays `names` that `build` makes, mapped from the folder `root/name`; a damaged folder is not used.
+
+    fit: whether arrays of these names belong together.
+    """
+
+    def write(folder: Path) -> None:
+        for each, array in zip(names, build(), strict=True):
+            np.save(folder / f"{each}.npy", array, allow_pickle=False)
+
+    folder = cached_folder(root, name, write)
+    try:
+        arrays = [np.asarray(np.load(folder / f"{each}.npy", mmap_mode="r", allow_pickle=False)) for each in names]
+        if not fit(*arrays):
+            raise ValueError("shapes do not fit")
+        return arrays
+    except (OSError, ValueError) as error:
+        logger.warning("%s is damaged (%s) and not used; remove it", folder, error)
+        return build()
 
 
 def _build(root: Path, target: Path, build: Callable[[Path], None], *, resumes: bool) -> None:

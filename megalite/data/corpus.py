@@ -25,7 +25,7 @@ import xxhash
 
 from megalite.data.cache import cached_folder, digest_of
 from megalite.data.indexed import IndexedDataset
-from megalite.data.splits import SPLIT_NAMES, bounds_of, without
+from megalite.data.splits import bounds_of, without
 from megalite.data.tokenise import write_documents
 from megalite.data.tokenizer import Tokenizer, tokenizer_fingerprint
 from megalite.errors import DataError
@@ -52,7 +52,9 @@ class EmptySplit(DataError):
 class TextCorpus:
     """A text that can be cut into parts.
 
-    name: for messages. digest: of the content. documents: gives the documents of a part (`None`: of all).
+    name: for messages.
+    digest: of the content.
+    documents: gives the documents of a part (`None`: of all) and split.
     ends_documents: whether a document ends with the end-of-document token.
     """
 
@@ -65,8 +67,7 @@ class TextCorpus:
 def stdlib_files(root: str | None = None) -> list[Path]:
     """Sources of the standard library, sorted by path: the same list on every run of one Python version.
 
-    Raises:
-        DataError: there are none (a zipped or frozen installation).
+    Raises DataError where there are none (a zipped or frozen installation).
     """
     folder = Path(root or sysconfig.get_path("stdlib"))
     found = []
@@ -165,8 +166,7 @@ def open_text(path: str, flag: str) -> Iterator[io.TextIOBase]:
 def read_jsonl(path: str, flag: str, key: str = "text") -> Iterator[str]:
     """Field `key` of every line of the file that `flag` names; empty lines are passed over.
 
-    Raises:
-        DataError: naming file and line, if a line is not a JSON object with a text in that field.
+    Raises DataError naming file and line where a line is not a JSON object with a text in that field.
     """
     number = 0
     try:
@@ -206,22 +206,11 @@ def tokenise_corpus(
 ) -> IndexedDataset:
     """Tokens of one part of a corpus, from the cache if they are there.
 
-    Args:
-        part: fractions `(from, to)` of the split; None: the whole corpus.
-
-    Raises:
-        DataError: the part holds no text, or the tokenizer does not know it.
+    part: fractions `(from, to)` of the split; None: the whole corpus.
+    Raises DataError where the part holds no text, or the tokenizer does not know it.
     """
-    assert split in SPLIT_NAMES
-    key = digest_of(
-        "tokens",
-        CACHE_VERSION,
-        corpus.digest(),
-        tokenizer_fingerprint(tokenizer),
-        part,
-        split if part else None,
-        corpus.ends_documents,
-    )
+    tokenised_by, part_of = tokenizer_fingerprint(tokenizer), split if part else None
+    key = digest_of("tokens", CACHE_VERSION, corpus.digest(), tokenised_by, part, part_of, corpus.ends_documents)
 
     def write(folder: Path) -> None:
         logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
@@ -229,23 +218,21 @@ def tokenise_corpus(
         tokens, count = write_documents(prefix, documents, tokenizer, ends_documents=corpus.ends_documents)
         (folder / "utf8_bytes").write_text(str(count if tokens else 0))
 
-    folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
+    def tokens() -> Path:
+        folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
+        if (folder / "utf8_bytes").read_text() == "0":
+            raise EmptySplit(
+                f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
+                f"give it more in --split, or {without(split)}"
+            )
+        return folder / "text_document"
+
+    prefix = tokens()
     try:
-        dataset = _open_tokens(folder, corpus, split)
+        dataset = IndexedDataset(prefix)
     except DataError as error:
-        if isinstance(error, EmptySplit):
-            raise
         logger.warning("%s; tokenising again", error)
-        shutil.rmtree(folder)
-        dataset = _open_tokens(cached_folder(cache_dir / "tokens", key, write, resumes=True), corpus, split)
+        shutil.rmtree(prefix.parent)
+        dataset = IndexedDataset(tokens())
     dataset.name = corpus.name
     return dataset
-
-
-def _open_tokens(folder: Path, corpus: TextCorpus, split: str) -> IndexedDataset:
-    if (folder / "utf8_bytes").read_text() == "0":
-        raise EmptySplit(
-            f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
-            f"give it more in --split, or {without(split)}"
-        )
-    return IndexedDataset(folder / "text_document")

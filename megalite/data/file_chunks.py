@@ -24,11 +24,12 @@ UNIT_BYTES = 1 << 21
 
 @dataclass(frozen=True)
 class InputUnit:
-    """A piece of input.
+    """A piece of input: a byte range `start:stop` of a JSONL file, or `lines` of one from number `first_line` on, or
+    `columns`, texts per field.
 
-    place: path, for messages. input_bytes: its share of the input, for progress. goes_on: its last document
-    continues in the next unit. Either a byte range `start:stop` of a JSONL file, or `lines` of one from number
-    `first_line`, or `columns`: texts per field.
+    place: path, for messages.
+    input_bytes: its share of the input, for progress.
+    goes_on: its last document continues in the next unit.
     """
 
     place: str
@@ -48,11 +49,7 @@ def input_size(inputs: Sequence[str]) -> int:
 
 
 def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
-    """The units of one input, in order.
-
-    Raises:
-        DataError: there is no such input, or it cannot be read.
-    """
+    """The units of one input, in order. Raises DataError where it is not there or cannot be read."""
     if path.startswith("hf:"):
         return _hub_units(path, keys)
     if os.path.isdir(path):
@@ -145,9 +142,7 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
 
 
 def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
-    """`hf:NAME[:CONFIG][@SPLIT]`, whatever `datasets.load_dataset` finds under that name, streamed; the split
-    is `train` if unset.
-    """
+    """`hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under that name, streamed; SPLIT is else train."""
     name, _, split = path[3:].partition("@")
     name, _, config = name.partition(":")
     datasets = optional_package(f"--input={path}", "datasets")

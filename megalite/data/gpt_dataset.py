@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.cache import cached_folder, digest_of
+from megalite.data.cache import cached_arrays, digest_of
 from megalite.data.gpt_index import SampleOrder, build_order
 from megalite.data.indexed import IndexedDataset, TokenStore
 from megalite.data.splits import without
 from megalite.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 # Changes when the meaning of the cached arrays does.
 INDEX_VERSION = 1
@@ -31,8 +28,7 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        """Write sample number `sample` into `out`, `[S + 1]`; the tokens that are there (S + 1, fewer at a partial
-        tail)."""
+        """Write a sample into `out`, `[S + 1]`; returns the tokens that are there (fewer at a partial tail)."""
         ...
 
 
@@ -40,19 +36,16 @@ class GPTDataset:
     """One split of one token store.
 
     A run that is continued for longer than it was planned keeps the order that it began with and continues with
-    further epochs: `requests` are the totals that were asked for, one after the other. The first is indexed as a
-    fresh run; each further one that exceeds what is there adds a segment of whole epochs with its own shuffle (seed
-    + number of the segment).
+    further epochs. The first of `requests` is indexed as a fresh run; each further one that exceeds what is there adds
+    a segment of whole epochs with its own shuffle (seed + number of the segment).
 
-    Args:
-        store: documents. begin, end: sequences of this split. split: `train`, `valid` or `test`, for messages.
-        requests: totals of samples, in the order in which they were asked for; None among them: one epoch.
-        cache_dir: where the arrays are kept; None: built in memory.
-        vocab_size: ids at or above it are refused when they are read; None: not checked. tokenizer: whose vocabulary
-        that is, for the message.
-
-    Raises:
-        DataError: the split is empty or holds less than one sample.
+    begin, end: sequences of this split.
+    requests: totals of samples, in the order in which they were asked for; None among them: one epoch.
+    split: `train`, `valid` or `test`, for messages.
+    cache_dir: where the arrays are kept; None: built in memory.
+    vocab_size: ids at or above it are refused when they are read; None: not checked.
+    tokenizer: whose vocabulary that is, for the message.
+    Raises DataError where the split is empty or holds less than one sample.
     """
 
     def __init__(
@@ -85,10 +78,9 @@ class GPTDataset:
         have = self._stops[-1] if self._stops else 0
         if self._stops and (request is None or request <= have):
             return
-        wanted = None if request is None else request - have
-        order = self._order(wanted, self.seed + number)
+        order = self._order(None if request is None else request - have, self.seed + number)
         self._segments.append(order)
-        self._stops.append(have + len(order))
+        self._stops.append(have + len(order.shuffle_index))
 
     def _order(self, num_samples: int | None, seed: int) -> SampleOrder:
         lengths = self.store.lengths
@@ -110,26 +102,16 @@ class GPTDataset:
         content = np.ascontiguousarray(lengths[self.begin : self.end]).tobytes()
         key = digest_of("order", INDEX_VERSION, content, self.begin, self.end, self.seq_length, num_samples, seed)
 
-        def write(folder: Path) -> None:
-            order = build()
-            for name in ("document_index", "sample_index", "shuffle_index"):
-                np.save(folder / f"{name}.npy", getattr(order, name), allow_pickle=False)
-            (folder / "num_epochs").write_text(str(order.num_epochs))
+        def fit(documents: NDArray[np.integer], samples: NDArray[np.integer], shuffle: NDArray[np.integer]) -> bool:
+            return samples.shape == (len(shuffle) + 1, 2) and documents.ndim == 1 and len(shuffle) > 0
 
-        return _read_order(cached_folder(self._cache_dir / "index", key, write), build)
+        return SampleOrder(*cached_arrays(self._cache_dir / "index", key, SampleOrder._fields, build, fit))
 
     def __len__(self) -> int:
         return self._stops[-1]
 
-    @property
-    def num_epochs(self) -> int:
-        """Passes over the documents that the samples make."""
-        return sum(segment.num_epochs for segment in self._segments)
-
     def cut(self, sample: int) -> tuple[list[int], int, int]:
-        """The place of a sample: the sequences that it reaches over, its offset in the first and its last token
-        in the last.
-        """
+        """The sequences that a sample reaches over, its offset in the first and its last token in the last."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = bisect_right(self._stops, sample)
@@ -142,11 +124,8 @@ class GPTDataset:
         sequences, offset, stop = self.cut(sample)
         at = 0
         for place, sequence in enumerate(sequences):
-            tokens = self.store.get(
-                sequence,
-                offset if place == 0 else 0,
-                stop + 1 if place == len(sequences) - 1 else None,
-            )
+            last = place == len(sequences) - 1
+            tokens = self.store.get(sequence, offset if place == 0 else 0, stop + 1 if last else None)
             out[at : at + len(tokens)] = tokens
             at += len(tokens)
         assert at == self.seq_length + 1
@@ -165,10 +144,8 @@ class GPTDataset:
 
 
 class SequentialSource:
-    """The splits of `parts` one after the other, in the order of the documents: every token is a label once, but
-    each part's first.
-
-    Sample k of a part holds its tokens k*S to k*S + S; the last one may be partial.
+    """The splits of `parts` one after the other, in the order of the documents: every token but a part's first is a
+    label once. Sample k of a part holds its tokens k*S to k*S + S; the last one may be partial.
     """
 
     def __init__(self, parts: Sequence[GPTDataset]) -> None:
@@ -221,8 +198,7 @@ def check_size(name: str, split: str, documents: int, tokens: int, seq_length: i
 def check_ids(ids: NDArray[np.int64], part: GPTDataset, sequences: Sequence[int], offset: int) -> None:
     """Refuse ids that the model has no embedding for: on an accelerator they would end the process without a word.
 
-    Args:
-        ids: of one sample, which begins at token `offset` of the first of `sequences`.
+    ids: of one sample, which begins at token `offset` of the first of `sequences`.
     """
     if part.vocab_size is None or not ids.size:
         return
@@ -236,18 +212,3 @@ def check_ids(ids: NDArray[np.int64], part: GPTDataset, sequences: Sequence[int]
         f"--data-path={part.store.name}: document {document} holds token id {int(ids[at])}, outside of the vocabulary "
         f"of {part.tokenizer} (0..{part.vocab_size - 1}); name the tokenizer that wrote it"
     )
-
-
-def _read_order(folder: Path, build: Callable[[], SampleOrder]) -> SampleOrder:
-    """Map the arrays of a cache folder; a damaged folder is passed over with a warning."""
-    names = ("document_index", "sample_index", "shuffle_index")
-    try:
-        documents, samples, shuffle = (
-            np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)) for name in names
-        )
-        if samples.shape != (len(shuffle) + 1, 2) or documents.ndim != 1 or not len(shuffle):
-            raise ValueError("shapes do not fit")
-        return SampleOrder(documents, samples, shuffle, num_epochs=int((folder / "num_epochs").read_text()))
-    except (OSError, ValueError) as error:
-        logger.warning("%s is damaged (%s) and not used; remove it", folder, error)
-        return build()

@@ -1,5 +1,4 @@
-"""Which tokens are sample number k: Megatron's order, bit for bit, as pure functions of (lengths, seed, length,
-number of samples).
+"""Which tokens are sample number k: Megatron's order, bit for bit, a pure function of lengths, seed, S and samples.
 
 The documents of a split are repeated for as many epochs as the run needs and shuffled into one long stream; the
 stream is cut every S tokens; the cuts are shuffled again::
@@ -16,7 +15,7 @@ The random stream is `numpy.random.RandomState(seed)`, used first for document_i
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +35,12 @@ INT32_MAX = 2**31 - 1
 BLOCK = 65536
 
 
-@dataclass(frozen=True)
-class SampleOrder:
-    """The three arrays of the picture above, and `num_epochs` = E."""
+class SampleOrder(NamedTuple):
+    """The three arrays of the picture above."""
 
     document_index: NDArray[np.integer]
     sample_index: NDArray[np.integer]
     shuffle_index: NDArray[np.integer]
-    num_epochs: int
-
-    def __len__(self) -> int:
-        return len(self.shuffle_index)
 
 
 def num_epochs_for(tokens_per_epoch: int, seq_length: int, num_samples: int | None) -> int:
@@ -60,8 +54,7 @@ def num_epochs_for(tokens_per_epoch: int, seq_length: int, num_samples: int | No
 def separate_final_epoch(
     tokens_per_epoch: int, seq_length: int, num_samples: int | None, num_epochs: int
 ) -> tuple[bool, int]:
-    """Whether the last epoch is shuffled apart (so that its unused part is drawn from that epoch only), and the
-    samples before it."""
+    """Whether the last epoch is shuffled apart, so that it alone leaves samples out, and the samples before it."""
     if num_epochs == 1 or num_samples is None:
         return False, 0
     before = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length
@@ -83,26 +76,22 @@ def build_order(
 ) -> SampleOrder:
     """Order of the samples of the sequences `begin:end`.
 
-    Args:
-        lengths: tokens of every sequence of the file, int32 `[N]`.
-        num_samples: samples wanted; at least as many are indexed (whole epochs). None: one epoch.
-        split: whose they are, for messages.
-
-    Raises:
-        DataError: the order is larger than this machine's memory.
+    lengths: tokens of every sequence of the file, int32 `[N]`.
+    num_samples: samples wanted; at least as many are indexed (whole epochs). None: one epoch.
+    split: whose they are, for messages.
+    Raises DataError where the order is larger than this machine's memory.
     """
     tokens = int(lengths[begin:end].sum(dtype=np.int64))
     epochs = num_epochs_for(tokens, seq_length, num_samples)
     needed, there = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length), free_memory()
     if needed > there:
-        training = split == "train"
-        flag, fix = ("--train-iters" if training else "--eval-iters"), "use a smaller number, or more data"
+        flag = "--train-iters" if split == "train" else "--eval-iters"
         raise DataError(
             f"{flag}: the order of {num_samples or 0:,} {split} samples, {epochs:,} epochs of {tokens:,} tokens, needs "
-            f"{needed / 1e9:,.0f} GB and this machine has {there / 1e9:,.0f} free; {fix}"
+            f"{needed / 1e9:,.0f} GB and this machine has {there / 1e9:,.0f} free; use a smaller number, or more data"
         )
     if needed > ANNOUNCED:
-        logger.info("the order of %s %s samples (%.1f GB) is worked out", f"{num_samples:,}", split, needed / 1e9)
+        logger.info("building the order of %s %s samples (%.1f GB)", f"{num_samples:,}", split, needed / 1e9)
     separate, before = separate_final_epoch(tokens, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
     document_index = _document_index(begin, end, epochs, random, separate)
@@ -110,7 +99,7 @@ def build_order(
         sample_index = build_sample_index(lengths, document_index, seq_length, total=epochs * tokens, on_progress=bar)
     total = len(sample_index) - 1
     shuffle_index = _shuffle_index(before if separate else total, total, random)
-    return SampleOrder(document_index, sample_index, shuffle_index, epochs)
+    return SampleOrder(document_index, sample_index, shuffle_index)
 
 
 def _document_index(
@@ -148,12 +137,12 @@ def build_sample_index(
     """Where every sample begins: rows (position in `document_index`, offset), `[n + 1, 2]`, n = (total - 1) // S.
 
     Row k is the place of stream token k * S. Nothing is searched: of a document that covers the stream tokens a to b
-    the samples ceil(a / S) to ceil(b / S) - 1 begin in it, so its row is repeated that often. The work goes in
-    blocks that stay in a core's cache: memory is read once and written once, all that a compiled loop would cost.
+    the samples ceil(a / S) to ceil(b / S) - 1 begin in it, so its row is repeated that often. It works in blocks that
+    stay in a core's cache: memory is read once and written once, all that a compiled loop would cost.
 
-    Args:
-        lengths: tokens of every sequence, int32 `[N]`. document_index: order of the sequences in the stream.
-        total: tokens of the stream, if the caller knows them.
+    lengths: tokens of every sequence, int32 `[N]`.
+    document_index: order of the sequences in the stream.
+    total: tokens of the stream, if the caller knows them.
     """
     # The index of a file is not aligned in memory; gathering from it would copy the whole for every block.
     lengths = np.require(lengths, np.int32, ["A", "C"])
@@ -202,9 +191,7 @@ def build_sample_index(
 def _sample_index_by_search(
     lengths: NDArray[np.int32], document_index: NDArray[np.integer], seq_length: int, n: int
 ) -> NDArray[np.int64]:
-    """The same rows in 64 bits, by searching every k * S among the ends of the documents: for streams of 2^31
-    documents.
-    """
+    """The same rows in 64 bits, for streams of 2^31 documents: every k * S is searched among the documents' ends."""
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
     position = np.arange(n + 1, dtype=np.int64) * seq_length

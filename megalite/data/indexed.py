@@ -82,14 +82,11 @@ def is_indexed(prefix: str) -> bool:
 class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped: opening it reads the index only.
 
-    lengths: tokens of every sequence, int32 `[N]`. document_indices: sequence at which every document begins,
-    `[documents + 1]`, the last entry N. dtype: of the stored ids.
-
-    Args:
-        prefix: path without `.bin` / `.idx`. flag: the flag that named it, for errors.
-
-    Raises:
-        DataError: a file is missing, is not such an index, or contradicts the other one.
+    prefix: path without `.bin` / `.idx`.
+    lengths: tokens of every sequence, int32 `[N]`.
+    document_indices: sequence at which every document begins, `[documents + 1]`, the last entry N.
+    dtype: of the stored ids.
+    Raises DataError where a file is missing, is not such an index, or contradicts the other one; `flag` named them.
     """
 
     def __init__(self, prefix: str | Path, *, flag: str = "--data-path") -> None:
@@ -98,11 +95,8 @@ class IndexedDataset:
         self._check_files(flag)
         index_path, bin_path = self.prefix + ".idx", self.prefix + ".bin"
         try:
-            raw = (
-                np.memmap(index_path, mode="r", dtype=np.uint8)
-                if os.path.getsize(index_path)
-                else np.empty(0, np.uint8)
-            )
+            empty = not os.path.getsize(index_path)
+            raw = np.empty(0, np.uint8) if empty else np.memmap(index_path, mode="r", dtype=np.uint8)
             self._parse(raw, index_path, os.path.getsize(bin_path))
             # A plain array over the map: slices of the memmap class itself cost several times as much.
             self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self.dtype))
@@ -175,9 +169,7 @@ class IndexedDataset:
             raise DataError(f"{path}: damaged (document boundaries must rise from 0 to {n})")
 
     def _check_cover(self, path: str, ends: NDArray[np.int64], bin_bytes: int) -> None:
-        """Sequences back to back, as every writer leaves them, must fill the file; others may leave out parts of it,
-        but share none.
-        """
+        """Sequences back to back, as writers leave them, must fill the file; others may leave parts out, not share."""
         pointers, used = self._pointers, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         self._back_to_back = bool(pointers[0] == 0 and (pointers[1:] == ends[:-1]).all())
         if self._back_to_back:
@@ -254,9 +246,8 @@ class IndexedWriter:
 
     Used as a context manager it closes at a normal end and leaves nothing at an exception.
 
-    Args:
-        prefix: path without suffix; its folder is made. vocab_size: decides the type on disk (`token_dtype`), or
-        give `dtype`.
+    prefix: path without suffix; its folder is made.
+    vocab_size: decides the type on disk (`token_dtype`), unless `dtype` is given.
     """
 
     def __init__(

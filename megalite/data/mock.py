@@ -10,14 +10,10 @@ MAX_LENGTH = 4096
 
 
 class MockStore:
-    """Documents drawn from (seed, number of the document): a count from a drawn start by a drawn step, modulo the
-    vocabulary.
+    """Documents drawn from (seed, number of the document): they count from a start by a step, modulo `vocab_size`.
 
     A model can learn them (the step shows after two tokens), so a loss that does not fall on them is a fault. Each
-    ends with `eod_id`.
-
-    Args:
-        vocab_size: ids are below it. eod_id: end-of-document token or None.
+    ends with `eod_id`, if there is one.
     """
 
     name = "--mock-data"

@@ -1,7 +1,7 @@
 """Many texts to one `.bin/.idx` pair per field, by several processes: what `tools/preprocess_data.py` runs.
 
-The input is cut into units of a few megabytes (`units.py`); each worker tokenises one unit at a time and sends back
-bare ids; this process writes them in the order of the input, so the output does not depend on the number of workers.
+The input is cut into units of a few megabytes (`file_chunks.py`); each worker tokenises one unit at a time and sends
+back bare ids; this process writes them in the order of the input, so the output does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit
 from megalite.data.indexed import IndexedWriter
+from megalite.data.tokenise import utf8_length
 from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.errors import DataError, RuntimeFailure
 from megalite.progress import OnProgress, amount, untold
@@ -29,7 +30,7 @@ BACKLOG = 4
 
 @dataclass
 class Totals:
-    """What has been done: `done` of `size` input bytes (size 0: not known), in `seconds` since the begin."""
+    """What has been done: `done` of `size` input bytes (size 0: not known), in `seconds` since the start."""
 
     size: int
     done: int = 0
@@ -84,13 +85,11 @@ def preprocess(
 ) -> Summary:
     """Tokenise `inputs` into `PREFIX_KEY_document.bin/.idx` for every key.
 
-    Args:
-        inputs: text, JSONL (plain, .gz, .zst) or parquet files, folders saved by `datasets`, or `hf:NAME`.
-        append_eod: end every document with the end-of-document token. workers: processes that tokenise; 1: this one.
-        skip_bad_lines: leave out lines that are no JSON object with all keys, instead of an error.
-
-    Raises:
-        DataError: an input is missing or broken, or nothing in it gives a token.
+    inputs: text, JSONL (plain, .gz, .zst) or parquet files, folders saved by `datasets`, or `hf:NAME`.
+    append_eod: end every document with the end-of-document token.
+    workers: processes that tokenise; 1: this one.
+    skip_bad_lines: leave out lines that are not a JSON object with all keys, instead of an error.
+    Raises DataError where an input is missing or broken, or nothing in it gives a token.
     """
     if append_eod and tokenizer.eod_id is None:
         raise DataError(
@@ -143,7 +142,7 @@ class _Job:
             ]
             ids.append(np.concatenate([np.empty(0, dtype), *(piece.astype(dtype, copy=False) for piece in pieces)]))
             lengths.append(np.array([len(a) + end for a, end in zip(arrays, ends, strict=True)], np.int32))
-            total += sum(len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass")) for text in column)
+            total += sum(map(utf8_length, column))
         return _Result(ids, lengths, total, skipped)
 
 

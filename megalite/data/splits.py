@@ -13,20 +13,18 @@ SPLIT_NAMES = ("train", "valid", "test")
 def parse_split(text: str) -> list[tuple[float, float] | None]:
     """Fractions `(from, to)` of train, valid and test; None for a part of weight 0. Weights need not sum to anything.
 
-    Raises:
-        DataError: not one to three non-negative numbers with a positive sum.
+    Raises DataError unless there are one to three non-negative numbers with a positive sum.
     """
+    advice = "give train,valid,test weights such as 969,30,1"
     words = [word for word in re.split(r"[,/\s]+", text.strip()) if word]
     try:
         weights = [float(word) for word in words]
     except ValueError:
-        raise DataError(f"--split={text}: not numbers; give train,valid,test weights such as 969,30,1") from None
+        raise DataError(f"--split={text}: not numbers; {advice}") from None
     if not 1 <= len(weights) <= 3:
-        raise DataError(f"--split={text}: {len(weights)} numbers; give train,valid,test weights such as 969,30,1")
+        raise DataError(f"--split={text}: {len(weights)} numbers; {advice}")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise DataError(
-            f"--split={text}: weights must be 0 or more and not all 0; give train,valid,test weights such as 969,30,1"
-        )
+        raise DataError(f"--split={text}: weights must be 0 or more and not all 0; {advice}")
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)
     edges = [0.0]

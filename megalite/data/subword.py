@@ -1,5 +1,4 @@
-"""Subword tokenizers of the field, through the packages `tokenizers` and `sentencepiece` (imported where they are
-used).
+"""Subword tokenizers of the field, through the packages `tokenizers` and `sentencepiece`, imported where they are used.
 
 Byte-level BPE: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). SentencePiece: Kudo &
 Richardson (2018).
@@ -16,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.byte_level import WordTable
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
-# What ends a document in the public families, in the order in which they are looked for when a tokenizer.json comes
-# alone.
+# What ends a document in the public families, in the order of the search where a tokenizer.json comes alone.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eos|>")
 
 
 def read_file(path: str | Path, flag: str) -> bytes:
-    """Content of a file that `flag` names; raises DataError in one line if it cannot be read."""
+    """Content of a file that `flag` names. Raises DataError."""
     try:
         return Path(path).read_bytes()
     except FileNotFoundError:
@@ -41,15 +40,8 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(b): b for b in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-class _FastTokenizer:
-    """Shared by the two kinds that run on a `tokenizers.Tokenizer`.
-
-    Args:
-        backend: the loaded tokenizer.
-        eod_id: end-of-document id or None.
-    """
-
-    kind = ""
+class _FastTokenizer(Tokenizer):
+    """Shared by the two kinds that run on a `tokenizers.Tokenizer`, the `backend`."""
 
     def __init__(self, backend: Any, eod_id: int | None) -> None:
         self.backend = backend
@@ -64,14 +56,11 @@ class _FastTokenizer:
         self._table = WordTable(self.encode, added) if self.splits_at_newline else None
 
     def _is_byte_level(self) -> bool:
-        """GPT-2's pre-tokenizer alone: words never reach over a newline that stands between two non-space
-        characters."""
-        pre = self.definition.get("pre_tokenizer") or {}
+        """GPT-2's pre-tokenizer alone: no word reaches over a newline between two non-space characters."""
+        pre, model = self.definition.get("pre_tokenizer") or {}, self.definition.get("model") or {}
         plain = pre.get("type") == "ByteLevel" and not pre.get("add_prefix_space") and pre.get("use_regex", True)
-        model = self.definition.get("model") or {}
-        return bool(
-            plain and not self.definition.get("normalizer") and model.get("type") == "BPE" and not model.get("dropout")
-        )
+        deterministic = model.get("type") == "BPE" and not model.get("dropout")
+        return bool(plain and deterministic and not self.definition.get("normalizer"))
 
     def encode(self, text: str) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
@@ -103,15 +92,12 @@ class _FastTokenizer:
                 counts[index] = _piece_bytes(token)
         return counts
 
-    def describe(self) -> str:
-        return f"{self.kind} ({self.vocab_size} ids, end of document {self.eod_id})"
-
 
 # What tokenizers are known to change: runs of spaces, compatibility forms, accents, case, breaks, rare characters.
 PROBE = "An  \uff21\ufb01\u00a0\u2460 Cafe\u0301 B.\tc\nd \U00010348, e"
 
 
-def _keeps_text(tokenizer: _FastTokenizer | SentencePieceTokenizer) -> bool:
+def _keeps_text(tokenizer: Tokenizer) -> bool:
     """Whether the ids of a text spell all of it: where they do not, its bytes cannot be counted from them."""
     return tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
 
@@ -123,19 +109,14 @@ def _decodes_bytes(decoder: dict[str, Any] | None) -> bool:
 
 
 def _piece_bytes(piece: str) -> int:
-    """UTF-8 bytes of a sentencepiece-like piece: `<0x0A>` is one byte, the low line a space, a word-piece mark
-    nothing."""
+    """UTF-8 bytes of a sentencepiece-like piece: `<0x0A>` is one byte, U+2581 a space, a word-piece mark nothing."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         return 1
     return len(piece.replace("\u2581", " ").removeprefix("##").encode("utf-8", "surrogatepass"))
 
 
 class GPT2BPETokenizer(_FastTokenizer):
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; `<|endoftext|>` ends a document.
-
-    Args:
-        vocab: content of `vocab.json`. merges: content of `merges.txt`.
-    """
+    """GPT-2's byte-level BPE from the content of `vocab.json` and `merges.txt`; `<|endoftext|>` ends a document."""
 
     kind = "GPT2BPETokenizer"
 
@@ -181,10 +162,9 @@ def _parse_merges(text: str) -> list[tuple[str, str]]:
 class HuggingFaceTokenizer(_FastTokenizer):
     """Any `tokenizer.json`. No special token is added by `encode`: document boundaries are `--append-eod`'s.
 
-    Args:
-        definition: content of `tokenizer.json`. config: content of `tokenizer_config.json` beside it, if any: it
-        names the
-            end-of-document token (`eos_token`). origin: the path, for errors.
+    definition: content of `tokenizer.json`.
+    config: content of `tokenizer_config.json` beside it, if any, which names the end-of-document token (`eos_token`).
+    origin: the path, for errors.
     """
 
     kind = "HuggingFaceTokenizer"
@@ -236,19 +216,16 @@ def _find_eod(backend: Any, config: bytes | None, origin: str) -> int | None:
     return next((int(i) for i in map(backend.token_to_id, EOD_NAMES) if i is not None), None)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model; its end-of-sentence piece ends a document.
 
-    Args:
-        model: content of the `.model` file. origin: its path, for errors. flag: what asked for it, as the user gave it.
-
-    Raises:
-        ConfigError: the package sentencepiece is not installed.
-        DataError: `model` is not a sentencepiece model.
+    model: content of the `.model` file.
+    origin: its path, for errors.
+    flag: what asked for it, as the user gave it.
+    Raises ConfigError without the package sentencepiece, DataError where `model` is not a sentencepiece model.
     """
 
     kind = "SentencePieceTokenizer"
-    splits_at_newline = False
 
     def __init__(self, model: bytes, *, origin: str = "tokenizer.model", flag: str | None = None) -> None:
         sentencepiece = optional_package(flag or f"--tokenizer-type={self.kind}", "sentencepiece")
@@ -260,16 +237,13 @@ class SentencePieceTokenizer:
             raise DataError(f"--tokenizer-model={origin}: not a sentencepiece model ({str(error)[:80]})") from None
         self.vocab_size = int(self._backend.GetPieceSize())
         eos = int(self._backend.eos_id())
-        self.eod_id: int | None = eos if eos >= 0 else None
+        self.eod_id = eos if eos >= 0 else None
 
     @classmethod
     def from_path(cls, path: str | Path, flag: str | None = None) -> SentencePieceTokenizer:
         """Load a `.model` file or the directory that holds `tokenizer.model`."""
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
         return cls(read_file(file, "--tokenizer-model"), origin=str(path), flag=flag)
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._backend.EncodeAsIds(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [np.array(self._backend.EncodeAsIds(text), np.int32) for text in texts]
@@ -284,13 +258,8 @@ class SentencePieceTokenizer:
         if not _keeps_text(self):
             return None
         special = (self._backend.IsControl, self._backend.IsUnknown, self._backend.IsUnused)
-        return np.array(
-            [
-                0 if any(test(i) for test in special) else _piece_bytes(self._backend.IdToPiece(i))
-                for i in range(self.vocab_size)
-            ],
-            np.int32,
-        )
-
-    def describe(self) -> str:
-        return f"SentencePieceTokenizer ({self.vocab_size} ids, end of document {self.eod_id})"
+        counts = np.zeros(self.vocab_size, np.int32)
+        for index in range(self.vocab_size):
+            if not any(test(index) for test in special):
+                counts[index] = _piece_bytes(self._backend.IdToPiece(index))
+        return counts

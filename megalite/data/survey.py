@@ -7,7 +7,7 @@ for other data, so a run that continues compares them. Where the files lie is no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,7 @@ class Survey:
 
     def same_as(self, other: Survey) -> bool:
         """Whether both are the same tokens, wherever they lie."""
-        return (self.sequences, self.tokens, self.lengths, self.content) == (
-            (other.sequences, other.tokens, other.lengths, other.content)
-        )
+        return replace(self, source=other.source) == other
 
     def size(self) -> str:
         """`1,234 documents of 56,789 tokens`."""
@@ -60,13 +58,9 @@ def survey(store: TokenStore, source: str) -> Survey:
 
 
 def check_vocabulary(store: IndexedDataset, vocab_size: int, tokenizer: str, source: str) -> None:
-    """Refuses sampled ids that the model has no embedding for.
+    """Raises DataError naming the first sampled id that the model has no embedding for, and its document.
 
-    Args:
-        tokenizer: its name, for the message. source: flag and path of the store.
-
-    Raises:
-        DataError: naming the first such id that was seen and its document.
+    tokenizer: its name, for the message. source: flag and path of the store.
     """
     bounds = np.iinfo(store.dtype)
     if bounds.min >= 0 and bounds.max < vocab_size:
@@ -97,14 +91,12 @@ def _sampled(store: IndexedDataset) -> Iterator[tuple[int, NDArray[np.integer]]]
 
 
 def survey_differences(then: Any, now: Mapping[str, Sequence[Survey]]) -> list[str]:
-    """How the data of a run differ from those of its checkpoint; empty where they are the same, or it did not tell.
+    """How the data of a run differ from those of its checkpoint; empty where they are the same or not known.
 
-    Args:
-        then: what the checkpoint's meta holds: split -> surveys as JSON objects. Splits that one of the two does not
-            use are passed over, as are validation and test data that another flag names (the report tells of those).
+    Splits that one of the two does not use are passed over, as are validation and test data that another flag names
+    (the report tells of those).
 
-    Raises:
-        DataError: `then` is not such a table.
+    then: what the checkpoint's meta holds: split -> surveys as JSON objects. DataError where it is no such table.
     """
     found = []
     before = _parse(then)

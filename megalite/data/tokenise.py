@@ -54,8 +54,10 @@ class TextPiece(NamedTuple):
 
 
 class TokenisedPieces(NamedTuple):
-    """Tokens of many pieces: ids of all, one after the other; of each piece its tokens and whether it ends a document;
-    bytes of UTF-8 in all."""
+    """Tokens of many pieces one after the other, and their UTF-8 bytes in all.
+
+    lengths: tokens of each piece. ends: whether it ends a document.
+    """
 
     ids: NDArray[np.integer]
     lengths: NDArray[np.int64]

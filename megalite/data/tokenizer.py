@@ -1,15 +1,14 @@
 """What a tokenizer is, and the ones that need no package: bytes, characters, numbers.
 
-Everything that trains, evaluates or generates sees the `Tokenizer` protocol only. A tokenizer can hand out the files
-that it is made of, so that a checkpoint carries it and generation needs nothing else (`tokenizer_io.py` reads them
-back).
+Everything that trains, evaluates or generates sees the `Tokenizer` protocol only. A tokenizer hands out the files that
+it is made of, so that a checkpoint carries it and generation needs nothing else (`tokenizer_io.py` reads them back).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -23,23 +22,25 @@ CHARS_FILE = "chars.json"
 UINT16_VOCAB_BOUND = 65500
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """Text to token ids and back.
 
-    `kind` is the value of `--tokenizer-type`, `vocab_size` the number of ids, `eod_id` the end-of-document token or
-    None. `splits_at_newline` says that text may be cut after a newline between two non-space characters without
-    changing a single id, so that long texts can be tokenised in pieces.
+    kind: the value of `--tokenizer-type`.
+    vocab_size: the number of ids.
+    eod_id: the end-of-document token, if there is one.
+    splits_at_newline: text may be cut after a newline between two non-space characters without changing a single id,
+        so long texts can be tokenised in pieces.
     """
 
     kind: str
     vocab_size: int
-    eod_id: int | None
-    splits_at_newline: bool
+    eod_id: int | None = None
+    splits_at_newline: bool = False
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; no special token is added."""
-        ...
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         """Token ids `[n_i]` of every text: the fast way for many."""
@@ -51,19 +52,19 @@ class Tokenizer(Protocol):
 
     def files(self) -> dict[str, bytes]:
         """Name and content of the files that this tokenizer is rebuilt from."""
-        ...
+        return {}
 
     def token_bytes(self) -> NDArray[np.int32] | None:
-        """UTF-8 bytes that each id stands for, `[vocab_size]` (0 for special tokens); None if ids have no text, or do
-        not spell all of it (a tokenizer that normalises, or has one id for all unknown characters).
+        """UTF-8 bytes that each id stands for, `[vocab_size]` (0 for special tokens); None where ids have no text, or
+        do not spell all of it (a tokenizer that normalises, or has one id for all unknown characters).
 
         Bits per byte of a loss is `sum(loss) / ln 2 / sum(token_bytes[labels])`.
         """
-        ...
+        return None
 
     def describe(self) -> str:
         """One short line for the log."""
-        ...
+        return f"{self.kind} ({self.vocab_size} ids, end of document {self.eod_id})"
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
@@ -80,25 +81,19 @@ def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB_BOUND else np.int32)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes are ids 0..255; 256 ends a document. Needs no file and knows every text."""
 
     kind = "ByteTokenizer"
     vocab_size = 257
-    eod_id: int | None = 256
+    eod_id = 256
     splits_at_newline = True
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", "surrogatepass"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
-
-    def files(self) -> dict[str, bytes]:
-        return {}
 
     def token_bytes(self) -> NDArray[np.int32]:
         return np.array([1] * 256 + [0], np.int32)
@@ -107,18 +102,14 @@ class ByteTokenizer:
         return "ByteTokenizer (257 ids: 256 bytes and end of document)"
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One id per character of a fixed set, in the order of their code points; no end-of-document token.
 
-    Args:
-        characters: the vocabulary, sorted and without repetition (`from_texts` makes it).
-
-    Raises:
-        DataError: from `encode`, for a character outside of the vocabulary.
+    characters: the vocabulary, sorted and without repetition (`from_texts` makes it).
+    Encoding raises DataError for a character outside the vocabulary.
     """
 
     kind = "CharTokenizer"
-    eod_id: int | None = None
     splits_at_newline = True
 
     def __init__(self, characters: str) -> None:
@@ -154,6 +145,9 @@ class CharTokenizer:
             raise DataError(f"--tokenizer-model={origin}: not a character vocabulary ('characters' must be text)")
         return cls(characters)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        return [self._lookup(text) for text in texts]
+
     def _lookup(self, text: str) -> NDArray[np.int32]:
         points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         known = points < len(self._table)
@@ -166,13 +160,6 @@ class CharTokenizer:
                 f"{self.vocab_size} of the vocabulary; use ByteTokenizer for any text"
             )
         return ids
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._lookup(text).tolist()
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        return [self._lookup(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids if 0 <= i < self.vocab_size)
@@ -187,17 +174,16 @@ class CharTokenizer:
         return f"CharTokenizer ({self.vocab_size} characters, no end of document)"
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Text is already numbers: `"12 7 3"` is three ids below `vocab_size`; the last id ends a document."""
 
     kind = "NullTokenizer"
-    splits_at_newline = False
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
             raise DataError(f"--vocab-size={vocab_size}: NullTokenizer needs at least 2 ids (one is end of document)")
         self.vocab_size = vocab_size
-        self.eod_id: int | None = vocab_size - 1
+        self.eod_id = vocab_size - 1
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -218,12 +204,3 @@ class NullTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(i) for i in ids if i != self.eod_id)
-
-    def files(self) -> dict[str, bytes]:
-        return {}
-
-    def token_bytes(self) -> None:
-        return None
-
-    def describe(self) -> str:
-        return f"NullTokenizer ({self.vocab_size} ids, end of document {self.eod_id})"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from megalite.config import DataConfig
+from megalite.config import TOKENIZERS, DataConfig
 from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, read_file
 from megalite.data.tokenizer import CHARS_FILE, ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer
 from megalite.errors import DataError
@@ -27,15 +26,12 @@ def make_tokenizer(
 ) -> Tokenizer:
     """Make the tokenizer that `--tokenizer-type` and its companions name.
 
-    Args:
-        kind: value of `--tokenizer-type`.
-        vocab_size: `--vocab-size`; NullTokenizer needs it, the others only check it (`resolve_vocab_size`).
-        texts: gives the whole text of the corpus; CharTokenizer builds its vocabulary from it.
-        flag: what asked for it, where that is not `--tokenizer-type`; an error for want of a package names it.
-
-    Raises:
-        ConfigError: the kind's package is not installed.
-        DataError: a file is missing or not what the kind needs.
+    kind: value of `--tokenizer-type`.
+    vocab_size: `--vocab-size`; NullTokenizer needs it, the others only check it (`resolve_vocab_size`).
+    texts: gives the whole text of the corpus, from which CharTokenizer builds its vocabulary.
+    flag: what asked for it, where that is not `--tokenizer-type`, for the error about a missing package.
+    Raises ConfigError where the kind's package is not installed, DataError where a file is missing or not what the
+    kind needs.
     """
     if kind == "ByteTokenizer":
         return ByteTokenizer()
@@ -47,20 +43,17 @@ def make_tokenizer(
         return _char_tokenizer(tokenizer_model, texts)
     if kind == "GPT2BPETokenizer":
         return _gpt2_tokenizer(tokenizer_model, vocab_file, merge_file)
-    if kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer"):
-        if tokenizer_model is None:
-            what = (
-                "a tokenizer.json or its directory" if kind == "HuggingFaceTokenizer" else "a sentencepiece .model file"
-            )
-            raise DataError(f"--tokenizer-type={kind}: no file given; name {what} by --tokenizer-model")
-        if kind == "HuggingFaceTokenizer":
-            return HuggingFaceTokenizer.from_path(tokenizer_model)
-        return SentencePieceTokenizer.from_path(tokenizer_model, flag)
-    raise DataError(
-        f"--tokenizer-type={kind}: unknown; choose ByteTokenizer, CharTokenizer, GPT2BPETokenizer, "
-        "HuggingFaceTokenizer, "
-        "SentencePieceTokenizer or NullTokenizer"
-    )
+    needs = {
+        "HuggingFaceTokenizer": "a tokenizer.json or its directory",
+        "SentencePieceTokenizer": "a sentencepiece .model file",
+    }
+    if kind not in needs:
+        raise DataError(f"--tokenizer-type={kind}: unknown; choose {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
+    if tokenizer_model is None:
+        raise DataError(f"--tokenizer-type={kind}: no file given; name {needs[kind]} by --tokenizer-model")
+    if kind == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer.from_path(tokenizer_model)
+    return SentencePieceTokenizer.from_path(tokenizer_model, flag)
 
 
 def _char_tokenizer(tokenizer_model: str | None, texts: Callable[[], Iterable[str]] | None) -> CharTokenizer:
@@ -118,11 +111,7 @@ def tokenizer_from_config(
 
 
 def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
-    """The model's vocabulary before padding: the tokenizer's, or a larger `--vocab-size`.
-
-    Raises:
-        DataError: `--vocab-size` is smaller than the tokenizer.
-    """
+    """The model's vocabulary before padding: the tokenizer's, or a larger `--vocab-size`. DataError for a smaller."""
     if vocab_size is None:
         return tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
@@ -134,9 +123,8 @@ def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What a checkpoint copies: the tokenizer's own files and one that says what they are. `load_tokenizer` reads
-    them."""
-    description: Mapping[str, Any] = {
+    """What a checkpoint copies: the tokenizer's own files and one that says what they are, for `load_tokenizer`."""
+    description = {
         "version": 1,
         "tokenizer_type": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -148,9 +136,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:
     """Rebuild the tokenizer from a directory that holds `tokenizer_files`; `flag` led to it.
 
-    Raises:
-        ConfigError: its package is not installed.
-        DataError: the directory holds no tokenizer, or another one than it says.
+    Raises ConfigError without its package, DataError where there is no tokenizer, or another one than it says.
     """
     folder = Path(directory)
     file = folder / DESCRIPTION_FILE

@@ -19,7 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalite.data import NullTokenizer, SampleSource, UnusableSplit, build_datasets, cache_directory, full_pass
+from megalite.data import (
+    BatchLoader,
+    DocumentMasks,
+    NullTokenizer,
+    SampleSource,
+    UnusableSplit,
+    build_datasets,
+    cache_directory,
+)
 from megalite.errors import ConfigError, DataError
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
@@ -121,18 +129,16 @@ def score_source(
     token_bytes = loaded.tokenizer.token_bytes()
     widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
     loss_sum, num_tokens, num_bytes = 0.0, 0, 0
-    batches = full_pass(
-        source,
-        size,
-        micro_batch_size=size,
-        dp_rank=0,
-        dp_size=1,
-        eod_id=eod_id,
-        eod_mask_loss=data.eod_mask_loss and eod_id is not None,
-        reset_position_ids=data.reset_position_ids and eod_id is not None,
-        reset_attention_mask=data.reset_attention_mask and eod_id is not None,
-    )
-    for number, batch in enumerate((one for batches_of_one in batches for one in batches_of_one), 1):
+    masks = DocumentMasks()
+    if eod_id is not None:
+        masks = DocumentMasks(
+            eod_id=eod_id,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
+    loader = BatchLoader(source, consumed_samples=0, micro_batch_size=size, dp_rank=0, dp_size=1, masks=masks)
+    for number, (batch,) in enumerate(loader.full_pass(size), 1):
         mask = batch.loss_mask.clone()
         mask[batch.sample_ids > 0, :overlap] = 0
         losses = label_losses(loaded, batch).double().cpu()

@@ -1,6 +1,6 @@
 """BatchReader: gives the pipeline its micro-batches by global number, and the weight of each one's loss.
 
-The sampler is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
+What is read is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
 reads the same samples by itself and nothing is broadcast.
 
 The factor of a micro-batch turns its summed loss into its share of the batch's loss; gradients then need only be

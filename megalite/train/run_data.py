@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypedDict
 
 import torch
 import xxhash
@@ -18,33 +17,17 @@ from megalite.data import (
     BatchLoader,
     Dataset,
     Datasets,
+    DocumentMasks,
+    SampleSource,
     Tokenizer,
     build_datasets,
     build_tokenizer,
     cache_directory,
-    full_pass,
     resolve_vocab_size,
     surveys_to_meta,
 )
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
-
-
-class _Shape(TypedDict):
-    """What a loader needs to know of the layout."""
-
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-
-
-class _Masks(TypedDict):
-    """What a loader makes of ends of documents."""
-
-    eod_id: int | None
-    reset_position_ids: bool
-    reset_attention_mask: bool
-    eod_mask_loss: bool
 
 
 @dataclass(frozen=True)
@@ -60,13 +43,13 @@ class RunData:
     def train_loader(self, consumed_samples: int) -> BatchLoader:
         """Training batches after `consumed_samples` samples."""
         assert self.datasets.train is not None
-        return self._loader(self.datasets.train, consumed_samples)
+        return self._loader(self.datasets.train, consumed_samples, num_workers=self.config.data.num_workers)
 
     def evaluation(self, dataset: Dataset) -> Iterable[list[Microbatch]]:
         """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same."""
         samples = self.config.global_batch_size(self.mesh.size("world"))
         if self.config.training.full_validation:
-            return full_pass(dataset.sequential(), samples, **self._shape(), **self._masks())
+            return self._loader(dataset.sequential(), 0, num_workers=0).full_pass(samples)
         return islice(self._batches(dataset, samples), self.config.training.eval_iters)
 
     def evaluation_batches(self, dataset: Dataset) -> int:
@@ -85,35 +68,27 @@ class RunData:
         return bytes_of
 
     def _batches(self, dataset: Dataset, samples: int) -> Iterator[list[Microbatch]]:
-        with self._loader(dataset, 0) as loader:
+        with self._loader(dataset, 0, num_workers=self.config.data.num_workers) as loader:
             while True:
                 yield loader.next_batch(samples)
 
-    def _loader(self, dataset: Dataset, consumed_samples: int) -> BatchLoader:
-        return BatchLoader(
-            dataset,
-            consumed_samples=consumed_samples,
-            num_workers=self.config.data.num_workers,
-            pin_memory=self.device.type == "cuda",
-            **self._shape(),
-            **self._masks(),
-        )
-
-    def _shape(self) -> _Shape:
-        return {
-            "micro_batch_size": self.config.training.micro_batch_size,
-            "dp_rank": self.mesh.coordinate("dp"),
-            "dp_size": self.mesh.size("dp"),
-        }
-
-    def _masks(self) -> _Masks:
+    def _loader(self, source: SampleSource, consumed_samples: int, *, num_workers: int) -> BatchLoader:
         data = self.config.data
-        return {
-            "eod_id": self.tokenizer.eod_id,
-            "reset_position_ids": data.reset_position_ids,
-            "reset_attention_mask": data.reset_attention_mask,
-            "eod_mask_loss": data.eod_mask_loss,
-        }
+        return BatchLoader(
+            source,
+            consumed_samples=consumed_samples,
+            micro_batch_size=self.config.training.micro_batch_size,
+            dp_rank=self.mesh.coordinate("dp"),
+            dp_size=self.mesh.size("dp"),
+            masks=DocumentMasks(
+                eod_id=self.tokenizer.eod_id,
+                reset_position_ids=data.reset_position_ids,
+                reset_attention_mask=data.reset_attention_mask,
+                eod_mask_loss=data.eod_mask_loss,
+            ),
+            num_workers=num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
 
 
 def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:

@@ -14,8 +14,7 @@ from data_inputs import write_documents
 
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset
-from megalite.data.loader import BatchLoader, full_pass, make_microbatch
-from megalite.data.sampler import num_micro_batches
+from megalite.data.loader import BatchLoader, DocumentMasks, make_microbatch, num_micro_batches
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 
@@ -95,10 +94,10 @@ def test_masks_follow_documents(masks: tuple[bool, bool, bool]) -> None:
     positions, attention, loss = masks
     random = np.random.RandomState(2)
     text = random.choice([1, 2, 3, EOD], (6, 17))
-    batch = make_microbatch(
-        text, np.full(6, 17), np.arange(6), eod_id=EOD,
-        reset_position_ids=positions, reset_attention_mask=attention, eod_mask_loss=loss,
-    )  # fmt: skip
+    masks_given = DocumentMasks(
+        eod_id=EOD, reset_position_ids=positions, reset_attention_mask=attention, eod_mask_loss=loss
+    )
+    batch = make_microbatch(text, np.full(6, 17), np.arange(6), masks_given)
     for row in range(6):
         document = place = 0
         for column in range(16):
@@ -113,10 +112,10 @@ def test_masks_follow_documents(masks: tuple[bool, bool, bool]) -> None:
     assert attention or batch.document_ids is None
 
 
-def test_masks_need_an_end_of_document(dataset: GPTDataset) -> None:
+def test_masks_need_an_end_of_document() -> None:
     for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
         with pytest.raises(DataError, match=f"^--{flag.replace('_', '-')}: the tokenizer has no end-of-document token"):
-            BatchLoader(dataset, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, **{flag: True})
+            DocumentMasks(**{flag: True})
 
 
 @pytest.mark.parametrize("dp_size", [1, 3])
@@ -126,7 +125,8 @@ def test_a_full_pass_counts_every_label_once(dataset: GPTDataset, dp_size: int) 
     assert len(source) == -(-(len(stream) - 1) // 8)
     found: dict[int, tuple[list[int], list[int]]] = {}
     for rank in range(dp_size):
-        for batches in full_pass(source, 2 * dp_size, micro_batch_size=2, dp_rank=rank, dp_size=dp_size):
+        loader = BatchLoader(source, consumed_samples=0, micro_batch_size=2, dp_rank=rank, dp_size=dp_size)
+        for batches in loader.full_pass(2 * dp_size):
             for batch in batches:
                 for n, tokens, labels, mask in zip(
                     batch.sample_ids, batch.tokens, batch.labels, batch.loss_mask, strict=True
