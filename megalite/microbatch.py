@@ -7,7 +7,6 @@ are `[s, b, h]`, the transposition happens in the embedding and the head only.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,9 +22,8 @@ class Microbatch:
     positions: int64 `[b, s]`, the position of a token within its sequence (or document, with `--reset-position-ids`).
     loss_mask: float32 `[b, s]`, 1 where the token's loss counts.
     document_ids: int64 `[b, s]` or None; where given, attention stays within equal ids (`--reset-attention-mask`).
-    sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample
-    and never on
-        the layout or on the order in which micro-batches happen to run.
+    sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample and
+        never on the layout or the order of the micro-batches.
     """
 
     tokens: Tensor
@@ -46,5 +44,4 @@ class Microbatch:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
         """The same micro-batch with `change` applied to each of its tensors."""
-        changed = {name: change(tensor) for name, tensor in vars(self).items() if tensor is not None}
-        return dataclasses.replace(self, **changed)
+        return Microbatch(**{name: change(tensor) for name, tensor in vars(self).items() if tensor is not None})
