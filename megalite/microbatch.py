@@ -21,7 +21,8 @@ class Microbatch:
     tokens, labels: int64 `[b, s]`; `labels` is `tokens` one to the left.
     positions: int64 `[b, s]`, the position of a token within its sequence (or document, with `--reset-position-ids`).
     loss_mask: float32 `[b, s]`, 1 where the token's loss counts.
-    document_ids: int64 `[b, s]` or None; where given, attention stays within equal ids (`--reset-attention-mask`).
+    document_starts: int64 `[b, s]` or None; where the token's document begins in its sample: attention does not see
+        what is before (`--reset-attention-mask`).
     sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample and
         never on the layout or the order of the micro-batches.
     """
@@ -31,7 +32,7 @@ class Microbatch:
     positions: Tensor
     loss_mask: Tensor
     sample_ids: Tensor
-    document_ids: Tensor | None = None
+    document_starts: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -27,6 +27,7 @@ FLOORS = {
     "megalite.comm": 4,
     "megalite.gradient": 4,
     "megalite.microbatch": 4,
+    "megalite.visibility": 4,
     "megalite.planner": 4,
     "megalite.launch": 5,
     "megalite.parallel.pipeline": 5,

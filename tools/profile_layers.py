@@ -178,7 +178,7 @@ def _batch(config: Config, device: torch.device) -> Microbatch:
         labels=ids.to(device),
         positions=torch.arange(length, device=device).expand(samples, length),
         loss_mask=torch.ones(samples, length, device=device),
-        document_ids=None,
+        document_starts=None,
         sample_ids=torch.arange(samples, device=device),
     )
 

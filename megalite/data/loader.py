@@ -84,24 +84,25 @@ def make_microbatch(
     index = np.arange(s, dtype=np.int64)
     loss_mask = (index[None, :] < valid[:, None] - 1).astype(np.float32)
     positions = np.broadcast_to(index, (b, s))
-    document_ids = None
+    document_starts = None
     if masks.eod_id is not None:
         is_end = tokens == masks.eod_id
         if masks.eod_mask_loss:
             loss_mask[is_end] = 0.0
+        begins = np.zeros((b, s), np.int64)
+        begins[:, 1:] = np.where(is_end[:, :-1], index[1:], 0)
+        starts = np.maximum.accumulate(begins, axis=1)
         if masks.reset_attention_mask:
-            document_ids = np.cumsum(is_end, axis=1) - is_end
+            document_starts = starts
         if masks.reset_position_ids:
-            begins = np.zeros((b, s), np.int64)
-            begins[:, 1:] = np.where(is_end[:, :-1], index[1:], 0)
-            positions = index - np.maximum.accumulate(begins, axis=1)
+            positions = index - starts
     return Microbatch(
         tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
         labels=torch.from_numpy(np.ascontiguousarray(labels)),
         positions=torch.from_numpy(np.array(positions)),
         loss_mask=torch.from_numpy(loss_mask),
         sample_ids=torch.from_numpy(sample_ids),
-        document_ids=None if document_ids is None else torch.from_numpy(document_ids),
+        document_starts=None if document_starts is None else torch.from_numpy(document_starts),
     )
 
 

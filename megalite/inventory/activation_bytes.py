@@ -7,10 +7,10 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
 
-Fused attention keeps nothing of size s x s; the plain path (attention dropout) keeps the weights, and blocked
-attention (a CPU with 128 to 1,024 tokens) half of them. The head computes its gradients in the forward and keeps them:
-e T h for its input and the wide gradient of its matrix. Assumed: a CPU widens 16-bit operands of products to fp32 (few
-have instructions for them), and the CUDA kernels are the library's fused ones.
+Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU); the plain path (attention
+dropout) keeps the weights, and blocked attention (a CPU with 128 to 1,024 tokens) half of them. The head computes its
+gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix. Assumed: a CPU widens
+16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the library's fused ones.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         log_sums += 2 * tokens * (heads + kv / model.head_dim) * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
             log_sums += tokens * (q + kv) * size.wide
+    if on_cpu and not _sees_everything(config, model):
+        copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
+        kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
+        kept += copies * product * tokens * (q + kv + widened * kv)
+        return kept + context + widened * product * tokens * q + log_sums
     if on_cpu and _blocked(config, model):
         kept = product * tokens * (q + 2 * kv) + model.qk_layernorm * e * tokens * (q + 2 * kv)
         kept += product * tokens * q + context * widened
@@ -106,12 +111,15 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     return kept + context * (2 if config.training.micro_batch_size > 1 and not on_cpu else 1) + log_sums
 
 
+def _sees_everything(config: Config, model: ModelConfig) -> bool:
+    """Whether neither documents nor a window hide what is before a token."""
+    window = model.window_size is not None and model.window_size < model.seq_length
+    return not config.data.reset_attention_mask and not window
+
+
 def _blocked(config: Config, model: ModelConfig) -> bool:
     """Whether a CPU attends over blocks of queries (`nn.attention_blocked`), which keeps half of the weights."""
-    whole = not config.data.reset_attention_mask and (
-        model.window_size is None or model.window_size >= model.seq_length
-    )
-    return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and whole and model.recompute_granularity != "selective"
+    return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and model.recompute_granularity != "selective"
 
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:

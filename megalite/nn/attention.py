@@ -69,7 +69,7 @@ class Attention(nn.Module):
             k,
             v,
             packed=qkv if untouched and cache is None else None,
-            document_ids=batch.document_ids,
+            document_starts=batch.document_starts,
             sample_ids=batch.sample_ids,
             training=self.training,
         )

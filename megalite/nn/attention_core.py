@@ -1,10 +1,14 @@
-"""Scaled dot-product attention of the heads on this rank, in one of three ways with the same result.
+"""Scaled dot-product attention of the heads on this rank, in one of several ways with the same result.
 
 fused     `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; nothing of size s x s is
           stored.
 blocked   `nn.attention_blocked`: products over blocks of queries, for sequences of up to 1,024 tokens on CPU.
+tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU; what nobody sees is not computed.
+device    `nn.attention_device`: the same on a GPU, by the library's kernels.
 plain     products and a softmax: for dropout of attention weights (the library's kernels have no key), and for scores
           in fp32 on request.
+
+Who sees whom is a value that each of them reads (`megalite.visibility`).
 
 Queries are `[s, b, g, r, d]`: g groups (key/value heads) of r query heads; keys and values `[k, b, g, d]` with k >=
 s: the queries are the last s of k tokens (k > s while generating from a cache).
@@ -21,7 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
 from megalite.nn.attention_blocked import blocked_attention
+from megalite.nn.attention_device import device_attention
+from megalite.nn.attention_tiles import tiled_attention
 from megalite.nn.dropout import combine, keyed_dropout
+from megalite.visibility import Visibility
 
 
 @dataclass(frozen=True)
@@ -48,36 +55,42 @@ class AttentionCore:
         v: Tensor,
         *,
         packed: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         sample_ids: Tensor | None = None,
         training: bool = False,
     ) -> Tensor:
         """q `[s, b, g, r, d]`, k, v `[k, b, g, d]` -> `[s, b, g * r * d]`.
 
         packed: q, k and v as one `[s, b, g, r + 2, d]`, where they already are (saves putting them together).
-        document_ids: int64 `[b, k]`, attention stays within equal ids. sample_ids: int64 `[b]`, needed by dropout in
+        document_starts: int64 `[b, s]`, attention stays behind them. sample_ids: int64 `[b]`, needed by dropout in
         training.
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
         drop = self.dropout if training else 0.0
         window = self.window if self.window is not None and self.window < k.shape[0] else None
-        if window is None and self._prefers_blocked(q, k, document_ids, drop):
+        whole = window is None and document_starts is None
+        exact = drop > 0.0 or self._wants_fp32(q)
+        if whole and not exact and self._prefers_blocked(q, k):
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
             return blocked_attention(packed.to(wide)).to(narrow)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        if drop == 0.0 and not self._wants_fp32(q) and not _compiler_narrows(q):
-            return fused_attention(q, k, v, document_ids, window).to(narrow)
-        inputs = (q, k, v, document_ids, sample_ids, drop, window)
+        if whole and not exact and not _compiler_narrows(q) and len(q) in (1, len(k)):
+            return fused_attention(q, k, v).to(narrow)
+        keys = torch.arange(len(k), device=k.device)
+        sight = Visibility.of(keys[-len(q) :], keys, window=window, document_starts=document_starts)
+        if not exact:
+            y: Tensor = (tiled_attention if q.device.type == "cpu" else device_attention)(q, k, v, sight)
+            return y.to(narrow)
+        inputs = (q, k, v, sight, sample_ids, drop)
         if self.recompute and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self._plain, *inputs, use_reentrant=False, preserve_rng_state=False)
+            y = checkpoint(self._plain, *inputs, use_reentrant=False, preserve_rng_state=False)
             return y.to(narrow)
         return self._plain(*inputs).to(narrow)
 
-    def _prefers_blocked(self, q: Tensor, k: Tensor, document_ids: Tensor | None, drop: float) -> bool:
+    def _prefers_blocked(self, q: Tensor, k: Tensor) -> bool:
         s, length = q.shape[0], k.shape[0]
-        plain = q.device.type == "cpu" and document_ids is None and drop == 0.0 and not self._wants_fp32(q)
         suits = s == length and BLOCKED_FROM <= s <= BLOCKED_UP_TO
-        return plain and suits and not self.recompute
+        return q.device.type == "cpu" and suits and not self.recompute
 
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores have to be asked for: the fused kernels keep them on CUDA, and so does a widened
@@ -87,14 +100,7 @@ class AttentionCore:
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
     def _plain(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        document_ids: Tensor | None,
-        sample_ids: Tensor | None,
-        drop: float,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, sight: Visibility, sample_ids: Tensor | None, drop: float
     ) -> Tensor:
         s, b, g, r, d = q.shape
         length = k.shape[0]
@@ -104,25 +110,29 @@ class AttentionCore:
             exact = torch.promote_types(q.dtype, torch.float32)
             q, k = q.to(exact), k.to(exact)
         scores = torch.bmm(q, k.transpose(1, 2)).view(b, g, r, s, length)
-        allowed = attention_mask(s, length, document_ids, q.device, window)
+        allowed = sight.dense()
+        allowed = allowed if allowed.dim() == 2 else allowed[:, None, None]
         scores = scores + torch.zeros((), dtype=scores.dtype, device=q.device).where(allowed, float("-inf"))
         weights = torch.softmax(scores, -1).to(v.dtype)
         if drop > 0.0:
             assert sample_ids is not None, "attention dropout needs the samples' numbers"
-            weights = self._drop(weights, drop, sample_ids)
+            weights = self._drop(weights, drop, sample_ids, sight.queries)
         context = torch.bmm(weights.view(b * g, r * s, length), v).view(b, g, r, s, d)
         return context.permute(3, 0, 1, 2, 4).reshape(s, b, g * r * d)
 
-    def _drop(self, weights: Tensor, p: float, sample_ids: Tensor) -> Tensor:
+    def _drop(self, weights: Tensor, p: float, sample_ids: Tensor, queries: Tensor) -> Tensor:
         """weights `[b, g, r, s, k]`; keyed by sample, head, query and key."""
         b, g, r, s, length = weights.shape
+        words = self.words(sample_ids, queries, g, r).view(b, g, s, r).transpose(2, 3).contiguous()
+        return keyed_dropout(weights, p, words, torch.arange(length, device=weights.device))
+
+    def words(self, sample_ids: Tensor, queries: Tensor, g: int, r: int) -> Tensor:
+        """What keys the dropout of the weights of queries at these positions, `[b * g, s * r]`."""
         assert self.key is not None
-        device = weights.device
-        keys = combine(self.key, sample_ids)[:, None]
-        heads = torch.arange(self.first_head, self.first_head + g * r, device=device)
-        keys = combine(0, keys ^ combine(1, heads)[None])[..., None]
-        keys = combine(2, keys ^ combine(3, torch.arange(length - s, length, device=device)))
-        return keyed_dropout(weights, p, keys.view(b, g, r, s), torch.arange(length, device=device))
+        heads = torch.arange(self.first_head, self.first_head + g * r, device=queries.device)
+        keys = combine(0, combine(self.key, sample_ids)[:, None] ^ combine(1, heads)[None])
+        keys = combine(2, keys[..., None] ^ combine(3, queries))  # [b, g * r, s]
+        return keys.view(len(sample_ids) * g, r, -1).transpose(1, 2).flatten(1)
 
 
 def _compiler_narrows(q: Tensor) -> bool:
@@ -131,23 +141,8 @@ def _compiler_narrows(q: Tensor) -> bool:
     return compiled and torch.__version__ < "2.13"  # compared as versions
 
 
-def attention_mask(
-    s: int, length: int, document_ids: Tensor | None, device: torch.device, window: int | None = None
-) -> Tensor:
-    """True where query i of the last s tokens may look at key j: `[s, k]`, or `[b, 1, 1, s, k]` with documents `[b,
-    k]`.
-    """
-    allowed = torch.ones(s, length, dtype=torch.bool, device=device).tril(length - s)
-    if window is not None:
-        allowed = allowed.triu(length - s - window + 1)
-    if document_ids is None:
-        return allowed
-    same = document_ids[:, -s:, None] == document_ids[:, None, :]
-    return (same & allowed)[:, None, None]
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None, window: int | None = None) -> Tensor:
-    """The library's kernel; shapes as `AttentionCore.__call__`."""
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The library's kernel, causal, for the whole sequence or its last token; shapes as `AttentionCore.__call__`."""
     s, b, g, r, d = q.shape
     length = k.shape[0]
     grouped = r > 1
@@ -156,12 +151,5 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None
     if grouped and q.device.type == "cpu":  # the CPU kernel wants as many key heads as query heads
         k, v = (t[:, :, None].expand(b, g, r, length, d).reshape(b, g * r, length, d) for t in (k, v))
         grouped = False
-    if document_ids is None and window is None and s == length:
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    elif document_ids is None and window is None and s == 1:
-        context = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-    else:
-        mask = attention_mask(s, length, document_ids, q.device, window)
-        mask = mask if document_ids is None else mask[:, 0]
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    context = F.scaled_dot_product_attention(q, k, v, is_causal=s == length, enable_gqa=grouped)
     return context.permute(2, 0, 1, 3).reshape(s, b, g * r * d)

@@ -57,7 +57,7 @@ def test_labels_are_tokens_moved_by_one(dataset: GPTDataset) -> None:
         assert [*batch.tokens[row].tolist(), int(batch.labels[row, -1])] == dataset[row].tolist()
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     assert batch.positions.tolist() == [list(range(8))] * 2 and bool((batch.loss_mask == 1).all())
-    assert batch.document_ids is None
+    assert batch.document_starts is None
     assert {t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.sample_ids)} == {torch.int64}
 
 
@@ -99,17 +99,17 @@ def test_masks_follow_documents(masks: tuple[bool, bool, bool]) -> None:
     )
     batch = make_microbatch(text, np.full(6, 17), np.arange(6), masks_given)
     for row in range(6):
-        document = place = 0
+        begin = place = 0
         for column in range(16):
             is_end = text[row, column] == EOD
             assert batch.positions[row, column] == (place if positions else column)
             assert batch.loss_mask[row, column] == (0 if loss and is_end else 1)
             if attention:
-                assert batch.document_ids is not None and batch.document_ids[row, column] == document
+                assert batch.document_starts is not None and batch.document_starts[row, column] == begin
             place += 1
             if is_end:
-                document, place = document + 1, 0
-    assert attention or batch.document_ids is None
+                begin, place = column + 1, 0
+    assert attention or batch.document_starts is None
 
 
 def test_masks_need_an_end_of_document() -> None:

@@ -19,11 +19,13 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS
 from megalite.nn.attention_blocked import blocked_attention, register_operator
 from megalite.nn.attention_core import AttentionCore, fused_attention
+from megalite.nn.attention_tiles import tiled_attention
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.context import LayerContext
+from megalite.visibility import Visibility
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=12, vocab_size=50)
 ROPE: dict[str, Any] = dict(position_embedding_type="rope", normalization="RMSNorm", num_query_groups=2)
@@ -31,9 +33,9 @@ ROPE: dict[str, Any] = dict(position_embedding_type="rope", normalization="RMSNo
 
 def batch(b: int = 2, s: int = 12, documents: bool = False) -> Microbatch:
     tokens = torch.randint(0, 50, (b, s + 1), generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([0] * 5 + [1] * (s - 5)).expand(b, s) if documents else None
+    starts = torch.tensor([0] * 5 + [5] * (s - 5)).expand(b, s) if documents else None
     return Microbatch(
-        tokens[:, :-1], tokens[:, 1:], torch.arange(s).expand(b, s), torch.ones(b, s), torch.arange(b), ids
+        tokens[:, :-1], tokens[:, 1:], torch.arange(s).expand(b, s), torch.ones(b, s), torch.arange(b), starts
     )
 
 
@@ -72,14 +74,18 @@ def textbook_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("s", "length", "r"), [(7, 7, 1), (7, 7, 2), (3, 7, 2), (1, 7, 1)])
 def test_both_ways_of_attention_are_the_textbook(s: int, length: int, r: int, documents: bool) -> None:
-    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]) if documents else None
+    starts = torch.tensor([[0, 0, 0, 3, 3, 5, 5], [0, 1, 1, 1, 1, 1, 1]]) if documents else None
     inputs = qkv(s, length, r)
-    expected = textbook_attention(*inputs, ids)
+    expected = textbook_attention(*inputs, starts)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, inputs, dy)
-    ways = [fused_attention(*inputs, ids), AttentionCore()._plain(*inputs, ids, None, 0.0)]
-    if ids is None and s == length:
-        q, k, v = inputs
+    q, k, v = inputs
+    at = torch.arange(length)
+    sight = Visibility.of(at[-s:], at, window=None, document_starts=None if starts is None else starts[:, -s:])
+    ways = [AttentionCore()._plain(*inputs, sight, None, 0.0), tiled_attention(*inputs, sight)]
+    if starts is None and s in (1, length):
+        ways.append(fused_attention(*inputs))
+    if starts is None and s == length:
         ways.append(blocked_attention(torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3)))
     for actual in ways:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
@@ -95,7 +101,7 @@ def test_blocks_of_queries(s: int, r: int) -> None:
     inputs = qkv(s, s, r)
     q, k, v = inputs
     packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3)
-    expected = fused_attention(q, k, v, None)
+    expected = fused_attention(q, k, v)
     dy = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(expected, inputs, dy)
     for actual in (blocked_attention(packed), torch.ops.megalite.blocked_attention(packed)[0]):
@@ -126,9 +132,10 @@ def test_blocked_attention_takes_a_gradient_of_any_layout() -> None:
 def test_softmax_in_fp32_is_closer_to_the_truth() -> None:
     inputs = qkv(64, 64, 1, torch.bfloat16)
     wide = tuple(t.detach().double() for t in inputs)
-    truth = fused_attention(*wide, None)  # type: ignore[arg-type]
+    truth = fused_attention(*wide)  # type: ignore[arg-type]
+    sight = Visibility(torch.arange(64), torch.arange(64))
     errors = {
-        flag: (AttentionCore(softmax_in_fp32=flag)._plain(*inputs, None, None, 0.0) - truth).norm()
+        flag: (AttentionCore(softmax_in_fp32=flag)._plain(*inputs, sight, None, 0.0) - truth).norm()
         for flag in (False, True)
     }
     assert errors[True] < errors[False]
@@ -232,7 +239,7 @@ def test_documents_do_not_see_each_other(fields: dict[str, Any]) -> None:
     """The second document's logits are those it has alone, when its positions start anew."""
     stack, data = model(**fields), batch(documents=True)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, 12)
-    data = Microbatch(data.tokens, data.labels, positions, data.loss_mask, data.sample_ids, data.document_ids)
+    data = Microbatch(data.tokens, data.labels, positions, data.loss_mask, data.sample_ids, data.document_starts)
     alone = Microbatch(data.tokens[:, 5:], data.labels[:, 5:], positions[:, 5:], data.loss_mask[:, 5:], data.sample_ids)
     torch.testing.assert_close(logits(stack, data)[5:], logits(stack, alone), rtol=1e-12, atol=1e-13)
 

@@ -45,13 +45,13 @@ def textbook(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | N
 @pytest.mark.parametrize("s", [9, BLOCKED_FROM])
 def test_window_in_both_kernels(window: int, documents: bool, s: int) -> None:
     q, k, v = heads(s)
-    ids = torch.tensor([[0] * 4 + [1] * (s - 4), [0] * s]) if documents else None
-    expected = textbook(q, k, v, window, ids)
+    starts = torch.tensor([[0] * 4 + [4] * (s - 4), [0] * s]) if documents else None
+    expected = textbook(q, k, v, window, starts)
     core = AttentionCore(window=window)
-    torch.testing.assert_close(core(q, k, v, document_ids=ids), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(core(q, k, v, document_starts=starts), expected, rtol=1e-12, atol=1e-12)
     # dropout takes the path of products and a softmax; so little of it drops nothing here
     keyed = AttentionCore(window=window, dropout=1e-15, key=torch.tensor(7))
-    plain = keyed(q, k, v, document_ids=ids, sample_ids=torch.arange(2), training=True)
+    plain = keyed(q, k, v, document_starts=starts, sample_ids=torch.arange(2), training=True)
     torch.testing.assert_close(plain, expected, rtol=1e-12, atol=1e-12)
 
 

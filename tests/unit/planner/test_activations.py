@@ -40,9 +40,7 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
     ids = torch.randint(0, 300, (samples, model.seq_length))
     positions = torch.arange(model.seq_length).expand_as(ids)
     mask = torch.ones(ids.shape)
-    batch = Microbatch(
-        tokens=ids, labels=ids, positions=positions, loss_mask=mask, document_ids=None, sample_ids=torch.arange(samples)
-    )
+    batch = Microbatch(tokens=ids, labels=ids, positions=positions, loss_mask=mask, sample_ids=torch.arange(samples))
     outside = {t.untyped_storage()._cdata for t in [*stack.parameters(), ids, positions, mask]}
     dtype = wide_dtype(config) if model.fp32_residual_connection else parameter_dtype(config)
     x = None if 0 in items else torch.randn(model.seq_length, samples, model.hidden_size, dtype=dtype).requires_grad_()
@@ -80,6 +78,9 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         "--seq-length 192 --model-type llama --num-query-groups 2 --bf16",
         "--seq-length 192 --qk-layernorm",
         "--seq-length 192 --model-type llama --num-query-groups 2",
+        "--window-size 20",
+        "--window-size 20 --model-type llama --num-query-groups 2",
+        "--window-size 20 --model-type llama --num-query-groups 2 --bf16",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ],

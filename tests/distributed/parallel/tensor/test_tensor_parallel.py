@@ -41,14 +41,14 @@ def make_batch(b: int = 3, s: int = 8, vocab: int = 70, documents: bool = False)
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, vocab, (b, s + 1), generator=generator)
     mask = torch.rand(b, s, generator=generator).round(decimals=1)
-    ids = torch.tensor([0] * 3 + [1] * (s - 3)).expand(b, s) if documents else None
+    starts = torch.tensor([0] * 3 + [3] * (s - 3)).expand(b, s) if documents else None
     return Microbatch(
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         positions=torch.arange(s).expand(b, s),
         loss_mask=mask,
         sample_ids=torch.arange(b) + 5,
-        document_ids=ids,
+        document_starts=starts,
     )
 
 

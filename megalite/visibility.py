@@ -1,0 +1,51 @@
+"""Who sees whom in attention, said once and read by every way of computing it.
+
+A query sees the keys of its own sample from one position up to its own. That position is 0 for plain causal attention,
+its own less `window - 1` for a sliding window (Mistral, arXiv 2310.06825), where its document begins for packed
+documents, and the later of the two for both. Queries and keys are given with their positions, so that a part of a
+sequence (context parallelism, a cache) needs no rule of its own::
+
+    position 0 1 2 3 4 5      two documents, window 3: first = 0 0 0 1 4 4
+    query 3    . x x x        (document 1 begins at 4)
+    query 5            x x
+
+Nothing of size s x s is needed to say it, and which blocks nobody sees can be told from the ends of the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """queries, keys: positions in the sample, int64 `[s]` and `[k]`. first: the first position that each query sees,
+    int64 `[b, s]` (`[1, s]` where all samples are alike), None: from 0 on; it follows from `starts`, where the queries'
+    documents begin, and `window`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    first: Tensor | None = None
+    starts: Tensor | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(cls, queries: Tensor, keys: Tensor, *, window: int | None, document_starts: Tensor | None) -> Visibility:
+        """Of one layer. document_starts: int64 `[b, s]`, where each query's document begins, None: one document."""
+        first = document_starts
+        if window is not None:
+            earliest = (queries - (window - 1)).clamp(min=0)[None]
+            first = earliest if first is None else torch.maximum(first, earliest)
+        return cls(queries, keys, first, document_starts, window)
+
+    def dense(self) -> Tensor:
+        """True where a query may look: `[s, k]`, or `[b, s, k]` where samples differ. For plain products."""
+        allowed = self.keys[None, :] <= self.queries[:, None]
+        if self.first is None:
+            return allowed
+        allowed = allowed & (self.keys[None, None, :] >= self.first[:, :, None])
+        return allowed[0] if len(self.first) == 1 else allowed
