@@ -17,7 +17,7 @@ from megalite.comm import Channel, ParallelMesh, share_axis
 from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
 from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
-from megalite.optim import ConstantLossScaler
+from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, resolve_chunks
 from megalite.train import Hyperparameters, ProgramCache, Updater, build_model
@@ -69,7 +69,7 @@ class TrainingStep:
             built.buffers,
             built.optimizer,
             policy=lambda update: numbers,
-            scaler=ConstantLossScaler(),
+            scaler=LossScaler(),
             shared=built.shared,
             delay=built.delay,
             clip_grad=update.clip_grad,

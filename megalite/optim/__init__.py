@@ -1,15 +1,15 @@
 """Update rules, learning-rate schedules, loss scaling.
 
 Public names: `OPTIMIZERS` (table), `OptimizerSettings`, `LearningRateSchedule`, `WeightDecaySchedule` (pure functions
-of consumed samples), `DynamicLossScaler`, `ConstantLossScaler`, `CORRECTIONS` (table: what is done
-about the `Delay` of gradients: `staleness.py`).
+of consumed samples), `LossScaler`, `DynamicLossScaler`, `CORRECTIONS` (table: what is done about the `Delay` of
+gradients: `staleness.py`).
 
 Nothing here knows about ranks: sharding is `parallel/zero`, which hands an update rule flat pieces of the parameters.
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """
 
 from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
-from megalite.optim.optimizers import OPTIMIZERS, OptimizerSettings
-from megalite.optim.precision import ConstantLossScaler, DynamicLossScaler, LossScaler
-from megalite.optim.rule import UpdateRule
+from megalite.optim.optimizers import OPTIMIZERS
+from megalite.optim.precision import DynamicLossScaler, LossScaler
+from megalite.optim.rule import OptimizerSettings, UpdateRule
 from megalite.optim.staleness import CORRECTIONS, LAST_STEP, Delay

@@ -14,6 +14,7 @@ parameter has to lie in one piece, and the result is that of one process (to rou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megalite.comm import Axis, LocalParameter, Piece, Rectangle, Statistic, all_reduce_, device_of, range_to_rectangles
 from megalite.inventory import NO_AXES
-from megalite.optim.rule import UpdateRule
+from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule
 
 DECAY_EXPONENT = 0.8
 CLIP = 1.0
@@ -66,9 +67,7 @@ class _Tracked:
         dims, factored = len(parameter.shape), parameter.placement.decay  # a bias of two rows is not a matrix
         self.parameter = parameter
         self.partial = cut is not None
-        self.numel = 1
-        for extent in parameter.placement.global_shape:
-            self.numel *= extent
+        self.numel = math.prod(parameter.placement.global_shape)
         if dims < 2 or not factored:
             self.means = [_Mean("exp_avg_sq", parameter, None, cut)]
         else:
@@ -89,21 +88,20 @@ class _Tracked:
 
 
 class Adafactor(UpdateRule):
-    """Adafactor over flat slices.
+    """Adafactor over flat slices; with `adafactor_scale_parameter` the learning rate is relative to the size of each
+    parameter (the paper's relative step).
 
-    Args:
-        groups: flat ones (`pieces`, `parameters` and `shard_axis` say what lies in each tensor, and who has the rest;
-            `cut_axes`, of which one at most is longer than 1, what cuts parameters).
-        scale_parameter: the learning rate is relative to the size of each parameter (the paper's relative step).
+    groups: flat ones (`pieces`, `parameters` and `shard_axis` say what lies in each tensor, and who has the rest;
+    `cut_axes`, of which one at most is longer than 1, what cuts parameters).
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, scale_parameter: bool = False) -> None:
-        super().__init__(groups, {})
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+        super().__init__(groups)
         self.shard_axis: Axis = groups[0]["shard_axis"]
         cutting = [axis for axis in groups[0]["cut_axes"] if axis.size > 1]
         assert len(cutting) < 2, "statistics of a matrix that two axes cut"
         self.cut_axis = cutting[0] if cutting else Axis.single("cut")
-        self.scale_parameter = scale_parameter
+        self.scale_parameter = settings.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
         self.count = torch.zeros((), dtype=torch.float32)
         for group in groups:
@@ -142,22 +140,24 @@ class Adafactor(UpdateRule):
         self._factors = [tracked.factors() for tracked in self.tracked]
         updates = self._add_up(self._divide)
         for group in self.param_groups:
-            for p, pieces in zip(group["params"], group["pieces"], strict=True):
+            for p in group["params"]:
                 p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                for piece in pieces:
-                    rate = group["lr"] / max(1.0, updates[piece.parameter] / CLIP)
-                    rate *= max(SMALLEST_SIZE, sizes[piece.parameter]) if self.scale_parameter else 1.0
-                    place = slice(piece.at, piece.at + piece.stop - piece.start)
-                    p[place].add_(p.grad[place], alpha=-rate)
+        for group, p, piece in self._pieces():
+            rate = group["lr"] / max(1.0, updates[piece.parameter] / CLIP)
+            rate *= max(SMALLEST_SIZE, sizes[piece.parameter]) if self.scale_parameter else 1.0
+            _own(p, piece).add_(_own(p.grad, piece), alpha=-rate)
         self._factors = []
+
+    def _pieces(self) -> Iterator[tuple[ParamGroup, Tensor, Piece]]:
+        for group in self.param_groups:
+            for p, pieces in zip(group["params"], group["pieces"], strict=True):
+                yield from ((group, p, piece) for piece in pieces)
 
     def _add_up(self, measure: Any) -> list[float]:
         """The root mean square of every parameter, from what `measure(tensor, piece)` says is its sum of squares."""
         sums = torch.zeros(len(self.tracked), dtype=torch.float64, device=self.device)
-        for group in self.param_groups:
-            for p, pieces in zip(group["params"], group["pieces"], strict=True):
-                for piece in pieces:
-                    sums[piece.parameter] += measure(p, piece)
+        for _, p, piece in self._pieces():
+            sums[piece.parameter] += measure(p, piece)
         all_reduce_on_axis(sums, self.shard_axis)
         if self.cut_axis.size > 1:
             cut = torch.tensor([t.partial for t in self.tracked], device=self.device)
@@ -173,17 +173,16 @@ class Adafactor(UpdateRule):
             squared = values.square()
             for mean in tracked.means:
                 mean.sums[mean.place(rectangle)] += squared if mean.over is None else squared.sum(mean.over)
-        return _sum_of_squares(p[piece.at : piece.at + piece.stop - piece.start])
+        return _sum_of_squares(_own(p, piece))
 
     def _divide(self, p: Tensor, piece: Piece) -> Tensor:
         """Turns the gradient into the update, in place; returns its sum of squares."""
-        assert p.grad is not None
         tracked = self.tracked[piece.parameter]
         for rectangle, values in _rectangles(p.grad, piece, tracked.parameter):
             for mean, factor in zip(tracked.means, self._factors[piece.parameter], strict=True):
                 part = factor[mean.place(rectangle)]
                 values.mul_(part if mean.over is None else part.unsqueeze(mean.over))
-        return _sum_of_squares(p.grad[piece.at : piece.at + piece.stop - piece.start])
+        return _sum_of_squares(_own(p.grad, piece))
 
     def _reduce(self, sums: Tensor, partial: int) -> None:
         all_reduce_on_axis(sums, self.shard_axis)
@@ -210,6 +209,12 @@ def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
         x.copy_(there)
 
 
+def _own(flat: Tensor | None, piece: Piece) -> Tensor:
+    """What a piece covers of a flat tensor."""
+    assert flat is not None
+    return flat[piece.at : piece.at + piece.stop - piece.start]
+
+
 def _sum_of_squares(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x)
     return norm.to(torch.float64).square()
@@ -217,7 +222,6 @@ def _sum_of_squares(x: Tensor) -> Tensor:
 
 def _rectangles(flat: Tensor | None, piece: Piece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:
     """The rectangles of a parameter that a piece of a flat tensor covers, and their values."""
-    assert flat is not None
     for rectangle in range_to_rectangles(parameter.shape, piece.start, piece.stop):
-        begin = piece.at + rectangle.start - piece.start
-        yield rectangle, flat[begin : begin + rectangle.numel].view(rectangle.shape)
+        begin = rectangle.start - piece.start
+        yield rectangle, _own(flat, piece)[begin : begin + rectangle.numel].view(rectangle.shape)

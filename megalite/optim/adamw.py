@@ -15,74 +15,52 @@ from torch import Tensor
 from torch.optim.adamw import adamw as adamw_kernel
 
 from megalite.optim.pieces import pieces
-from megalite.optim.rule import UpdateRule
+from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule, moment_like
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(UpdateRule):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over flat tensors.
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over flat tensors."""
 
-    exp_avg_dtype, exp_avg_sq_dtype: of the moments; fp32 means "as wide as the master".
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(groups, {"betas": betas, "eps": eps})
-        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+        super().__init__(groups, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
+        self.dtypes = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                    for name, dtype in self.dtypes.items():
-                        state[name] = torch.zeros_like(p, dtype=p.dtype if dtype == torch.float32 else dtype)
-                adamw_update(p, state, group)
+        for p, grad, group, _ in self.with_gradients():
+            self.update(p, grad, group)
 
-    def foresees(self, group: dict[str, Any]) -> bool:
+    def update(self, p: Tensor, grad: Tensor, group: ParamGroup) -> None:
+        """One step of one tensor."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state.update({name: moment_like(p, dtype) for name, dtype in zip(MOMENTS, self.dtypes, strict=True)})
+        wide = all(state[name].dtype == p.dtype for name in MOMENTS)
+        update = _nadamw if group.get("nesterov") else _adamw
+        for piece in [slice(None)] if wide else pieces(p):
+            stored = [state[name].view(-1)[piece] for name in MOMENTS]
+            moments = [moment.to(p.dtype) for moment in stored]
+            update(p.view(-1)[piece], grad.view(-1)[piece], moments, state["step"], group)
+            for narrow, value in zip(stored, moments, strict=True):
+                if narrow.dtype != value.dtype:
+                    narrow.copy_(value)
+        state["step"] += 1
+
+    def foresees(self, group: ParamGroup) -> bool:
         return True
 
-    def expected_step(
-        self, p: Tensor, piece: slice, group: dict[str, Any], *, lr: float, weight_decay: float
-    ) -> Tensor:
-        return adamw_step(p, piece, self.state[p], group, lr=lr, weight_decay=weight_decay)
-
-
-def adamw_step(
-    p: Tensor, piece: slice, state: dict[str, Any], group: dict[str, Any], *, lr: float, weight_decay: float
-) -> Tensor:
-    """The step that the moments stand for, of `p.view(-1)[piece]`: the last one, but for the decay of `p`."""
-    moment, square = (state[name].view(-1)[piece].to(p.dtype) for name in ("exp_avg", "exp_avg_sq"))
-    step = state["step"].double()  # stays where it is: a number would have the host wait for the device
-    beta1, beta2 = group["betas"]
-    denominator = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
-    direction: Tensor = (moment / (1 - beta1**step)).div_(denominator)
-    return direction.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)
-
-
-def adamw_update(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One AdamW update of `p` from `p.grad`, with the state's moments in whatever dtype they have."""
-    assert p.grad is not None
-    wide = all(state[name].dtype == p.dtype for name in ("exp_avg", "exp_avg_sq"))
-    update = _nadamw if group.get("nesterov") else _adamw
-    for piece in [slice(None)] if wide else pieces(p):
-        stored = [state[name].view(-1)[piece] for name in ("exp_avg", "exp_avg_sq")]
-        moments = [moment.to(p.dtype) for moment in stored]
-        update(p.view(-1)[piece], p.grad.view(-1)[piece], moments, state["step"], group)
-        for narrow, value in zip(stored, moments, strict=True):
-            if narrow.dtype != value.dtype:
-                narrow.copy_(value)
-    state["step"] += 1
+    def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
+        """The step that the moments stand for: the last one, but for the decay of `p`."""
+        state = self.state[p]
+        moment, square = (state[name].view(-1)[piece].to(p.dtype) for name in MOMENTS)
+        step = state["step"].double()  # stays where it is: a number would have the host wait for the device
+        beta1, beta2 = group["betas"]
+        denominator = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
+        direction: Tensor = (moment / (1 - beta1**step)).div_(denominator)
+        return direction.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)
 
 
 def _adamw(p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from megalite.optim.rule import UpdateRule
+from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule, moment_like
 
 
 class Lion(UpdateRule):
@@ -17,31 +15,24 @@ class Lion(UpdateRule):
     many times above. Elementwise: it runs on any flat slice.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], exp_avg_dtype: torch.dtype) -> None:
-        super().__init__(groups, {"betas": betas})
-        self.exp_avg_dtype = exp_avg_dtype
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+        super().__init__(groups, betas=(settings.lion_beta1, settings.lion_beta2))
+        self.exp_avg_dtype = settings.exp_avg_dtype
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    dtype = p.dtype if self.exp_avg_dtype == torch.float32 else self.exp_avg_dtype
-                    state["exp_avg"] = torch.zeros_like(p, dtype=dtype)
-                moment = state["exp_avg"].to(p.dtype)
-                p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                p.add_(moment.lerp(p.grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
-                state["exp_avg"].copy_(moment.lerp(p.grad, 1.0 - beta2))
+        for p, grad, group, _ in self.with_gradients():
+            state, (beta1, beta2) = self.state[p], group["betas"]
+            if not state:
+                state["exp_avg"] = moment_like(p, self.exp_avg_dtype)
+            moment = state["exp_avg"].to(p.dtype)
+            p.mul_(1.0 - group["lr"] * group["weight_decay"])
+            p.add_(moment.lerp(grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
+            state["exp_avg"].copy_(moment.lerp(grad, 1.0 - beta2))
 
-    def foresees(self, group: dict[str, Any]) -> bool:
+    def foresees(self, group: ParamGroup) -> bool:
         return True
 
-    def expected_step(
-        self, p: Tensor, piece: slice, group: dict[str, Any], *, lr: float, weight_decay: float
-    ) -> Tensor:
+    def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
         sign: Tensor = self.state[p]["exp_avg"].view(-1)[piece].to(p.dtype).sign()
         return sign.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)

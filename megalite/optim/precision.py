@@ -1,77 +1,39 @@
 """Loss scaling: fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale and the gradient divided by
-it.
-
-One interface, three kinds: no scale (bf16, fp32, fp64), a constant one, and a dynamic one that grows until gradients
-overflow.
-"""
+it."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 
-class LossScaler(Protocol):
-    """`scale` multiplies the loss; `update` is told after every step whether a gradient was not finite."""
+class LossScaler:
+    """`scale` multiplies the loss. This one is constant; with 1 it is the scaler of bf16, fp32 and fp64.
 
-    @property
-    def scale(self) -> float: ...
+    previous: the scale before the latest update. skips_non_finite: a step with a non-finite gradient is skipped as a
+    matter of course (otherwise it is a failure).
+    """
 
-    @property
-    def previous(self) -> float:
-        """The scale before the latest update."""
-        ...
-
-    @property
-    def skips_non_finite(self) -> bool:
-        """A step with a non-finite gradient is skipped as a matter of course (otherwise it is a failure)."""
-        ...
+    def __init__(self, scale: float = 1.0, *, skips_non_finite: bool = False) -> None:
+        self.scale = self.previous = float(scale)
+        self.skips_non_finite = skips_non_finite
 
     @property
     def at_minimum(self) -> bool:
         """The scale cannot fall: if this one overflows, so does whatever follows."""
-        ...
-
-    def update(self, *, found_non_finite: bool) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class ConstantLossScaler:
-    """Always the same scale. With `scale` 1 it does nothing: the scaler of bf16, fp32 and fp64."""
-
-    def __init__(self, scale: float = 1.0, *, skips_non_finite: bool = False) -> None:
-        self._scale = float(scale)
-        self._skips = skips_non_finite
-
-    @property
-    def scale(self) -> float:
-        return self._scale
-
-    @property
-    def previous(self) -> float:
-        return self._scale
-
-    @property
-    def skips_non_finite(self) -> bool:
-        return self._skips
-
-    @property
-    def at_minimum(self) -> bool:
         return True
 
     def update(self, *, found_non_finite: bool) -> None:
-        """The scale does not move."""
+        """Counts one step. Call it on every rank with the same (agreed) answer."""
 
     def state_dict(self) -> dict[str, Any]:
+        """What a bitwise resume needs; a constant scale comes from the flags, never from a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A constant scale comes from the flags, never from a checkpoint."""
+        """The scale continues; an empty state (of another precision) leaves it at the beginning."""
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """Doubles after `window` good steps in a row, halves after `hysteresis` overflows (Micikevicius et al., arXiv
     1710.03740).
 
@@ -89,7 +51,7 @@ class DynamicLossScaler:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
     ) -> None:
-        self._scale = self._previous = float(initial_scale)
+        super().__init__(initial_scale, skips_non_finite=True)
         self.min_scale = float(min_scale)
         self.window = window
         self.hysteresis = hysteresis
@@ -99,50 +61,35 @@ class DynamicLossScaler:
         self._tolerance = hysteresis
 
     @property
-    def scale(self) -> float:
-        return self._scale
-
-    @property
-    def previous(self) -> float:
-        return self._previous
-
-    @property
-    def skips_non_finite(self) -> bool:
-        return True
-
-    @property
     def at_minimum(self) -> bool:
-        return self._scale <= self.min_scale
+        return self.scale <= self.min_scale
 
     def update(self, *, found_non_finite: bool) -> None:
-        """Counts one step. Call it on every rank with the same (agreed) answer."""
-        self._previous = self._scale
+        self.previous = self.scale
         if found_non_finite:
             self._good_steps = 0
             self._tolerance -= 1
             if self._tolerance <= 0:
-                self._scale = max(self._scale * self.backoff_factor, self.min_scale)
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             return
         self._good_steps += 1
         if self._good_steps == self.window:
             self._good_steps = 0
             self._tolerance = self.hysteresis
-            self._scale *= self.growth_factor
+            self.scale *= self.growth_factor
 
     def state_dict(self) -> dict[str, Any]:
-        """What a bitwise resume needs."""
         return {
-            "scale": self._scale,
-            "previous": self._previous,
+            "scale": self.scale,
+            "previous": self.previous,
             "good_steps": self._good_steps,
             "tolerance": self._tolerance,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The scale continues; the empty state of a constant scaler (another precision) leaves it at the beginning."""
         if not state:
             return
-        self._scale = float(state["scale"])
-        self._previous = float(state.get("previous", self._scale))
+        self.scale = float(state["scale"])
+        self.previous = float(state.get("previous", self.scale))
         self._good_steps = int(state["good_steps"])
         self._tolerance = int(state["tolerance"])

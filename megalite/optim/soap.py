@@ -17,18 +17,16 @@ bases of) the whole, as for Muon. Which matrices: those of the blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.comm import Statistic
 from megalite.inventory import NO_AXES, Placement
-from megalite.optim.adamw import adamw_step, adamw_update
-from megalite.optim.muon import gather_matrix
-from megalite.optim.rule import UpdateRule
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megalite.optim.adamw import MOMENTS
+from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
+from megalite.optim.rule import OptimizerSettings, ParamGroup
 
 
 class Side(NamedTuple):
@@ -71,53 +69,22 @@ class Side(NamedTuple):
         return x.gather(self.dim, order.unsqueeze(-1 if self.dim == -2 else -2).expand_as(x))
 
 
-class Soap(UpdateRule):
-    """SOAP for groups with `whole`, AdamW for the others.
+class Soap(MatrixRule):
+    """SOAP for groups with `whole` (which have `pieces` for `statistics`), AdamW for the others.
 
-    Args:
-        groups: `whole` groups hold tensors in their parameter's local shape, their `placements`, the `cut_axes` and
-            (for `statistics`) `pieces`.
-        betas: of the moments of matrices; the second also of the preconditioners. eps: beside sqrt(V).
-        frequency: steps between two changes of the bases.
-        max_dim: a side that is longer keeps its own coordinates (with the other alone SOAP is one-sided).
-        adam_betas, adam_eps: of what is no matrix.
+    A side that is longer than `soap_max_precond_dim` keeps its own coordinates: with the other alone SOAP is one-sided.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        *,
-        betas: tuple[float, float] = (0.95, 0.95),
-        eps: float = 1e-8,
-        frequency: int = 10,
-        max_dim: int = 10000,
-        adam_betas: tuple[float, float] = (0.9, 0.95),
-        adam_eps: float = 1e-8,
-    ) -> None:
-        super().__init__(groups, {"betas": adam_betas, "eps": adam_eps})
-        self.betas, self.eps, self.frequency = betas, eps, frequency
+    matrix_moments = MOMENTS
+
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+        super().__init__(groups, settings)
+        self.soap_betas, self.eps = (settings.soap_beta1, settings.soap_beta2), settings.soap_eps
+        self.frequency = settings.soap_precondition_frequency
         self.sides: dict[Tensor, list[Side]] = {}
         for group in self.param_groups:
             for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
-                self.sides[p] = _sides(p, placement, max_dim)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    # a matrix's count is read by Python, the others' by a kernel
-                    device = torch.device("cpu") if group["whole"] else p.device
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                    state.update({name: torch.zeros_like(p) for name in MOMENTS})
-                if group["whole"]:
-                    self._update_matrix(p, state, group, group["placements"][i])
-                    state["step"] += 1
-                else:
-                    adamw_update(p, state, group)
+                self.sides[p] = _sides(p, placement, settings.soap_max_precond_dim)
 
     def statistics(self) -> Iterator[Statistic]:
         """Preconditioners and bases: whole on every rank that holds a part of the matrix."""
@@ -129,40 +96,29 @@ class Soap(UpdateRule):
                     for label, values in (("preconditioner", side.preconditioner), ("basis", side.basis)):
                         yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, NO_AXES, whole=True)
 
-    def foresees(self, group: dict[str, Any]) -> bool:
-        return not group["whole"]  # a matrix would have to be gathered and turned once more
-
-    def expected_step(
-        self, p: Tensor, piece: slice, group: dict[str, Any], *, lr: float, weight_decay: float
-    ) -> Tensor:
-        return adamw_step(p, piece, self.state[p], group, lr=lr, weight_decay=weight_decay)
-
-    def _update_matrix(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any], placement: Placement) -> None:
-        assert p.grad is not None
-        axes, sides, steps = group.get("cut_axes", ()), self.sides[p], int(state["step"])
-        gradient, dim, axis = gather_matrix(p.grad, placement, axes)
+    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
+        state, (beta1, beta2), axes, sides = self.state[p], self.soap_betas, group.get("cut_axes", ()), self.sides[p]
+        steps = int(state["step"])
+        gradient, dim, axis = gather_matrix(grad, placement, axes)
         if steps == 0:
             if bool(gradient.any()):  # a state is made by a step of zeros
                 for side in sides:
-                    side.take(gradient, self.betas[1])
+                    side.take(gradient, beta2)
                     side.begin()
             return
         mean, square = (gather_matrix(state[name], placement, axes)[0] for name in MOMENTS)
-        mean = mean.lerp(gradient, 1.0 - self.betas[0])
-        square = square.lerp(_into(sides, gradient).square(), 1.0 - self.betas[1])
-        correction = (1.0 - self.betas[1] ** steps) ** 0.5 / (1.0 - self.betas[0] ** steps)
+        mean = mean.lerp(gradient, 1.0 - beta1)
+        square = square.lerp(_into(sides, gradient).square(), 1.0 - beta2)
+        correction = (1.0 - beta2**steps) ** 0.5 / (1.0 - beta1**steps)
         update = _out_of(sides, _into(sides, mean) / (square.sqrt() + self.eps))
         for side in sides:
-            side.take(gradient, self.betas[1])
+            side.take(gradient, beta2)
             if steps % self.frequency == 0:
                 square = side.reorder(square, side.turn())
-
-        def own(x: Tensor) -> Tensor:
-            return x if axis is None else x.narrow(dim, axis.rank * p.shape[dim], p.shape[dim])
-
-        p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(own(update), alpha=-group["lr"] * correction)
-        state["exp_avg"].copy_(own(mean))
-        state["exp_avg_sq"].copy_(own(square))
+        update = own_part(update, dim, axis)
+        p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * correction)
+        state["exp_avg"].copy_(own_part(mean, dim, axis))
+        state["exp_avg_sq"].copy_(own_part(square, dim, axis))
 
 
 def _sides(p: Tensor, placement: Placement, max_dim: int) -> list[Side]:

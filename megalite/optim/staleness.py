@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megalite.optim.pieces import pieces
-from megalite.optim.rule import UpdateRule
+from megalite.optim.rule import ParamGroup, UpdateRule
 
 LAST_STEP = "last_step"
 """The state that holds what the last step added to a tensor, in the master's dtype."""
@@ -63,7 +63,7 @@ class Corrected(UpdateRule):
     """An update rule inside another one, which shares its groups and its state. last_steps: of the tensors whose last
     step is kept; a part of their state."""
 
-    def __init__(self, rule: UpdateRule, delay: Delay, keeps_step: Callable[[dict[str, Any]], bool]) -> None:
+    def __init__(self, rule: UpdateRule, delay: Delay, keeps_step: Callable[[ParamGroup], bool]) -> None:
         self.rule, self.delay = rule, delay
         self.param_groups, self.state = rule.param_groups, rule.state
         kept = [p for group in rule.param_groups for p in group["params"] if keeps_step(group)]
@@ -116,7 +116,7 @@ class Predict(Corrected):
             if master in self.last_steps:
                 step = self.last_steps[master].view(-1)[piece]
             else:
-                step = self.rule.expected_step(master, piece, group, lr=lr, weight_decay=weight_decay)
+                step = self.rule.expected_step(master, piece, group, lr, weight_decay)
             out[piece].copy_(torch.add(weights[piece], step, alpha=ahead))
 
 

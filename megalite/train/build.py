@@ -22,7 +22,6 @@ from megalite.nn import LayerStack, fill
 from megalite.optim import (
     CORRECTIONS,
     OPTIMIZERS,
-    ConstantLossScaler,
     Delay,
     DynamicLossScaler,
     LossScaler,
@@ -266,9 +265,9 @@ def build_scaler(config: Config) -> LossScaler:
     """fp16: constant or dynamic scale; every other precision needs none."""
     settings = config.training.loss_scaling
     if not config.training.precision.fp16:
-        return ConstantLossScaler()
+        return LossScaler()
     if settings.loss_scale is not None:
-        return ConstantLossScaler(settings.loss_scale, skips_non_finite=True)
+        return LossScaler(settings.loss_scale, skips_non_finite=True)
     return DynamicLossScaler(
         initial_scale=settings.initial_loss_scale,
         min_scale=settings.min_loss_scale,

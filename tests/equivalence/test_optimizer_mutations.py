@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from equivalence.layouts import OPTIMIZERS, RAMPS, TINY, Layout, compare, train, train_body
 from megalite.comm.rectangles import Statistic, TensorShard
 from megalite.comm.world import World
-from megalite.optim import DynamicLossScaler, LearningRateSchedule
+from megalite.optim import DynamicLossScaler, LearningRateSchedule, OptimizerSettings
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.lion import Lion
 from megalite.parallel.zero.master_shards import MasterShard
@@ -90,8 +91,8 @@ def decay_on_the_other_group() -> Any:
 def moment_with_the_other_beta() -> Any:
     right = Lion.__init__
 
-    def init(self: Lion, groups: Any, *, betas: tuple[float, float], exp_avg_dtype: torch.dtype) -> None:
-        right(self, groups, betas=(betas[1], betas[0]), exp_avg_dtype=exp_avg_dtype)
+    def init(self: Lion, groups: Any, settings: OptimizerSettings) -> None:
+        right(self, groups, replace(settings, lion_beta1=settings.lion_beta2, lion_beta2=settings.lion_beta1))
 
     return patch.object(Lion, "__init__", init)
 
@@ -144,7 +145,9 @@ def test_the_oracle_sees(mutation: Callable[[], Any]) -> None:
 
 def scale_of_this_update() -> Any:
     """Issue 14: what an update says of the loss scale counted at once, for the stages that had not begun the next."""
-    return patch.object(DynamicLossScaler, "previous", property(lambda self: self.scale))
+    return patch.object(
+        DynamicLossScaler, "previous", property(lambda self: self.scale, lambda self, scale: None), create=True
+    )
 
 
 def test_a_scale_that_depends_on_the_depth_is_seen() -> None:

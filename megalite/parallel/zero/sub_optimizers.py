@@ -21,8 +21,8 @@ from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.param_groups import BucketParameter, MakeOptimizer, bucket_parameters, make_param_groups
 
 
-class UpdateRule(Protocol):
-    """What a step needs of an optimizer; `torch.optim.Optimizer` has it."""
+class SteppedOptimizer(Protocol):
+    """What a step needs of an update rule, ours or a `torch.optim.Optimizer`."""
 
     param_groups: list[dict[str, Any]]
 
@@ -38,7 +38,7 @@ class DeviceOptimizer:
     def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
         self.masters = masters
         self.parameters = bucket_parameters(masters)
-        self.rule: UpdateRule = make_optimizer(make_param_groups(masters, self.parameters))
+        self.rule: SteppedOptimizer = make_optimizer(make_param_groups(masters, self.parameters))
 
     def fetch_gradients(self) -> None:
         """Starts to bring the gradients to where the masters are."""

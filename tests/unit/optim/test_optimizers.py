@@ -60,7 +60,7 @@ def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch
     start = torch.randn(24, generator=generator)
     pieces, whole = start.clone(), start.clone()
     options: Any = dict(betas=(0.9, 0.99), eps=1e-8)
-    mine = adamw.AdamW([{"params": [pieces]}], **options)
+    mine = adamw.AdamW([{"params": [pieces]}], OptimizerSettings(adam_beta2=0.99))
     mine.param_groups[0].update(lr=0.1, weight_decay=0.3)
     theirs = torch.optim.AdamW([whole], lr=0.1, weight_decay=0.3, fused=True, **options)
     for step in range(5):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.optim import ConstantLossScaler, DynamicLossScaler
+from megalite.optim import DynamicLossScaler, LossScaler
 
 
 def run(scaler: DynamicLossScaler, overflows: str) -> list[float]:
@@ -47,7 +47,7 @@ def test_resume_continues_where_it_was() -> None:
 
 
 def test_constant_scale_never_moves() -> None:
-    scaler = ConstantLossScaler(128.0, skips_non_finite=True)
+    scaler = LossScaler(128.0, skips_non_finite=True)
     scaler.update(found_non_finite=True)
     assert scaler.scale == 128.0 and scaler.skips_non_finite
-    assert not ConstantLossScaler().skips_non_finite
+    assert not LossScaler().skips_non_finite

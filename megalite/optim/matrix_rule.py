@@ -1,0 +1,62 @@
+"""What rules of whole matrices share: AdamW for everything else, and the parts of a matrix that an axis cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Axis, all_gather
+from megalite.inventory import Placement
+from megalite.optim.adamw import AdamW
+from megalite.optim.rule import ParamGroup
+
+
+class MatrixRule(AdamW):
+    """A rule of its own for groups with `whole`, AdamW for the others.
+
+    `whole` groups hold tensors in their parameter's local shape, their `placements` and the `cut_axes`.
+    matrix_moments: names of what it keeps of a matrix, in its shape.
+    """
+
+    matrix_moments: ClassVar[Sequence[str]]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, grad, group, index in self.with_gradients():
+            if not group["whole"]:
+                self.update(p, grad, group)
+                continue
+            state = self.state[p]
+            if not state:
+                # a matrix's count is read by Python, the others' by a kernel
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state.update({name: torch.zeros_like(p) for name in self.matrix_moments})
+            self.update_matrix(p, grad, group, group["placements"][index])
+            state["step"] += 1
+
+    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
+        """Updates a matrix, or this rank's part of it."""
+        raise NotImplementedError
+
+    def foresees(self, group: ParamGroup) -> bool:
+        return not group["whole"]  # a matrix would have to be gathered and worked out once more
+
+
+def gather_matrix(local: Tensor, placement: Placement, cut_axes: Sequence[Axis]) -> tuple[Tensor, int, Axis | None]:
+    """(the whole matrix, the dimension that is cut, the axis that cuts it: None where none does)."""
+    if not placement.sharded:
+        return local, 0, None
+    axes = [axis for axis in cut_axes if axis.name in placement.sharded]
+    assert len(axes) == len(placement.sharded) == 1, "a matrix is gathered over one axis"
+    cut = [d for d, (have, total) in enumerate(zip(local.shape, placement.global_shape, strict=True)) if have != total]
+    assert len(cut) == 1, "a matrix is cut along one dimension"
+    dim = cut[0]
+    return all_gather(local.transpose(0, dim).contiguous(), axes[0]).transpose(0, dim), dim, axes[0]
+
+
+def own_part(whole: Tensor, dim: int, axis: Axis | None) -> Tensor:
+    """This rank's part of a matrix that the axis cuts along `dim`: the inverse of `gather_matrix`."""
+    return whole if axis is None else whole.chunk(axis.size, dim)[axis.rank]
