@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from megalite.errors import ScheduleError
@@ -47,6 +48,8 @@ RESHARD = "RESHARD"
 OVERLAP = "OVERLAP"
 
 COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
+GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})
+"""They add to the gradients of weights."""
 SEND_KINDS = frozenset({SEND_F, SEND_B})
 RECV_KINDS = frozenset({RECV_F, RECV_B})
 COMMUNICATION_KINDS = SEND_KINDS | RECV_KINDS
@@ -108,28 +111,12 @@ class Action(NamedTuple):
             yield self
 
 
-def forward(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
-    return Action(FORWARD, stage, microbatch, version, replica=replica)
-
-
-def backward(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
-    return Action(BACKWARD, stage, microbatch, version, replica=replica)
-
-
-def backward_input(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
-    return Action(BACKWARD_INPUT, stage, microbatch, version, replica=replica)
-
-
-def backward_weight(stage: int, microbatch: int, *, version: int = NONE, replica: int = 0) -> Action:
-    return Action(BACKWARD_WEIGHT, stage, microbatch, version, replica=replica)
-
-
-def norm(stage: int, update: int, *, replica: int = 0) -> Action:
-    return Action(NORM, stage, update, replica=replica)
-
-
-def step(stage: int, update: int, *, replica: int = 0) -> Action:
-    return Action(STEP, stage, update, replica=replica)
+forward = partial(Action, FORWARD)
+backward = partial(Action, BACKWARD)
+backward_input = partial(Action, BACKWARD_INPUT)
+backward_weight = partial(Action, BACKWARD_WEIGHT)
+norm = partial(Action, NORM)
+step = partial(Action, STEP)
 
 
 def overlap(*parts: Action) -> Action:

@@ -40,12 +40,12 @@ def live_versions(actions: Sequence[Action]) -> int:
     for position, action in enumerate(actions):
         for part in action.computations():
             if part.kind != BACKWARD_WEIGHT:
-                last_use.setdefault((part.stage, part.replica), {})[part.version] = position
+                last_use.setdefault(part.stage_key, {})[part.version] = position
     most = 1
     newest: dict[tuple[int, int], int] = {}
     for position, action in enumerate(actions):
         if action.kind == STEP:
-            stage = (action.stage, action.replica)
+            stage = action.stage_key
             newest[stage] = action.microbatch + 1
             needed = {version for version, last in last_use.get(stage, {}).items() if last > position}
             # Versions not yet born are counted when their STEP comes.
@@ -54,13 +54,11 @@ def live_versions(actions: Sequence[Action]) -> int:
 
 
 def gradient_buffers(actions: Sequence[Action], updates: Sequence[int | None]) -> int:
-    """Most updates of one stage whose gradient is being summed or waits for its STEP. updates: of each action, or
-    None.
-    """
+    """Most updates of a stage whose gradient is being summed or waits for its STEP. updates: of each action, if any."""
     open_updates: dict[tuple[int, int], set[int]] = {}
     most = 1
     for action, update in zip(actions, updates, strict=True):
-        stage = (action.stage, action.replica)
+        stage = action.stage_key
         if action.kind == STEP:
             open_updates.setdefault(stage, set()).discard(action.microbatch)
         elif update is not None:

@@ -93,8 +93,8 @@ class _Rendezvous:
             for rank, action in unmatched
         ]
 
-    def _channel(self, rank: int, action: Action) -> tuple[int, Hashable]:
-        """The ordered queue of `rank` that a SEND or RECV joins."""
+    def _queue(self, rank: int, action: Action) -> tuple[int, Hashable]:
+        """The ordered queue of `rank` that a SEND or RECV joins; both ends of a wire share its second part."""
         source, target = (rank, action.peer) if action.kind in SEND_KINDS else (action.peer, rank)
         share: Hashable = {"pair": (source, target), "direction": target > source, "rank": None}[self.model]
         return rank, share
@@ -105,7 +105,7 @@ class _Rendezvous:
             return False
         action = self.lists[rank][self.position[rank]]
         if action.kind in SEND_KINDS or action.kind in RECV_KINDS:
-            self.queues[self._channel(rank, action)].append(action)
+            self.queues[self._queue(rank, action)].append(action)
         elif action.is_compute:
             if any((rank, recv) not in self.arrived for recv in receives(action, self.placement)):
                 return False
@@ -126,7 +126,7 @@ class _Rendezvous:
             if not queue:
                 continue
             head = queue[0]
-            other_key = self._channel(head.peer, self._other_end(key[0], head))
+            other_key = head.peer, key[1]
             other = self.queues[other_key]
             if not other:
                 continue
@@ -138,9 +138,3 @@ class _Rendezvous:
                 touched |= {key[0], other_key[0]}
                 check += [key, other_key]
         return touched
-
-    @staticmethod
-    def _other_end(rank: int, action: Action) -> Action:
-        """An action of the peer on the same wire (only kind and peer matter to `_channel`)."""
-        kind = next(iter(RECV_KINDS if action.kind in SEND_KINDS else SEND_KINDS))
-        return action._replace(kind=kind, peer=rank)

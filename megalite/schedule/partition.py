@@ -149,9 +149,7 @@ def _least_maximum(total: Sequence[float], num_stages: int) -> float:
 
 
 def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, last: int | None) -> Partition:
-    """The first and last rank get what the flags say, the others the rest, as evenly as possible, earlier ranks
-    first.
-    """
+    """The first and last rank get what the flags say, the others the rest, evenly, with earlier ranks first."""
     p = placement.num_ranks
     ends = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
     flags = " ".join(f"{flag}={count}" for flag, count in ends if count is not None)
@@ -171,21 +169,20 @@ def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, l
         stages = sorted(stage for stage, replica in placement.stages_of(rank) if replica == 0)
         for turn, stage in enumerate(stages):
             counts[stage] = count // len(stages) + (turn < count % len(stages))
-    return _from_counts(num_layers, counts, flags)
+    return partition_of(num_layers, counts, flags)
 
 
-def _from_counts(num_layers: int, counts: Sequence[int], flags: str) -> Partition:
+def partition_of(num_layers: int, counts: Sequence[int], flags: str = "stages") -> Partition:
+    """Stages with these numbers of transformer layers; the embedding joins the first, the head the last.
+
+    flags: what asks for them, for the message. Raises ScheduleError.
+    """
     sizes = list(counts)
     sizes[0] += 1
     sizes[-1] += 1
     if 0 in sizes:
         raise ScheduleError(f"{flags}: stage {sizes.index(0)} would hold no layer; use fewer stages, or more layers")
     return Partition(num_layers, _bounds(sizes))
-
-
-def partition_of(num_layers: int, counts: Sequence[int]) -> Partition:
-    """Stages with these numbers of transformer layers; the embedding joins the first, the head the last."""
-    return _from_counts(num_layers, counts, f"stages of {list(counts)} layers")
 
 
 def compact_layout(cut: Partition) -> str:

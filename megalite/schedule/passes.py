@@ -11,8 +11,8 @@ Each takes a Program and returns a Program; both can be drawn, proved and priced
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import (
@@ -20,6 +20,7 @@ from megalite.schedule.action import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    GRADIENT_KINDS,
     RECV_B,
     RECV_F,
     REDUCE,
@@ -51,8 +52,7 @@ def merge_backward(program: Program) -> Program:
                 before is not None
                 and action.kind == BACKWARD_WEIGHT
                 and before.kind == BACKWARD_INPUT
-                and (before.stage, before.replica, before.microbatch)
-                == (action.stage, action.replica, action.microbatch)
+                and (before.stage_key, before.microbatch) == (action.stage_key, action.microbatch)
             ):
                 merged[-1] = before._replace(kind=BACKWARD)
             else:
@@ -74,7 +74,7 @@ def insert_reduce(program: Program) -> Program:
                 # Backwards of batch t + 1 before STEP t: its reduction waits for its last one, here or in the next
                 # iteration.
                 whole = part.microbatch < batch.end or part.microbatch == batch.following.end - 1
-                if part.kind in (BACKWARD, BACKWARD_WEIGHT) and whole:
+                if part.kind in GRADIENT_KINDS and whole:
                     last[part.stage, part.replica, update] = position
         after: dict[int, list[Action]] = {}
         for (stage, replica, update), position in last.items():
@@ -102,7 +102,7 @@ def insert_unshard(program: Program) -> Program:
         runs: list[tuple[int, set[tuple[int, int]]]] = []
         for position, action in enumerate(actions):
             if action.is_compute:
-                stages = {(part.stage, part.replica) for part in action.computations()}
+                stages = {part.stage_key for part in action.computations()}
                 if not runs or runs[-1][1] != stages:
                     runs.append((position, stages))
         starts = {position: index for index, (position, _) in enumerate(runs)}
@@ -144,31 +144,25 @@ class _Message:
 
 def receives(action: Action, placement: StagePlacement) -> Iterator[Action]:
     """The messages that a computation needs from other ranks."""
-    for part in action.computations():
-        rank = placement.rank_of(part.stage, part.replica)
-        if part.kind == FORWARD and part.stage > 0:
-            kind, source = RECV_F, placement.rank_of(part.stage - 1, part.replica)
-        elif part.kind in (BACKWARD, BACKWARD_INPUT) and part.stage < placement.num_stages - 1:
-            kind, source = RECV_B, placement.rank_of(part.stage + 1, part.replica)
-        else:
-            continue
-        # Chunks of one rank hand tensors over in memory (the turning point of a V, or p = 1).
-        if source != rank:
-            yield Action(kind, part.stage, part.microbatch, peer=source, replica=part.replica)
+    wires = {FORWARD: (RECV_F, -1), BACKWARD: (RECV_B, 1), BACKWARD_INPUT: (RECV_B, 1)}
+    return _messages(action, placement, wires)
 
 
 def sends(action: Action, placement: StagePlacement) -> Iterator[Action]:
     """The messages that a computation produces for other ranks."""
+    wires = {FORWARD: (SEND_F, 1), BACKWARD: (SEND_B, -1), BACKWARD_INPUT: (SEND_B, -1)}
+    return _messages(action, placement, wires)
+
+
+def _messages(action: Action, placement: StagePlacement, wires: Mapping[str, tuple[str, int]]) -> Iterator[Action]:
+    """wires: kind of a computation -> kind of its message, and how many stages further the other end is."""
     for part in action.computations():
-        rank = placement.rank_of(part.stage, part.replica)
-        if part.kind == FORWARD and part.stage < placement.num_stages - 1:
-            kind, target = SEND_F, placement.rank_of(part.stage + 1, part.replica)
-        elif part.kind in (BACKWARD, BACKWARD_INPUT) and part.stage > 0:
-            kind, target = SEND_B, placement.rank_of(part.stage - 1, part.replica)
-        else:
-            continue
-        if target != rank:
-            yield Action(kind, part.stage, part.microbatch, peer=target, replica=part.replica)
+        kind, distance = wires.get(part.kind, ("", 0))
+        if kind and 0 <= part.stage + distance < placement.num_stages:
+            peer = placement.rank_of(part.stage + distance, part.replica)
+            # Chunks of one rank hand tensors over in memory (the turning point of a V, or p = 1).
+            if peer != placement.rank_of(part.stage, part.replica):
+                yield Action(kind, part.stage, part.microbatch, peer=peer, replica=part.replica)
 
 
 def matching_recv(send: Action, sender: int) -> Action:
@@ -226,7 +220,7 @@ def insert_communication(program: Program) -> Program:
                 out.append(action)
         return out if index else out + before.get(0, [])
 
-    return program.with_order(order, has_communication=True)
+    return replace(program, order=order, has_communication=True)
 
 
 def _place_receives(program: Program, rank: int, batch: BatchRange, wanted: list[_Message]) -> dict[int, list[Action]]:

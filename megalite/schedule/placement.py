@@ -61,9 +61,7 @@ def loop(num_ranks: int, num_chunks: int = 1) -> StagePlacement:
 
 
 def vee(num_ranks: int) -> StagePlacement:
-    """Two chunks per rank, down and up again: the first and the last stage share rank 0, so tied embeddings need no
-    communication.
-    """
+    """Two chunks per rank, down and up: the first and last stage share rank 0, so tied embeddings need no message."""
     return StagePlacement("vee", num_ranks, (tuple([*range(num_ranks), *reversed(range(num_ranks))]),))
 
 

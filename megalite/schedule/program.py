@@ -192,10 +192,9 @@ class Program:
             return microbatch
         return batch.iteration if microbatch < batch.end else batch.iteration + 1
 
-    def with_order(self, order: RankActions, *, has_communication: bool | None = None) -> Program:
+    def with_order(self, order: RankActions) -> Program:
         """The same program with a lowered order: what a pass returns."""
-        flag = self.has_communication if has_communication is None else has_communication
-        return replace(self, order=order, has_communication=flag)
+        return replace(self, order=order)
 
 
 def shift(action: Action, batch: BatchRange) -> Action:

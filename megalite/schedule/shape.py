@@ -10,9 +10,7 @@ from megalite.schedule.program import Program
 
 
 class ScheduleShape(NamedTuple):
-    """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only). The papers'
-    letters.
-    """
+    """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only)."""
 
     p: int
     m: int

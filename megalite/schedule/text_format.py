@@ -14,33 +14,20 @@ left out: they are inserted as for every schedule, and dropped here if given, be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.errors import ScheduleError
-from megalite.schedule.action import (
-    COMMUNICATION_KINDS,
-    COMPUTE_KINDS,
-    NORM,
-    REDUCE,
-    RESHARD,
-    STEP,
-    UNSHARD,
-    Action,
-    parse_action,
-)
+from megalite.schedule.action import COMMUNICATION_KINDS, COMPUTE_KINDS, UPDATE_KINDS, Action, parse_action
 from megalite.schedule.memory import activation_counts
 from megalite.schedule.placement import StagePlacement
 from megalite.schedule.program import PeakActivations, Program, flush_program
 from megalite.schedule.validate import validate
 
-_INSERTED = COMMUNICATION_KINDS | {NORM, REDUCE, RESHARD, STEP, UNSHARD}
+_INSERTED = COMMUNICATION_KINDS | UPDATE_KINDS
 
 
 def load_program(path: str | Path) -> Program:
-    """Read and prove a schedule file. Raises ScheduleError that names file and line, or draws the rule that is
-    broken.
-    """
+    """Read and prove a schedule file. Raises ScheduleError that names file and line, or draws the broken rule."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -156,12 +143,9 @@ def dump_program(program: Program) -> str:
     lines += ["stages: " + " ".join(map(str, ranks)) for ranks in program.placement.ranks]
     lines.append(f"microbatches: {program.num_microbatches}")
     for rank in range(program.num_ranks):
-        lines.append(f"rank {rank}: " + " ".join(_words(program.actions_for_batch(rank, batch))))
+        actions = (a for a in program.actions_for_batch(rank, batch) if a.kind not in _INSERTED)
+        lines.append(f"rank {rank}: " + " ".join(str(_unversioned(action)) for action in actions))
     return "\n".join(lines) + "\n"
-
-
-def _words(actions: Sequence[Action]) -> list[str]:
-    return [str(_unversioned(action)) for action in actions if action.kind not in _INSERTED]
 
 
 def _unversioned(action: Action) -> Action:

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import (
-    BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    GRADIENT_KINDS,
     NORM,
     REDUCE,
     RESHARD,
@@ -35,10 +36,13 @@ from megalite.schedule.memory import activation_counts, gradient_buffers, live_v
 from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import BatchRange, BatchSpec, Program
-from megalite.schedule.simulate import dependencies, produced
+from megalite.schedule.simulate import ResultKey, dependencies, produced
 
 StageReplica = tuple[int, int]
 """(stage, replica)"""
+
+Lists = Sequence[Sequence[Action]]
+"""The whole run of every rank."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,16 @@ def validate(program: Program, batches: BatchSpec | None = None) -> ValidationRe
         if faults:
             raise ScheduleError(_refusal(program, rule, faults, lists))
     summation: dict[StageReplica, list[int]] = defaultdict(list)
-    for actions in lists:
-        for action in actions:
-            for part in action.computations():
-                if part.kind in (BACKWARD, BACKWARD_WEIGHT):
-                    summation[part.stage, part.replica].append(part.microbatch)
+    for _, _, part in _computations(lists):
+        if part.kind in GRADIENT_KINDS:
+            summation[part.stage_key].append(part.microbatch)
     return ValidationReport(
         {key: tuple(order) for key, order in sorted(summation.items())},
         tuple(live_versions(actions) for actions in lists),
     )
 
 
-def _checks(
-    program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]
-) -> Iterator[tuple[str, list[MessageFault]]]:
+def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[tuple[str, list[MessageFault]]]:
     yield "V1 every micro-batch once on every stage", _first(_completeness(program, run, lists))
     yield "V1 one update after its gradients", _first(_updates(program, run, lists))
     yield "V1 weights gathered when used", _first(_gathers(lists))
@@ -99,8 +99,15 @@ def _checks(
 
 
 def _first(faults: Iterator[MessageFault]) -> list[MessageFault]:
-    found = next(faults, None)
-    return [] if found is None else [found]
+    return list(islice(faults, 1))
+
+
+def _computations(lists: Lists) -> Iterator[tuple[int, int, Action]]:
+    """(Rank, position in its list, F, B, I or W) of all computations, rank after rank."""
+    for rank, actions in enumerate(lists):
+        for position, action in enumerate(actions):
+            for part in action.computations():
+                yield rank, position, part
 
 
 def _update_of(program: Program, run: Sequence[BatchRange], microbatch: int) -> int:
@@ -109,98 +116,84 @@ def _update_of(program: Program, run: Sequence[BatchRange], microbatch: int) -> 
     return next((batch.iteration for batch in run if microbatch < batch.end), len(run))
 
 
-def _completeness(
-    program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]
-) -> Iterator[MessageFault]:
-    seen: dict[tuple[str, int, int, int], int] = {}
+def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
+    end = run[-1].end
+    seen: set[ResultKey] = set()
     replicas: dict[int, int] = {}
-    for rank, actions in enumerate(lists):
-        held = set(program.placement.stages_of(rank))
-        for position, action in enumerate(actions):
-            for part in action.computations():
-                if (part.stage, part.replica) not in held:
-                    yield MessageFault(f"rank {rank} does not hold the stage of {part}", rank, position)
-                if not 0 <= part.microbatch < run[-1].end:
-                    yield MessageFault(
-                        f"{part}: there is no micro-batch {part.microbatch} ({run[-1].end} in all)", rank, position
-                    )
-                if replicas.setdefault(part.microbatch, part.replica) != part.replica:
-                    yield MessageFault(f"{part}: micro-batch {part.microbatch} is on two replicas", rank, position)
-                here = (part.stage, part.replica, part.microbatch)
-                needs = {FORWARD: None, BACKWARD_WEIGHT: BACKWARD_INPUT}.get(part.kind, FORWARD)
-                if needs is not None and (needs, *here) not in seen:
-                    yield MessageFault(f"{part} before its {needs}", rank, position)
-                for key in produced(part):
-                    if key in seen:
-                        yield MessageFault(f"{part} is done twice", rank, position)
-                    seen[key] = rank
-    for microbatch in range(run[-1].end):
+    held = [set(program.placement.stages_of(rank)) for rank in range(program.num_ranks)]
+    for rank, position, part in _computations(lists):
+        k = part.microbatch
+        if part.stage_key not in held[rank]:
+            yield MessageFault(f"rank {rank} does not hold the stage of {part}", rank, position)
+        if not 0 <= k < end:
+            yield MessageFault(f"{part}: there is no micro-batch {k} ({end} in all)", rank, position)
+        if replicas.setdefault(k, part.replica) != part.replica:
+            yield MessageFault(f"{part}: micro-batch {k} is on two replicas", rank, position)
+        needs = {FORWARD: None, BACKWARD_WEIGHT: BACKWARD_INPUT}.get(part.kind, FORWARD)
+        if needs is not None and (needs, *part.stage_key, k) not in seen:
+            yield MessageFault(f"{part} before its {needs}", rank, position)
+        results = produced(part)
+        if not seen.isdisjoint(results):
+            yield MessageFault(f"{part} is done twice", rank, position)
+        seen.update(results)
+    names = {FORWARD: "F", BACKWARD_INPUT: "B or I", BACKWARD_WEIGHT: "B or W"}
+    for microbatch, stage, kind in product(range(end), range(program.num_stages), names):
         replica = replicas.get(microbatch, 0)
-        for stage in range(program.num_stages):
-            for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
-                if (kind, stage, replica, microbatch) not in seen:
-                    rank = program.placement.rank_of(stage, replica)
-                    names = {FORWARD: "F", BACKWARD_INPUT: "B or I", BACKWARD_WEIGHT: "B or W"}
-                    yield MessageFault(
-                        f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})",
-                        rank,
-                        len(lists[rank]) - 1,
-                    )
+        if (kind, stage, replica, microbatch) not in seen:
+            rank = program.placement.rank_of(stage, replica)
+            missing = f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})"
+            yield MessageFault(missing, rank, len(lists[rank]) - 1)
 
 
-def _updates(program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
+def _updates(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
     total = run[-1].end if program.update_per_microbatch else len(run)
     for rank, actions in enumerate(lists):
         next_step: dict[StageReplica, int] = dict.fromkeys(program.placement.stages_of(rank), 0)
         reduced: dict[StageReplica, int] = {}
         for position, action in enumerate(actions):
-            key = (action.stage, action.replica)
+            key, update = action.stage_key, action.microbatch
+            unreduced = bool(reduced) and reduced.get(key, -1) < update
             if action.kind == REDUCE:
-                reduced[key] = action.microbatch
-            elif action.kind == NORM:
-                if action.microbatch < next_step[key] or reduced and reduced.get(key, -1) < action.microbatch:
-                    yield MessageFault(
-                        f"{action} is not between REDUCE {action.microbatch} and its STEP", rank, position
-                    )
+                reduced[key] = update
+            elif action.kind == NORM and (update < next_step[key] or unreduced):
+                yield MessageFault(f"{action} is not between REDUCE {update} and its STEP", rank, position)
             elif action.kind == STEP:
-                if next_step.get(key) != action.microbatch:
+                if next_step.get(key) != update:
                     yield MessageFault(f"{action}: update {next_step.get(key)} of this stage is next", rank, position)
-                elif reduced and reduced.get(key, -1) < action.microbatch:
-                    yield MessageFault(f"{action} before REDUCE {action.microbatch}", rank, position)
-                next_step[key] = action.microbatch + 1
+                elif unreduced:
+                    yield MessageFault(f"{action} before REDUCE {update}", rank, position)
+                next_step[key] = update + 1
             for part in action.computations():
-                if part.kind in (BACKWARD, BACKWARD_WEIGHT):
-                    where, update = (part.stage, part.replica), _update_of(program, run, part.microbatch)
-                    if update < next_step[where]:
+                if part.kind in GRADIENT_KINDS:
+                    update = _update_of(program, run, part.microbatch)
+                    if update < next_step[part.stage_key]:
                         yield MessageFault(f"{part} after STEP {update}, which takes its gradient", rank, position)
-                    if update <= reduced.get(where, -1):
+                    if update <= reduced.get(part.stage_key, -1):
                         yield MessageFault(f"{part} after REDUCE {update}, which sends its gradient", rank, position)
         for (stage, replica), count in next_step.items():
             if count != total:
-                yield MessageFault(
-                    f"stage {stage} replica {replica} has {count} of {total} STEPs", rank, len(actions) - 1
-                )
+                missing = f"stage {stage} replica {replica} has {count} of {total} STEPs"
+                yield MessageFault(missing, rank, len(actions) - 1)
 
 
-def _gathers(lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
+def _gathers(lists: Lists) -> Iterator[MessageFault]:
     for rank, actions in enumerate(lists):
         if not any(action.kind == UNSHARD for action in actions):
             continue
         gathered: set[StageReplica] = set()
         for position, action in enumerate(actions):
-            key = (action.stage, action.replica)
             if action.kind == UNSHARD:
-                gathered.add(key)
+                gathered.add(action.stage_key)
             elif action.kind == RESHARD:
-                gathered.discard(key)
+                gathered.discard(action.stage_key)
             for part in action.computations():
-                if (part.stage, part.replica) not in gathered:
+                if part.stage_key not in gathered:
                     yield MessageFault(f"{part} without UNSHARD of stage {part.stage}", rank, position)
 
 
-def _circle(program: Program, lists: Sequence[Sequence[Action]]) -> list[MessageFault]:
+def _circle(program: Program, lists: Lists) -> list[MessageFault]:
     """Advance all ranks as far as data dependencies allow; whoever is not at its end is in, or behind, a circle."""
-    done: set[tuple[str, int, int, int]] = set()
+    done: set[ResultKey] = set()
     position = [0] * len(lists)
     moved = True
     while moved:
@@ -220,79 +213,66 @@ def _circle(program: Program, lists: Sequence[Sequence[Action]]) -> list[Message
     ]
 
 
-def _versions(program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
+def _versions(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
     everywhere: dict[int, int] = {}
     for rank, actions in enumerate(lists):
+        copies = program.weight_versions[rank]
         newest: dict[StageReplica, int] = defaultdict(int)
-        forward_version: dict[tuple[int, int, int], int] = {}
+        of_forward: dict[tuple[StageReplica, int], int] = {}
         for position, action in enumerate(actions):
             if action.kind == STEP:
-                newest[action.stage, action.replica] = action.microbatch + 1
+                newest[action.stage_key] = action.microbatch + 1
             for part in action.computations():
                 if part.kind == BACKWARD_WEIGHT:
                     continue
-                here, latest = (part.stage, part.replica, part.microbatch), newest[part.stage, part.replica]
-                if part.version > latest:
-                    yield MessageFault(f"{part}: version {part.version} is not born (newest {latest})", rank, position)
-                if part.version <= latest - program.weight_versions[rank]:
-                    yield MessageFault(
-                        f"{part}: version {part.version} is overwritten (newest {latest}, "
-                        f"{program.weight_versions[rank]} copies)",
-                        rank,
-                        position,
-                    )
-                if forward_version.setdefault(here, part.version) != part.version:
-                    yield MessageFault(f"{part}: its forward used version {forward_version[here]}", rank, position)
-                if program.consistent and everywhere.setdefault(part.microbatch, part.version) != part.version:
-                    yield MessageFault(
-                        f"{part}: other stages use version {everywhere[part.microbatch]}", rank, position
-                    )
-                expected = max(_update_of(program, run, part.microbatch) - program.staleness[part.stage], 0)
-                if part.version != expected:
-                    yield MessageFault(f"{part}: declared staleness asks for version {expected}", rank, position)
+                used, latest, k = part.version, newest[part.stage_key], part.microbatch
+                expected = max(_update_of(program, run, k) - program.staleness[part.stage], 0)
+                own = of_forward.setdefault((part.stage_key, k), used)
+                others = everywhere.setdefault(k, used) if program.consistent else used
+                wrong = None
+                if used > latest:
+                    wrong = f"version {used} is not born (newest {latest})"
+                elif used <= latest - copies:
+                    wrong = f"version {used} is overwritten (newest {latest}, {copies} copies)"
+                elif own != used:
+                    wrong = f"its forward used version {own}"
+                elif others != used:
+                    wrong = f"other stages use version {others}"
+                elif used != expected:
+                    wrong = f"declared staleness asks for version {expected}"
+                if wrong is not None:
+                    yield MessageFault(f"{part}: {wrong}", rank, position)
 
 
-def _declared(program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
+def _declared(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
     for rank, actions in enumerate(lists):
-        versions = live_versions(actions)
-        if versions > program.weight_versions[rank]:
-            declared = program.weight_versions[rank]
-            yield MessageFault(
-                f"rank {rank} needs {versions} weight versions, declared {declared}", rank, len(actions) - 1
-            )
+        versions, declared = live_versions(actions), program.weight_versions[rank]
+        if versions > declared:
+            wrong = f"rank {rank} needs {versions} weight versions, declared {declared}"
+            yield MessageFault(wrong, rank, len(actions) - 1)
         updates = [
-            _update_of(program, run, action.microbatch) if action.kind in (BACKWARD, BACKWARD_WEIGHT) else None
-            for action in actions
+            _update_of(program, run, action.microbatch) if action.kind in GRADIENT_KINDS else None for action in actions
         ]
         buffers = gradient_buffers(actions, updates)
         if buffers > program.gradient_buffers:
-            yield MessageFault(
-                f"rank {rank} sums {buffers} updates at once, declared {program.gradient_buffers}",
-                rank,
-                len(actions) - 1,
-            )
+            wrong = f"rank {rank} sums {buffers} updates at once, declared {program.gradient_buffers}"
+            yield MessageFault(wrong, rank, len(actions) - 1)
 
 
-def _activations(
-    program: Program, run: Sequence[BatchRange], lists: Sequence[Sequence[Action]]
-) -> Iterator[MessageFault]:
+def _activations(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
     if any(batch.size != program.num_microbatches for batch in run):
         return  # the declared peak is that of num_microbatches
     for rank, actions in enumerate(lists):
-        declared = program.peak_activations[rank]
+        full, more = program.peak_activations[rank]
         owners = [position for position, action in enumerate(actions) for _ in activation_counts([action])]
         for position, (whole, weight_only) in zip(owners, activation_counts(actions), strict=True):
             # Both sides are linear in M_W / M_B, so its two extremes decide for all values between them.
-            if whole > declared.full or whole + weight_only > declared.full + declared.weight_only:
-                yield MessageFault(
-                    f"rank {rank} holds {whole} + {weight_only} (awaiting W) chunk activations, declared "
-                    f"{declared.full} + {declared.weight_only}",
-                    rank,
-                    position,
-                )
+            if whole > full or whole + weight_only > full + more:
+                held = f"{whole} + {weight_only} (awaiting W) chunk activations, declared {full} + {more}"
+                yield MessageFault(f"rank {rank} holds {held}", rank, position)
 
 
-def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Sequence[Sequence[Action]]) -> str:
+def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Lists) -> str:
     lines = [f"schedule {program.name} is refused: {rule}: {faults[0].message}"]
     culprits = {fault.rank: fault.position for fault in faults}
     lines += [draw_list(rank, actions, culprits.get(rank)) for rank, actions in enumerate(lists)]

@@ -13,13 +13,12 @@ from typing import Any
 from megalite.schedule.action import Action
 from megalite.schedule.simulate import Timeline
 
-_MICROSECONDS = {"": 1000.0, "ms": 1000.0}
-"""A simulated unit of time is drawn as one millisecond."""
+_MICROSECONDS = 1000.0
+"""Of a millisecond, and of a simulated unit of time, which is drawn as one."""
 
 
 def trace_events(timeline: Timeline, *, process: int = 0) -> list[dict[str, Any]]:
     """Events of the Trace Event Format (`ts` and `dur` in microseconds)."""
-    scale = _MICROSECONDS[timeline.unit]
     name = f"{timeline.title or 'pipeline'} ({'measured' if timeline.unit else 'simulated'})"
     events: list[dict[str, Any]] = [_meta("process_name", process, 0, name)]
     events += [_meta("thread_name", process, rank, f"rank {rank}") for rank in range(timeline.num_ranks)]
@@ -29,11 +28,11 @@ def trace_events(timeline: Timeline, *, process: int = 0) -> list[dict[str, Any]
             "cat": span.action.kind,
             "pid": process,
             "tid": span.rank,
-            "ts": float(span.start) * scale,
+            "ts": float(span.start) * _MICROSECONDS,
             "args": {"action": str(span.action)},
         }
         if span.end > span.start:
-            events.append(event | {"ph": "X", "dur": float(span.end - span.start) * scale})
+            events.append(event | {"ph": "X", "dur": float(span.end - span.start) * _MICROSECONDS})
         else:
             events.append(event | {"ph": "i", "s": "t"})
     return events
