@@ -34,20 +34,13 @@ class TrainerView(Protocol):
     train_iters: total iterations of the training, also where its length was given in samples or tokens.
     """
 
-    @property
-    def config(self) -> Config: ...
-
-    @property
-    def mesh(self) -> ParallelMesh: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    config: Config
+    mesh: ParallelMesh
+    device: torch.device
+    train_iters: int
 
     @property
     def iteration(self) -> int: ...
-
-    @property
-    def train_iters(self) -> int: ...
 
     @property
     def consumed_samples(self) -> int: ...
@@ -69,9 +62,14 @@ class Hook:
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         """After every log interval, with the `"train"` record; hooks that come later see what this one adds to it."""
+        self.on_losses(trainer, record)
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         """After every evaluation, with a `"valid"` or `"test"` record (`stats.evaluation_record`)."""
+        self.on_losses(trainer, record)
+
+    def on_losses(self, trainer: TrainerView, record: Record) -> None:
+        """After every log interval and every evaluation, for hooks that treat them alike."""
 
     def on_save(self, trainer: TrainerView, record: Record) -> None:
         """After a checkpoint was written, with a `"save"` record: iteration, path, save_time_ms."""
@@ -81,11 +79,10 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run, in the order in which they are called, and what the trainer tells them. (What happens when is
-    said at `Hook`.)
+    """The hooks of a run, in the order in which they are called, and what the trainer tells them (see `Hook`).
 
-    It adds what several of them need: steps become a record a log interval, the run a summary. clock: seconds,
-    monotonic.
+    It adds what several of them need: steps become a record a log interval, the run a summary.
+    clock: seconds, monotonic.
     """
 
     def __init__(self, hooks: Sequence[Hook], *, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -88,10 +88,7 @@ class JsonlHook(Hook):
             }
         )
 
-    def on_log(self, trainer: TrainerView, record: Record) -> None:
-        self._write(record)
-
-    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
+    def on_losses(self, trainer: TrainerView, record: Record) -> None:
         self._write(record)
 
     def on_save(self, trainer: TrainerView, record: Record) -> None:

@@ -61,16 +61,10 @@ class TensorBoardHook(Hook):
         self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
         self._writer.add_scalar("world-size", trainer.mesh.size("world"), trainer.iteration)
 
-    def on_log(self, trainer: TrainerView, record: Record) -> None:
-        self._add(trainer, record)
-
-    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
-        self._add(trainer, record)
-
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         self._writer.close()
 
-    def _add(self, trainer: TrainerView, record: Record) -> None:
+    def on_losses(self, trainer: TrainerView, record: Record) -> None:
         for tag, value in tags(record).items():
             self._writer.add_scalar(tag, value, record["iteration"])
             if "lm loss" in tag:
@@ -104,17 +98,11 @@ class WandbHook(Hook):
             config=to_dict(trainer.config),
         )
 
-    def on_log(self, trainer: TrainerView, record: Record) -> None:
-        self._log(trainer, record)
-
-    def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
-        self._log(trainer, record)
-
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         self._run.summary["status"] = summary["status"]
         self._run.finish(exit_code=1 if summary["status"] == "failed" else 0)
 
-    def _log(self, trainer: TrainerView, record: Record) -> None:
+    def on_losses(self, trainer: TrainerView, record: Record) -> None:
         samples = {"consumed-samples": trainer.consumed_samples}
         self._run.log(tags(record) | samples, step=record["iteration"])
 

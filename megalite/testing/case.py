@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, by name, and how to run it on `size` ranks.
+    """A function, by name, and how to run it on `size` ranks; several form a process group.
 
     module, qualname: the function is imported in the rank, with `path` as sys.path. arguments: see `wire`.
-    group: whether the ranks form a process group (`run_single` has none). folder: results and output go there.
-    peer_timeout: seconds that a collective waits.
+    folder: results and output go there. peer_timeout: seconds that a collective waits.
     """
 
     module: str
@@ -29,7 +28,6 @@ class Case:
     path: tuple[str, ...]
     arguments: bytes
     size: int
-    group: bool
     device: str
     folder: Path
     env: dict[str, str | None]
@@ -78,7 +76,7 @@ def _join(case: Case, rank: int) -> torch.device:
         device = torch.device("cuda", rank % devices)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if devices >= case.size else "gloo"
-    if case.group:
+    if case.size > 1:
         store = dist.FileStore(str(case.folder / "rendezvous"), case.size)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=case.size, timeout=timedelta(seconds=case.peer_timeout)

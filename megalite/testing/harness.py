@@ -60,36 +60,21 @@ class CaseResult:
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = PATIENCE_SECONDS,
-    peer_timeout: float | None = None,
-    env: dict[str, str | None] | None = None,
-    faults: Faults = (),
-    expect: str | None = None,
-    device: str = "cpu",
-    **kwargs: Any,
+    function: Callable[..., Any], world_size: int, *args: Any, expect: str | None = None, **options: Any
 ) -> list[Any]:
     """Runs `function(world, *args, **kwargs)` on `world_size` fresh ranks with a process group; results by rank.
 
     Args:
         function: defined at the top of an importable module; it gets a `World` first. What it returns may hold plain
             values, dataclasses of them, and tensors in lists, tuples and dicts.
-        timeout: seconds for the whole case. peer_timeout: seconds that a collective waits (0.6 of timeout).
-        env: environment variables of the ranks; None removes one.
-        faults: what shall happen at fault points.
         expect: regular expression; the case must fail and the account of the failure must match.
-        device: "cuda": rank r takes GPU r (shared where there are too few; then gloo carries the messages).
+        options: those of `try_ranks`, and `kwargs`.
 
     Raises:
         RanksFailed: a rank failed, or none did although `expect` says so.
     """
     __tracebackhide__ = True
-    case = try_ranks(
-        function, world_size, *args, timeout=timeout, peer_timeout=peer_timeout, env=env, faults=faults,
-        device=device, **kwargs,
-    )  # fmt: skip
+    case = try_ranks(function, world_size, *args, **options)
     account = case.describe()
     if expect is None and case.outcome.culprit is not None:
         raise RanksFailed(account, case)
@@ -98,25 +83,14 @@ def run_ranks(
     return case.results
 
 
-def run_single(
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = PATIENCE_SECONDS,
-    env: dict[str, str | None] | None = None,
-    faults: Faults = (),
-    device: str = "cpu",
-    **kwargs: Any,
-) -> Any:
+def run_single(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Runs `function(World(), *args, **kwargs)` in one fresh process with one thread and no process group.
 
     This is how the reference is computed: pytest's own process must not be what the ranks are compared with, its
     number of threads and its random state depend on the tests before. Raises RanksFailed.
     """
     __tracebackhide__ = True
-    case = _run(function, 1, args, kwargs, False, timeout, None, env, faults, device)
-    if case.outcome.culprit is not None:
-        raise RanksFailed(case.describe(), case)
-    return case.results[0]
+    return run_ranks(function, 1, *args, **options)[0]
 
 
 def try_ranks(
@@ -130,22 +104,14 @@ def try_ranks(
     device: str = "cpu",
     **kwargs: Any,
 ) -> CaseResult:
-    """As `run_ranks`, but never raises for a failed rank: the result says how each one ended."""
-    return _run(function, world_size, args, kwargs, world_size > 1, timeout, peer_timeout, env, faults, device)
+    """As `run_ranks`, but never raises for a failed rank: the result says how each one ended.
 
-
-def _run(
-    function: Callable[..., Any],
-    size: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    group: bool,
-    timeout: float,
-    peer_timeout: float | None,
-    env: dict[str, str | None] | None,
-    faults: Faults,
-    device: str,
-) -> CaseResult:
+    Args:
+        timeout: seconds for the whole case. peer_timeout: seconds that a collective waits (0.6 of timeout).
+        env: environment variables of the ranks; None removes one.
+        faults: what shall happen at fault points.
+        device: "cuda": rank r takes GPU r (shared where there are too few; then gloo carries the messages).
+    """
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as name:
         folder = Path(name)
         case = Case(
@@ -153,8 +119,7 @@ def _run(
             qualname=function.__qualname__,
             path=tuple(sys.path),
             arguments=wire.encode({"args": args, "kwargs": kwargs}),
-            size=size,
-            group=group,
+            size=world_size,
             device=device,
             folder=folder,
             env=env or {},
@@ -163,8 +128,8 @@ def _run(
             peer_timeout=0.6 * timeout if peer_timeout is None else peer_timeout,
         )
         outcome = _ask_zygote(case)
-        output = [_read(folder / f"rank{rank}.log").decode(errors="replace") for rank in range(size)]
-        results = [_read(folder / f"rank{rank}.result") for rank in range(size)]
+        output = [_read(folder / f"rank{rank}.log").decode(errors="replace") for rank in range(world_size)]
+        results = [_read(folder / f"rank{rank}.result") for rank in range(world_size)]
     for rank, text in enumerate(output):
         if text:
             print(f"--- output of rank {rank} ---\n{text}", end="")

@@ -6,6 +6,7 @@ tensors travel as plain bytes. For tests only: both ends are ours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -24,27 +25,25 @@ def _pack(value: object) -> object:
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().flatten()
         return _TensorBytes(value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
-    if isinstance(value, dict):
-        return {key: _pack(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return _same_kind(value, [_pack(item) for item in value])
-    return value
+    return _inside(value, _pack)
 
 
 def _unpack(value: object) -> object:
     if isinstance(value, _TensorBytes):
         flat = torch.frombuffer(bytearray(value.data), dtype=torch.uint8) if value.data else torch.empty(0).byte()
         return flat.view(value.dtype).reshape(value.shape)
+    return _inside(value, _unpack)
+
+
+def _inside(value: Any, change: Callable[[object], object]) -> object:
+    """`value` with everything in a dict, list, tuple or named tuple changed."""
     if isinstance(value, dict):
-        return {key: _unpack(item) for key, item in value.items()}
+        return {key: change(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return _same_kind(value, [_unpack(item) for item in value])
+        kind: Any = type(value)
+        items = [change(item) for item in value]
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     return value
-
-
-def _same_kind(value: Any, items: list[object]) -> object:
-    """A list, tuple or named tuple like `value` that holds `items`."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def encode(value: object) -> bytes:
