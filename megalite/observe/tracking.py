@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 from megalite.config import to_dict
+from megalite.errors import DataError
 from megalite.extras import optional_package
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record
@@ -58,6 +61,7 @@ class TensorBoardHook(Hook):
 
     def on_start(self, trainer: TrainerView) -> None:
         tensorboard = optional_package(f"--tensorboard-dir={self._directory}", "torch.utils.tensorboard", "tensorboard")
+        _hide_tensorboards_threads()
         self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
         self._writer.add_scalar("world-size", trainer.mesh.size("world"), trainer.iteration)
 
@@ -72,11 +76,23 @@ class TensorBoardHook(Hook):
         self._writer.flush()
 
 
+def _hide_tensorboards_threads() -> None:
+    """No traceback where one of them ends: the writer's next call raises the same error again."""
+    others = threading.excepthook
+
+    def hook(what: threading.ExceptHookArgs) -> None:
+        if type(what.thread).__module__.partition(".")[0] != "tensorboard":
+            others(what)
+
+    threading.excepthook = hook
+
+
 class WandbHook(Hook):
     """Logs to Weights & Biases: in the user's mode, or online where a key is found, else offline for `wandb sync`."""
 
     def __init__(self) -> None:
         self._run: Any = None
+        self._directory = "."
 
     def on_start(self, trainer: TrainerView) -> None:
         options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
@@ -84,6 +100,8 @@ class WandbHook(Hook):
         directory = options.wandb_save_dir or save
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
+            self._directory = directory
+        self._stop_if_full()
         # The library knows the user's mode and where keys may stand; online without a key, its init asks or fails.
         mode: Any = wandb.setup().settings.mode
         if mode == "online" and not _has_key(wandb):
@@ -105,6 +123,15 @@ class WandbHook(Hook):
     def on_losses(self, trainer: TrainerView, record: Record) -> None:
         samples = {"consumed-samples": trainer.consumed_samples}
         self._run.log(tags(record) | samples, step=record["iteration"])
+        self._stop_if_full()
+
+    def _stop_if_full(self) -> None:
+        """wandb loses data on a full disk without a word, but for a traceback for each line of its own log."""
+        if shutil.disk_usage(self._directory).free:
+            return
+        for handler in logging.getLogger("wandb").handlers:
+            handler.handleError = lambda record: None  # type: ignore[method-assign]  # as `logging` means it
+        raise DataError(f"no space left under {self._directory}; what was logged last may be lost")
 
 
 def _has_key(wandb: Any) -> bool:

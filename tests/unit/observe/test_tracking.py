@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import resource
+import shutil
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
-from megalite.observe.hooks import Hooks
+from megalite.observe.hooks import Hooks, guarded
 from megalite.observe.stats import evaluation_record
 from megalite.observe.tracking import TensorBoardHook, WandbHook, tags
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
@@ -41,6 +46,32 @@ def test_tensorboard_holds_the_values(tmp_path: Path) -> None:
     assert events.Scalars("learning-rate")[0].value == pytest.approx(1e-3)
 
 
+def test_tensorboard_on_a_full_disk_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread dies with the error (here: of a file that may not grow); no traceback, and training goes on."""
+    pytest.importorskip("tensorboard")
+    printed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    trainer = FakeTrainer(tiny_config(log_interval=1))
+    hooks = Hooks([guarded(TensorBoardHook(str(tmp_path)), "TensorBoard")])
+    hooks.on_start(trainer)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, limit[1]))
+        for _ in range(9):
+            hooks.after_step(trainer, trainer.step())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    hooks.on_end(trainer, "completed")
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "TensorBoard stopped, training continues: OSError: [Errno 27] File too large"
+    ]
+    assert printed == []
+
+
 def test_wandb_without_a_key_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -50,3 +81,29 @@ def test_wandb_without_a_key_works_offline(tmp_path: Path, monkeypatch: pytest.M
     trainer = FakeTrainer(tiny_config(log_interval=1, wandb_project="tiny", wandb_save_dir=str(tmp_path / "w")))
     _train(trainer, Hooks([WandbHook()]))
     assert list((tmp_path / "w" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.mark.parametrize("full_from", ["start", "first log"])
+def test_wandb_on_a_full_disk_is_one_line(
+    full_from: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The free space is faked: a full disk needs a mount of its own."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trainer = FakeTrainer(tiny_config(log_interval=1, wandb_project="tiny", wandb_save_dir=str(tmp_path)))
+    answers = [1, 0] if full_from == "first log" else [0]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=answers.pop(0)))
+    _train(trainer, Hooks([guarded(WandbHook(), "wandb")]))
+    assert [record.message for record in caplog.records if "stopped" in record.message] == [
+        f"wandb stopped, training continues: no space left under {tmp_path}; what was logged last may be lost"
+    ]
+    for handler in logging.getLogger("wandb").handlers:
+        handler.handleError(logging.makeLogRecord({}))
+    assert "Logging error" not in capfd.readouterr().err
+    wandb.finish()
