@@ -14,7 +14,7 @@ from megalite.extras import require_core
 require_core(torch=False)
 
 from megalite.errors import ConfigError, MegaliteError
-from megalite.launch import INTERRUPTED, print_interrupted
+from megalite.launch import INTERRUPTED
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -57,7 +57,7 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print_interrupted()
+        print("error: interrupted by SIGINT", file=sys.stderr, flush=True)
         return INTERRUPTED
     except BrokenPipeError:
         # the reader (`| head`) has seen enough; what is still buffered must not raise at exit

@@ -5,7 +5,7 @@ python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus
 
 writes data/corpus_text_document.bin and .idx, which `--data-path data/corpus_text_document` trains on. Inputs: text
 files (one document each), JSONL (also .gz, .zst), parquet, a folder saved by `datasets`, or hf:NAME[:CONFIG][@SPLIT]
-for what `datasets` can load by name.
+for what `datasets` can load by name. Was it killed? The same command continues where it was.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.data.cache import digest_of
 from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields
 from megalite.data.tokenise import text_pieces
 from megalite.errors import DataError
@@ -172,6 +173,16 @@ def _texts(path: str, key: str, values: list[Any]) -> list[str]:
         if value is not None and not isinstance(value, str):
             raise DataError(f"--input={path}: column '{key}' is not text but {type(value).__name__}; use --json-keys")
     return [value or "" for value in values]
+
+
+def unit_digest(unit: InputUnit) -> str:
+    """Hex digest of what a unit reads."""
+    content = b""
+    if unit.stop:
+        with open(unit.place, "rb") as file:
+            file.seek(unit.start)
+            content = file.read(unit.stop - unit.start)
+    return digest_of(content, unit.lines, unit.columns, unit.goes_on)
 
 
 def read_unit(unit: InputUnit, keys: Sequence[str], *, skip_bad_lines: bool) -> tuple[list[list[str]], int]:

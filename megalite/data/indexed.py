@@ -248,10 +248,17 @@ class IndexedWriter:
 
     prefix: path without suffix; its folder is made.
     vocab_size: decides the type on disk (`token_dtype`), unless `dtype` is given.
+    partial: tokens are written to `PREFIX.bin.partial`, which outlives an exception; what stands there already is taken
+    over (`following`, `skip`) or cut off (`cut`).
     """
 
     def __init__(
-        self, prefix: str | Path, *, vocab_size: int | None = None, dtype: np.dtype[np.integer] | None = None
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int | None = None,
+        dtype: np.dtype[np.integer] | None = None,
+        partial: bool = False,
     ) -> None:
         assert (vocab_size is None) != (dtype is None), "give vocab_size or dtype"
         self.prefix = str(prefix)
@@ -260,10 +267,12 @@ class IndexedWriter:
         self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._sequences = 0
         self.tokens = 0
-        self._temporary = [f"{self.prefix}{suffix}.tmp-{os.getpid()}" for suffix in (".bin", ".idx")]
+        self._partial = partial
+        ending = "partial" if partial else f"tmp-{os.getpid()}"
+        self._temporary = [f"{self.prefix}{suffix}.{ending}" for suffix in (".bin", ".idx")]
         try:
             os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-            self._bin = open(self._temporary[0], "wb")  # noqa: SIM115 (closed by close or abort)
+            self._bin = open(self._temporary[0], "a+b" if partial else "wb")  # noqa: SIM115 (closed by close or abort)
         except OSError as error:
             raise DataError(f"{self.prefix}.bin: cannot be written ({error.strerror}); name another folder") from None
 
@@ -302,6 +311,26 @@ class IndexedWriter:
         self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
         self.tokens += int(ids.size)
 
+    def following(self, count: int) -> NDArray[np.integer]:
+        """The next `count` tokens that stand in a partial file. Raises ValueError: there are fewer."""
+        at, nbytes = self.tokens * self.dtype.itemsize, count * self.dtype.itemsize
+        if not 0 <= nbytes <= os.fstat(self._bin.fileno()).st_size - at:
+            raise ValueError(count)
+        self._bin.seek(at)
+        return np.frombuffer(self._bin.read(nbytes), self.dtype)
+
+    def skip(self, count: int) -> None:
+        """Count tokens that stand in a partial file as written."""
+        self.tokens += count
+
+    def flush(self) -> None:
+        """From here on the tokens outlive the process in a partial file."""
+        self._bin.flush()
+
+    def cut(self) -> None:
+        """Cut off what stands in a partial file after the tokens that were written."""
+        self._bin.truncate(self.tokens * self.dtype.itemsize)
+
     def close(self) -> None:
         """Finish both files and give them their names."""
         lengths = np.concatenate(self._lengths) if self._lengths else np.empty(0, np.int32)
@@ -326,9 +355,9 @@ class IndexedWriter:
             logger.warning("%s.bin and .idx were there already; they are replaced", self.prefix)
 
     def abort(self) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind but a partial file."""
         self._bin.close()
-        for path in self._temporary:
+        for path in self._temporary[1:] if self._partial else self._temporary:
             if os.path.exists(path):
                 os.unlink(path)
 

@@ -6,6 +6,8 @@ back bare ids; this process writes them in the order of the input, so the output
 
 from __future__ import annotations
 
+import itertools
+import logging
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -15,22 +17,28 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit
+from megalite.data.cache import digest_of
+from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit, unit_digest
 from megalite.data.indexed import IndexedWriter
+from megalite.data.kept_units import KeptUnits, UnitTokens
 from megalite.data.tokenise import utf8_length
-from megalite.data.tokenizer import Tokenizer, token_dtype
+from megalite.data.tokenizer import Tokenizer, token_dtype, tokenizer_fingerprint
 from megalite.errors import DataError, RuntimeFailure
 from megalite.progress import OnProgress, amount, untold
 
+logger = logging.getLogger(__name__)
+
+# A change of how text becomes tokens, beyond what the tokenizer's fingerprint says.
+KEPT_VERSION = 1
 # Units that may wait for their turn to be written, for each worker.
 BACKLOG = 4
 
 
 @dataclass
 class Totals:
-    """What has been done: `done` of `size` input bytes (size 0: not known), in `seconds` since the start."""
+    """What has been done: `done` of `size` input bytes (size 0: not known); by this process, `text_bytes` in `seconds`
+    since the start."""
 
     size: int
     done: int = 0
@@ -62,16 +70,6 @@ class Summary:
     totals: Totals
 
 
-@dataclass(frozen=True)
-class _Result:
-    """Tokens of one unit: for each field the ids back to back and the length of every document."""
-
-    ids: list[NDArray[np.integer]]
-    lengths: list[NDArray[np.int32]]
-    text_bytes: int
-    skipped: int
-
-
 def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
@@ -99,14 +97,20 @@ def preprocess(
     totals = Totals(input_size(inputs))
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     units = (unit for path in inputs for unit in input_units(path, json_keys))
+    settings = digest_of("preprocess", KEPT_VERSION, tokenizer_fingerprint(tokenizer), job.json_keys, append_eod)
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, vocab_size=tokenizer.vocab_size)) for prefix in prefixes]
+        kept = stack.enter_context(KeptUnits(prefixes, settings, skip_bad_lines=skip_bad_lines))
+        writers = [
+            stack.enter_context(IndexedWriter(prefix, vocab_size=tokenizer.vocab_size, partial=True))
+            for prefix in prefixes
+        ]
         merge = _Merger(writers)
-        results = _in_processes(job, units, workers) if workers > 1 else ((unit, job.run(unit)) for unit in units)
-        for unit, result in results:
-            merge.add(unit, result)
+        for unit, result, written in _results(job, units, workers, kept, writers):
+            merge.add(unit, result, written=written)
+            if not written:
+                kept.add(result, writers)
+                totals.text_bytes += result.text_bytes
             totals.done += unit.input_bytes
-            totals.text_bytes += result.text_bytes
             totals.skipped += result.skipped
             totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in writers)
             on_progress(totals.done, totals.size or None, totals.counts())
@@ -118,6 +122,25 @@ def preprocess(
     return Summary(prefixes, totals)
 
 
+def _results(
+    job: _Job, units: Iterator[InputUnit], workers: int, kept: KeptUnits, writers: Sequence[IndexedWriter]
+) -> Iterator[tuple[InputUnit, UnitTokens, bool]]:
+    """The units in order, and whether their tokens stand in the writers' files already."""
+    done = 0
+    for unit in units:
+        found = kept.find(unit, writers)
+        if found is None:
+            units = itertools.chain([unit], units)
+            break
+        yield unit, found, True
+        done += unit.input_bytes
+    if kept.tokens:
+        logger.warning("continues after the first %s, which an earlier run has tokenised", amount(done, "B"))
+    fresh = _in_processes(job, units, workers) if workers > 1 else ((unit, job.run(unit)) for unit in units)
+    for unit, result in fresh:
+        yield unit, result, False
+
+
 @dataclass(frozen=True)
 class _Job:
     """Everything that a worker needs to turn a unit into tokens."""
@@ -127,7 +150,7 @@ class _Job:
     append_eod: bool
     skip_bad_lines: bool
 
-    def run(self, unit: InputUnit) -> _Result:
+    def run(self, unit: InputUnit) -> UnitTokens:
         texts, skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines)
         dtype = token_dtype(self.tokenizer.vocab_size)
         ids, lengths, total = [], [], 0
@@ -143,7 +166,7 @@ class _Job:
             ids.append(np.concatenate([np.empty(0, dtype), *(piece.astype(dtype, copy=False) for piece in pieces)]))
             lengths.append(np.array([len(a) + end for a, end in zip(arrays, ends, strict=True)], np.int32))
             total += sum(map(utf8_length, column))
-        return _Result(ids, lengths, total, skipped)
+        return UnitTokens(ids, lengths, total, skipped, unit_digest(unit))
 
 
 class _Merger:
@@ -154,9 +177,13 @@ class _Merger:
         self._open = [0] * len(writers)
         self.documents = 0
 
-    def add(self, unit: InputUnit, result: _Result) -> None:
+    def add(self, unit: InputUnit, result: UnitTokens, *, written: bool = False) -> None:
+        """written: the tokens stand in the writers' files already."""
         for number, (writer, ids, lengths) in enumerate(zip(self._writers, result.ids, result.lengths, strict=True)):
-            writer.write(ids)
+            if written:
+                writer.skip(ids.size)
+            else:
+                writer.write(ids)
             sizes = lengths.astype(np.int64)
             if len(sizes):
                 sizes[0] += self._open[number]
@@ -174,12 +201,12 @@ class _Merger:
                 self.documents += len(sizes)
 
 
-def _in_processes(job: _Job, units: Iterator[InputUnit], workers: int) -> Iterator[tuple[InputUnit, _Result]]:
+def _in_processes(job: _Job, units: Iterator[InputUnit], workers: int) -> Iterator[tuple[InputUnit, UnitTokens]]:
     """Results in the order of the units, from `workers` processes."""
     # A forked worker has the tokenizer already; where there is no fork it is sent over.
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     crew = [_Worker(context, job) for _ in range(workers)]
-    finished: dict[int, tuple[InputUnit, _Result | DataError]] = {}
+    finished: dict[int, tuple[InputUnit, UnitTokens | DataError]] = {}
     sent = written = 0
     exhausted = False
     try:
@@ -224,7 +251,7 @@ class _Worker:
         self.queue.append((number, unit))
         self.pipe.send(unit)
 
-    def receive(self) -> tuple[int, InputUnit, _Result | DataError]:
+    def receive(self) -> tuple[int, InputUnit, UnitTokens | DataError]:
         number, unit = self.queue.pop(0)
         try:
             kind, answer = self.pipe.recv()

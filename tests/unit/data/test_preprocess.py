@@ -131,7 +131,7 @@ def test_broken_lines_are_named_or_left_out(workers: int, tmp_path: Path, monkey
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"^\S*a.jsonl:21: not valid JSON"):
         preprocess([str(path)], str(tmp_path / "out"), ByteTokenizer(), workers=workers)
-    assert list(tmp_path.glob("out*")) == []
+    assert not list(tmp_path.glob("out*.bin")), "what was done is kept, but not under its name"
     summary = preprocess([str(path)], str(tmp_path / "out"), ByteTokenizer(), workers=workers, skip_bad_lines=True)
     assert (summary.totals.skipped, summary.totals.documents) == (2, 27)
 

@@ -49,7 +49,7 @@ def test_tensorboard_holds_the_values(tmp_path: Path) -> None:
 def test_tensorboard_on_a_full_disk_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread dies with the error (here: of a file that may not grow); no traceback, and training goes on."""
+    """Its thread dies with the error (here: of a file that may not grow); no traceback, and training continues."""
     pytest.importorskip("tensorboard")
     printed: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", printed.append)

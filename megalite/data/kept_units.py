@@ -1,0 +1,158 @@
+"""What an interrupted `preprocess` has tokenised, kept for the next one.
+
+    PREFIX.bin.partial   tokens, which become PREFIX.bin
+    PREFIX.partial       settings, then a line for each unit: its documents, and a digest of what was read and written
+
+A unit is taken over where it reads as it did then and its tokens stand as they were written. From the first that does
+not on, everything is tokenised again, so neither another text nor a torn write can enter.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.data.cache import digest_of
+from megalite.data.file_chunks import InputUnit, unit_digest
+from megalite.data.indexed import IndexedWriter
+from megalite.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnitTokens:
+    """Tokens of one unit: for each field the ids back to back and the length of every document. source: digest of what
+    was read. skipped: broken lines that were left out.
+    """
+
+    ids: list[NDArray[np.integer]]
+    lengths: list[NDArray[np.int32]]
+    text_bytes: int
+    skipped: int
+    source: str
+
+    def digest(self) -> str:
+        """Hex digest of everything in it."""
+        arrays = [np.ascontiguousarray(array).tobytes() for array in (*self.ids, *self.lengths)]
+        return digest_of(self.source, self.text_bytes, self.skipped, *arrays)
+
+
+class KeptUnits:
+    """The units that stand in partial files, for one writer at a time; a context around the writers of `prefixes`.
+
+    Args:
+        settings: of the tokeniser; what was kept under others is dropped. skip_bad_lines: units from which broken lines
+        were left out may be taken over.
+
+    Raises:
+        DataError: another process writes the same prefix, or nothing can be written there.
+    """
+
+    def __init__(self, prefixes: Sequence[str], settings: str, *, skip_bad_lines: bool) -> None:
+        self._prefixes, self._skip_bad_lines = prefixes, skip_bad_lines
+        self._paths = [Path(f"{prefix}.partial") for prefix in prefixes]  # the first is used, the others are locks
+        self._settings = f"{settings}\n".encode()
+        self._files: list[BinaryIO] = []
+        self.tokens = 0
+
+    def __enter__(self) -> KeptUnits:
+        for prefix, path in zip(self._prefixes, self._paths, strict=True):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._files.append(open(path, "a+b"))  # noqa: SIM115 (closed at the exit)
+            except OSError as error:
+                self._close()
+                raise DataError(f"{prefix}.bin: cannot be written ({error.strerror}); name another folder") from None
+            if not _locked(self._files[-1], path):
+                self._close()
+                raise DataError(
+                    f"--output-prefix: another process writes {prefix}.bin; wait for it, or name another prefix"
+                )
+        self._file = self._files[0]
+        self._file.seek(0)
+        if self._file.readline() != self._settings:
+            self._file.truncate(0)
+            self._file.write(self._settings)
+            self._file.flush()
+        return self
+
+    def _close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def find(self, unit: InputUnit, writers: Sequence[IndexedWriter]) -> UnitTokens | None:
+        """The tokens of the next unit, which stand in the writers' files; None where they do not: what follows in
+        the files is cut off.
+        """
+        at = self._file.tell()
+        result = self._read(self._file.readline(), unit, writers)
+        if result is None:
+            self._file.truncate(at)
+            for writer in writers:
+                writer.cut()
+        else:
+            self.tokens += sum(ids.size for ids in result.ids)
+        return result
+
+    def add(self, result: UnitTokens, writers: Sequence[IndexedWriter]) -> None:
+        """Note a unit that was written."""
+        for writer in writers:
+            writer.flush()
+        self.tokens += sum(ids.size for ids in result.ids)
+        entry = {
+            "lengths": [lengths.tolist() for lengths in result.lengths],
+            "bytes": result.text_bytes,
+            "skipped": result.skipped,
+            "digest": result.digest(),
+        }
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+
+    def _read(self, line: bytes, unit: InputUnit, writers: Sequence[IndexedWriter]) -> UnitTokens | None:
+        try:
+            entry = json.loads(line)
+            lengths = [np.array(column, np.int32) for column in entry["lengths"]]
+            ids = [
+                writer.following(int(column.sum(dtype=np.int64)))
+                for writer, column in zip(writers, lengths, strict=True)
+            ]
+            result = UnitTokens(ids, lengths, int(entry["bytes"]), int(entry["skipped"]), unit_digest(unit))
+            holds = result.digest() == entry["digest"] and (self._skip_bad_lines or not result.skipped)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            return None
+        return result if holds else None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.tokens:
+            logger.warning("%s: what was tokenised is kept; the same command continues from it", self._paths[0])
+            unused = self._paths[1:]
+        else:
+            unused = [*self._paths, *(Path(f"{prefix}.bin.partial") for prefix in self._prefixes)]
+        for path in unused:
+            path.unlink(missing_ok=True)
+        self._close()
+
+
+def _locked(file: BinaryIO, path: Path) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not where the one who held it has finished and removed the file.
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        logger.debug("no lock on %s (%s)", path, error.strerror)
+        return True
