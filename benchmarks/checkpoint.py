@@ -99,7 +99,7 @@ def megalite_side(what: str, state: dict[str, Tensor], rows: int, folder: Path, 
         saver.wait()
         empty()
 
-    return Variant(lambda: saver.save_async(next(numbers), shards, {}), before=prepare)
+    return Variant(lambda: saver.save(next(numbers), shards, {}, background=True), before=prepare)
 
 
 def torch_side(what: str, state: dict[str, Tensor], rows: int, folder: Path, place: Place) -> Variant:

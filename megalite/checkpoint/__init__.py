@@ -62,6 +62,7 @@ from megalite.checkpoint.run_dir import clear_completed, in_the_way, mark_comple
 from megalite.checkpoint.saving import bytes_text, check_space, first_problem
 from megalite.checkpoint.storage import (
     TensorPart,
+    copy_extras,
     flat_bytes,
     fsync_directory,
     publish,

@@ -17,6 +17,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -59,38 +60,27 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):  # first touch costs one fault for 2 MiB, not for 4 KiB
-        try:
+        with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
 class BackgroundSave:
-    """One save in flight on this rank.
+    """One save in flight on this rank. problem: why it has failed, as far as this rank knows by now.
 
     after_commit: rank 0, once the checkpoint is committed (it deletes old checkpoints).
     """
 
     def __init__(self, job: SaveJob, world_size: int, after_commit: Callable[[], None]) -> None:
         self.job = job
+        self.problem: str | None = None
         self._world_size = world_size
         self._after_commit = after_commit
         self._written, self._finishing = threading.Event(), threading.Event()
         self._report: SaveReport = {}
         self._handed_over: list[SaveReport] | None = None
-        self._problem: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
         self._thread.start()
-
-    @property
-    def problem(self) -> str | None:
-        """Why this save has failed, as far as this rank knows by now."""
-        return self._problem
-
-    @property
-    def in_flight(self) -> bool:
-        return self._thread.is_alive()
 
     def wait_written(self) -> SaveReport:
         """Waits for this rank's own part only; returns its report."""
@@ -102,12 +92,12 @@ class BackgroundSave:
         self._handed_over = reports
         self._finishing.set()
         self._thread.join()
-        return self._problem
+        return self.problem
 
     def _run(self) -> None:
         try:
             self._report = self.job.write_part()
-            self._problem = self._report.get("error")
+            self.problem = self._report.get("error")
             if self.job.rank != 0:
                 _post(self.job.staging, self.job.rank, self._report)
         finally:
@@ -116,8 +106,8 @@ class BackgroundSave:
             reports = self._collect()
             for rank in range(1, self._world_size):
                 _report_path(self.job.staging, rank).unlink(missing_ok=True)
-            self._problem = self.job.commit(reports)
-            if self._problem is None:
+            self.problem = self.job.commit(reports)
+            if self.problem is None:
                 self._after_commit()
 
     def _collect(self) -> list[SaveReport]:
@@ -143,10 +133,7 @@ def _report_path(staging: Path, rank: int) -> Path:
 
 
 def _post(staging: Path, rank: int, report: SaveReport) -> None:
-    """Leaves a report for rank 0, whole or not at all.
-
-    A failure is no loss: `finish` hands the reports over as well.
-    """
+    """Leaves a report for rank 0, whole or not at all: without it, `finish` hands it over."""
     path = _report_path(staging, rank)
     temporary = path.with_suffix(".part")
     try:

@@ -22,13 +22,10 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
 
     where: how the message begins, e.g. `--load=runs/a`.
     """
-    differing = [
-        f"--{name.replace('_', '-')}={_text(ours)} (checkpoint {_text(theirs)})"
-        for name, (ours, theirs) in architecture_differences(saved, now).items()
-    ]
+    differing = architecture_differences(saved, now)
     if differing:
         raise CheckpointError(
-            f"{where}: model differs from checkpoint: {', '.join(differing)}; use the checkpoint's values, or "
+            f"{where}: model differs from checkpoint: {_listed(differing)}; use the checkpoint's values, or "
             "--use-checkpoint-args"
         )
 
@@ -52,19 +49,19 @@ def check_tensors(model: ModelConfig, tensors: Mapping[str, StoredTensor], where
 
 def check_state(saved: Config, now: Config, where: str) -> None:
     """Raises CheckpointError where a run of `now` cannot use the optimizer state of `saved`."""
-    pairs = [(name, getattr(saved.optimizer, name), getattr(now.optimizer, name)) for name in _STATE]
-    pairs.append(("fp64", saved.training.precision.fp64, now.training.precision.fp64))
-    differing = [
-        f"--{name.replace('_', '-')}={_text(ours)} (checkpoint {_text(theirs)})"
-        for name, theirs, ours in pairs
-        if theirs != ours
-    ]
+    pairs = {name: (getattr(now.optimizer, name), getattr(saved.optimizer, name)) for name in _STATE}
+    pairs["fp64"] = now.training.precision.fp64, saved.training.precision.fp64
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if differing:
         raise CheckpointError(
-            f"{where}: its optimizer state differs: {', '.join(differing)}; use the checkpoint's values, or "
+            f"{where}: its optimizer state differs: {_listed(differing)}; use the checkpoint's values, or "
             "start with fresh optimizer state (--no-load-optim)"
         )
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    """field -> (value now, value in the checkpoint), as text."""
+    texts = {
+        name: [str(v).lower() if v in (None, True, False) else str(v) for v in pair] for name, pair in differing.items()
+    }
+    return ", ".join(f"--{n.replace('_', '-')}={ours} (checkpoint {theirs})" for n, (ours, theirs) in texts.items())

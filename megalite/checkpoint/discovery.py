@@ -45,14 +45,17 @@ def step_of(path: Path) -> int:
 
 def committed(directory: Path | str) -> list[Path]:
     """The committed checkpoints of a directory, oldest first; empty where there is no such directory."""
-    found = [p for p in listing(directory) if _NAME.fullmatch(p.name) and os.path.isfile(p / COMMITTED)]
-    return sorted(found, key=step_of)
+    return [path for path in _named(directory) if os.path.isfile(path / COMMITTED)]
 
 
 def uncommitted(directory: Path | str) -> list[Path]:
     """Directories named like a checkpoint that are none, oldest first: damaged, or made by another program."""
-    found = [p for p in listing(directory) if _NAME.fullmatch(p.name) and not os.path.isfile(p / COMMITTED)]
-    return sorted(found, key=step_of)
+    return [path for path in _named(directory) if not os.path.isfile(path / COMMITTED)]
+
+
+def _named(directory: Path | str) -> list[Path]:
+    """Everything that is named like a checkpoint, oldest first."""
+    return sorted((path for path in listing(directory) if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def listing(directory: Path | str) -> list[Path]:
@@ -148,9 +151,8 @@ def _what_else(root: Path) -> str:
         return f" (torch's distributed format, or Megatron-LM's torch_dist? {NO_PICKLES})"
     if any(path.suffix in PICKLES or path.match("pytorch_model*.bin") for path in inside):
         return f" (pickles of torch.save? {NO_PICKLES})"
-    foreign = [path.name for path in listing(root) if _NAME.fullmatch(path.name)]
-    if foreign:
-        return f" ({foreign[-1]} has no {COMMITTED} file: damaged, or written by another program)"
+    if foreign := uncommitted(root):
+        return f" ({foreign[-1].name} has no {COMMITTED} file: damaged, or written by another program)"
     if (root / MANIFEST).is_file():
         return f" (it has no {COMMITTED} file: damaged)"
     if is_huggingface(root):
@@ -160,16 +162,11 @@ def _what_else(root: Path) -> str:
     return "" if listing(root) else " (empty)"
 
 
-def remove_interrupted(directory: Path | str) -> list[Path]:
-    """Removes what interrupted saves and deletions left.
-
-    Only for the holder of the run directory's lock, before its first save.
-    """
-    torn = interrupted(directory)
-    for path in torn:
+def remove_interrupted(directory: Path | str) -> None:
+    """Removes what interrupted saves and deletions left. Only for the holder of the run directory's lock."""
+    for path in interrupted(directory):
         shutil.rmtree(path, ignore_errors=True)
         logger.info("removed %s, left by an interrupted save", path)
-    return torn
 
 
 def remove(path: Path) -> None:
@@ -181,25 +178,19 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def retain(directory: Path | str, *, keep_last: int | None, retain_interval: int | None) -> list[Path]:
-    """Deletes all but the newest `keep_last` and the milestones (every `retain_interval` steps); returns the deleted.
+def retain(directory: Path | str, *, keep_last: int | None, retain_interval: int | None) -> None:
+    """Deletes all but the newest `keep_last` and the milestones (every `retain_interval` steps).
 
     Called after a commit only, so at least one whole checkpoint remains at every instant. A deletion that fails is a
     warning: the save itself has succeeded.
     """
-    if keep_last is None:
-        return []
-    deleted = []
-    for path in committed(directory)[: -max(1, keep_last)]:
+    for path in committed(directory)[: -max(1, keep_last)] if keep_last is not None else ():
         if retain_interval and step_of(path) % retain_interval == 0:
             continue
         try:
             remove(path)
         except OSError as error:
             logger.warning("could not delete the old checkpoint %s: %s", path, error.strerror)
-        else:
-            deleted.append(path)
-    return deleted
 
 
 def write_tracker(directory: Path, step: int) -> None:

@@ -192,11 +192,9 @@ def file_to_json(stored: StoredFile) -> dict[str, Any]:
     }
 
 
-def file_from_json(
-    value: Any, name: str, tensors: Mapping[str, StoredTensor], block_bytes: int, where: str = "report"
-) -> StoredFile:
+def file_from_json(value: Any, name: str, tensors: Mapping[str, StoredTensor], block_bytes: int) -> StoredFile:
     """The inverse of `file_to_json`, validated. Raises CheckpointError."""
-    return _Reader(where).file(value, name, tensors, block_bytes)
+    return _Reader("report").file(value, name, tensors, block_bytes)
 
 
 def parse_json(raw: bytes, where: str) -> Any:
@@ -251,25 +249,18 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     )
     if document.get("structure") != structure_hash(tensors):
         raise reader.wrong("structure hash")
-    _check_tiling(manifest, where)
-    return manifest
-
-
-def _check_tiling(manifest: Manifest, where: str) -> None:
-    """Every logical tensor is covered by its rectangles, no element twice."""
     table = manifest.shards_by_tensor()
-    for name, tensor in manifest.tensors.items():
-        boxes = [shard.box for _, shard in table.get(name, [])]
-        problem = tiling_problem(boxes, tensor.shape)
+    for name, tensor in tensors.items():
+        problem = tiling_problem([shard.box for _, shard in table.get(name, [])], tensor.shape)
         if problem:
             raise CheckpointError(f"{where}: tensor {name}: {problem}")
+    return manifest
 
 
 def tiling_problem(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     """None if the boxes cover a tensor of `shape` exactly once, else what is wrong."""
     total, covered = math.prod(shape), sum(box.numel for box in boxes)
-    overlap = find_overlap(boxes)
-    if overlap:
+    if overlap := find_overlap(boxes):
         return f"rectangles {overlap[0]} and {overlap[1]} overlap"
     if covered != total:
         return f"{total - covered} of {total} elements of shape {list(shape)} are not stored"

@@ -32,10 +32,7 @@ _ENDED = "ZXx"  # states of a process that is over
 
 @dataclass(frozen=True)
 class LockHolder:
-    """What a lock file says about who holds it.
-
-    `processes` names the set of process numbers (a container has its own).
-    """
+    """What a lock file says about its holder. processes: names the set of process numbers (a container has its own)."""
 
     token: str
     host: str
@@ -98,7 +95,7 @@ class RunLock:
     def __init__(
         self, directory: Path | str, *, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_SECONDS
     ) -> None:
-        self.path = Path(directory) / LOCK_FILE
+        self.path, self._flag = Path(directory) / LOCK_FILE, f"--save={Path(directory)}"
         self._heartbeat, self._stale_after = heartbeat, stale_after
         self._me: LockHolder | None = None
         self._stop = threading.Event()
@@ -106,7 +103,13 @@ class RunLock:
 
     def acquire(self) -> RunLock:
         """Takes the lock, also from a dead holder. Raises CheckpointError."""
-        self._make_directory()
+        self._refuse_directory()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._flag}: cannot be created ({error.strerror}); choose another --save"
+            ) from None
         me = LockHolder.myself()
         for _ in range(5):  # each round but the last lost a race against somebody else's take-over
             if self._create(me):
@@ -116,7 +119,7 @@ class RunLock:
                 self._thread.start()
                 return self
             self._remove_stale()
-        raise CheckpointError(f"--save={self.path.parent}: could not get {self.path}; several jobs start here at once")
+        raise CheckpointError(f"{self._flag}: could not get {self.path}; several jobs start here at once")
 
     def check(self) -> None:
         """Raises CheckpointError where another live process holds the directory, and `acquire` would."""
@@ -142,18 +145,7 @@ class RunLock:
 
     def _refuse_directory(self) -> None:
         if self.path.is_dir():
-            where = f"--save={self.path.parent}"
-            raise CheckpointError(f"{where}: {LOCK_FILE} is a directory, and the lock's name; move it away")
-
-    def _make_directory(self) -> None:
-        self._refuse_directory()
-        directory = self.path.parent
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"--save={directory}: cannot be created ({error.strerror}); choose another --save"
-            ) from None
+            raise CheckpointError(f"{self._flag}: {LOCK_FILE} is a directory, and the lock's name; move it away")
 
     def _create(self, me: LockHolder) -> bool:
         """Makes the lock file appear whole, unless there is one."""
@@ -167,8 +159,9 @@ class RunLock:
                 return False
             return True
         except OSError as error:
-            where = f"--save={self.path.parent}"
-            raise CheckpointError(f"{where}: cannot write there ({error.strerror}); choose another --save") from None
+            raise CheckpointError(
+                f"{self._flag}: cannot write there ({error.strerror}); choose another --save"
+            ) from None
         finally:
             _remove(temporary)
 
@@ -184,10 +177,8 @@ class RunLock:
             return
         buried = LockHolder.read(grave)
         if buried != holder:  # between the look and the rename somebody else took over: give it back
-            try:
+            with suppress(FileExistsError):
                 os.link(grave, self.path)
-            except FileExistsError:
-                pass
         elif holder:
             logger.warning("took over %s from a dead run (%s, pid %d)", self.path.parent, holder.host, holder.pid)
         grave.unlink(missing_ok=True)
@@ -198,7 +189,7 @@ class RunLock:
         if age is not None and not self._is_dead(holder, age):
             who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
             raise CheckpointError(
-                f"--save={self.path.parent}: in use by another run ({who}, last sign of life {age:.0f} s ago); "
+                f"{self._flag}: in use by another run ({who}, last sign of life {age:.0f} s ago); "
                 "stop it or choose another --save"
             )
         return age is not None

@@ -22,9 +22,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 class Meta:
-    """An object of it. Every getter raises CheckpointError naming checkpoint and key; without a default a key must be
-    there.
-    """
+    """An object of it. Every getter raises CheckpointError naming checkpoint and key; a default makes one optional."""
 
     def __init__(self, raw: Any, where: str) -> None:
         if not isinstance(raw, Mapping):

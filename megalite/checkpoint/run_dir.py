@@ -22,7 +22,6 @@ from megalite.checkpoint.discovery import (
     committed,
     interrupted,
     is_huggingface,
-    latest,
     resolve_checkpoint,
     step_of,
     uncommitted,
@@ -34,8 +33,12 @@ COMPLETED = "COMPLETED"
 
 @dataclass(frozen=True)
 class StartDecision:
-    """candidates: checkpoints to load, best first; empty: a fresh start. reason: one line for the log. passed_over:
-    what has the name of a newer checkpoint and is none."""
+    """What a run begins with.
+
+    candidates: checkpoints to load, best first; empty: a fresh start.
+    reason: one line for the log.
+    passed_over: what has the name of a newer checkpoint and is none.
+    """
 
     candidates: tuple[Path, ...]
     reason: str
@@ -63,12 +66,10 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
     held = committed(save) if save is not None else []
     if auto_resume and held:
         if ckpt_step is not None:
-            return StartDecision(
-                (resolve_checkpoint(str(save), ckpt_step),), f"--auto-resume: step {ckpt_step} of {save}"
-            )
-        return StartDecision(
-            tuple(reversed(held)), f"--auto-resume: {held[-1].name} is the newest checkpoint of {save}"
-        )
+            chosen = resolve_checkpoint(str(save), ckpt_step)
+            return StartDecision((chosen,), f"--auto-resume: step {ckpt_step} of {save}")
+        reason = f"--auto-resume: {held[-1].name} is the newest checkpoint of {save}"
+        return StartDecision(tuple(reversed(held)), reason)
     if load is None:
         if ckpt_step is not None:
             raise CheckpointError(f"--ckpt-step={ckpt_step}: of which run? add --load DIR")
@@ -86,17 +87,15 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
             raise CheckpointError(f"--save={save}: is the Hugging Face model of --load; choose a new directory")
         if not held and ckpt_step is None and not uncommitted(load):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
-            return StartDecision(
-                (), f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start"
-            )
+            reason = f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start"
+            return StartDecision((), reason)
     elif held and not _same(str(save), str(Path(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
             f"--save={save}: holds another run (newest {held[-1].name}); choose a new directory, or --load {save}"
         )
     if foreign_model:
-        return StartDecision(
-            (Path(load),), f"--load={load}: the weights of a Hugging Face model; a run of its own begins"
-        )
+        reason = f"--load={load}: the weights of a Hugging Face model; a run of its own begins"
+        return StartDecision((Path(load),), reason)
     path = resolve_checkpoint(load, ckpt_step)
     return StartDecision((path,), f"--load={load}: {path.name}")
 
@@ -106,8 +105,7 @@ def _same(first: str, second: str) -> bool:
 
 
 def set_aside_newer(save: Path | str, step: int) -> list[Path]:
-    """Renames everything in `save` that has the name of a checkpoint newer than `step`, whole or damaged, for a run
-    that continues from `step` and will reach those steps again.
+    """Renames what is named as a checkpoint newer than `step`, whole or damaged: a run from `step` on will reach it.
 
     Nothing is deleted; the new names are not taken for checkpoints. Returns the new paths.
     """
@@ -137,8 +135,3 @@ def mark_completed(save: Path | str, step: int) -> None:
 def clear_completed(save: Path | str) -> None:
     """Removes COMPLETED: training continues."""
     (Path(save) / COMPLETED).unlink(missing_ok=True)
-
-
-def is_completed(save: Path | str) -> bool:
-    """Whether the run in `save` has done all it was asked for."""
-    return (Path(save) / COMPLETED).is_file() and latest(save) is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,8 @@ def check_space(directory: Path | str, needed: int) -> None:
     """Raises CheckpointError where `needed` bytes do not fit into what is free under `directory`."""
     place = Path(directory)
     if shutil.disk_usage(existing_parent(place)).free < needed:
-        raise CheckpointError(
-            f"--save={directory}: {space_line(needed, place)}; free some space or choose another --save"
-        )
+        advice = "free some space or choose another --save"
+        raise CheckpointError(f"--save={directory}: {space_line(needed, place)}; {advice}")
 
 
 def first_problem(problems: Sequence[str | None]) -> str | None:
@@ -161,16 +160,9 @@ class SaveJob:
             parts.append(TensorPart(shard.name, shard.global_shape, duty.box, values))
         return parts
 
-    def with_parts(self, parts: Sequence[TensorPart]) -> SaveJob:
-        return replace(self, parts=parts)
-
     @property
     def final(self) -> Path:
         return self.directory / directory_name(self.step)
-
-    @property
-    def file_name(self) -> str:
-        return f"rank_{self.rank:05d}.safetensors"
 
     def write_part(self) -> SaveReport:
         """Writes this rank's file. Never raises: a failure is part of the report, so that all ranks learn of it."""
@@ -181,20 +173,16 @@ class SaveJob:
             def half() -> None:
                 fault_point("save.half_shard", rank=self.rank, step=self.step)
 
-            path = self.staging / self.file_name
-            stored = write_shard_file(
-                path, self.parts, save_id=self.save_id, block_bytes=self.block_bytes, on_half=half
-            )
+            name = f"rank_{self.rank:05d}.safetensors"
+            path, size = self.staging / name, self.block_bytes
+            stored = write_shard_file(path, self.parts, save_id=self.save_id, block_bytes=size, on_half=half)
             fault_point("save.shard_written", rank=self.rank, step=self.step)
-            return {"file": self.file_name, "entry": file_to_json(stored)}
+            return {"file": name, "entry": file_to_json(stored)}
         except Exception as error:  # whatever it is, the other ranks must not wait for a report that never comes
             return {"error": self.explain(error)}
 
     def commit(self, reports: Sequence[SaveReport]) -> str | None:
-        """Rank 0: turns all ranks' reports into a committed checkpoint.
-
-        Returns None, or why not; then nothing of it is left.
-        """
+        """Rank 0: turns all ranks' reports into a committed checkpoint. Returns what prevents it, if anything."""
         try:
             problem = first_problem([report.get("error") for report in reports])
             if problem:

@@ -17,6 +17,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +34,11 @@ from torch import Tensor
 from megalite.checkpoint.format import (
     COMMITTED,
     DTYPE_NAMES,
+    FORMAT,
     MANIFEST,
     MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
+    VERSION,
     Manifest,
     StoredFile,
     StoredShard,
@@ -124,9 +127,7 @@ def _header(parts: Sequence[TensorPart], save_id: str) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _PAGE)
     if len(text) + 8 > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{len(parts)} rectangles need a header of {len(text)} bytes; more than safetensors allows"
-        )
+        raise CheckpointError(f"{len(parts)} rectangles need a header of {len(text)} bytes, above safetensors' limit")
     return len(text).to_bytes(8, "little") + text
 
 
@@ -143,9 +144,8 @@ def write_shard_file(
     `on_half` is called once, when half of the parts are written. Raises OSError (disk full, no permission, file
     exists).
     """
-    parts = sorted(
-        parts, key=lambda part: -part.values.element_size()
-    )  # keeps every tensor aligned for readers that map
+    # Widest first keeps every tensor aligned for readers that map.
+    parts = sorted(parts, key=lambda part: -part.values.element_size())
     header = _header(parts, save_id)
     shards: list[StoredShard] = []
     with _NewFile(path) as file:
@@ -233,9 +233,8 @@ class ShardReader:
             try:
                 count = os.preadv(self._fd, [into[: _READ_BYTES - at % _READ_BYTES]], at)
             except OSError as error:
-                raise CheckpointError(
-                    f"{self._path}: {_reason(error)}; load an older checkpoint with --ckpt-step"
-                ) from None
+                advice = "load an older checkpoint with --ckpt-step"
+                raise CheckpointError(f"{self._path}: {_reason(error)}; {advice}") from None
             if count == 0:
                 raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
             digest.update(into[:count])
@@ -303,20 +302,19 @@ def read_manifest(path: Path) -> Manifest:
     proof = read_small(path / COMMITTED, 4096)
     raw = read_small(path / MANIFEST, MAX_MANIFEST_BYTES)
     if proof != commit_text(raw):
-        _explain_version(proof, path)
+        newer = re.match(rb"%s (\d{1,5})\s" % FORMAT.encode(), proof)
+        if newer and int(newer[1]) > VERSION:
+            raise CheckpointError(
+                f"{path}: format v{int(newer[1])}, this megalite reads <= v{VERSION}; upgrade megalite"
+            )
         raise CheckpointError(f"{path / MANIFEST}: does not match {COMMITTED}; one of the two is damaged")
     return parse_manifest(raw, str(path / MANIFEST))
 
 
-def _explain_version(proof: bytes, path: Path) -> None:
-    """A COMMITTED of a newer format gets a better message than a damaged one."""
-    words = proof[:100].split()
-    if len(words) > 1 and words[0] == commit_text(b"").split()[0] and words[1].isdigit() and len(words[1]) < 6:
-        current = int(commit_text(b"").split()[1])
-        if int(words[1]) > current:
-            raise CheckpointError(
-                f"{path}: format v{int(words[1])}, this megalite reads <= v{current}; upgrade megalite"
-            )
+def copy_extras(path: Path, manifest: Manifest, into: Path) -> None:
+    """Writes verified copies of all files that travel with the weights."""
+    for name in manifest.extra_files:
+        (into / name).write_bytes(read_extra(path, manifest, name))
 
 
 def read_extra(path: Path, manifest: Manifest, name: str) -> bytes:

@@ -10,9 +10,8 @@ from megalite.checkpoint.storage import ShardReader, read_extra, read_manifest
 from megalite.errors import CheckpointError
 from megalite.progress import OnProgress, untold
 
+# Names of tensors that belong to a run rather than to the model: fine-tuning and generation do not ask for them.
 STATE_PREFIXES = ("optimizer/", "previous/")
-"""Of the names of tensors that belong to a run rather than to the model: not asking for them is legal (fine-tuning,
-generation)."""
 
 
 def verify_checkpoint(

@@ -24,9 +24,9 @@ from megalite.checkpoint import (
     TensorPart,
     check_space,
     check_tensors,
+    copy_extras,
     directory_name,
     publish,
-    read_extra,
     resolve_checkpoint,
     write_file,
     write_proof,
@@ -61,8 +61,7 @@ class CheckpointSource:
         """Rebuilt from verified copies of the checkpoint's files."""
         path, manifest = self._reader.path, self._reader.manifest
         with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
-            for name in manifest.extra_files:
-                (Path(folder) / name).write_bytes(read_extra(path, manifest, name))
+            copy_extras(path, manifest, Path(folder))
             return load_tokenizer(folder, f"--load={path}")
 
     def read(self, name: str) -> Tensor:

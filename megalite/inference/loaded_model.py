@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import Checkpointer, Meta, read_manifest, resolve_checkpoint
+from megalite.checkpoint import Checkpointer, Meta, copy_extras, read_manifest, resolve_checkpoint
 from megalite.comm import Axis, TensorShard
 from megalite.config import Config, DeviceOptions, ParallelConfig
 from megalite.data import Tokenizer, load_tokenizer
@@ -56,17 +56,13 @@ def load_for_inference(
 ) -> LoadedModel:
     """Load a checkpoint into one process.
 
-    Args:
-        directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`) or one checkpoint.
-        device: `auto` is cuda where torch sees a GPU.
-        dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
-
-    Raises:
-        CheckpointError: nothing there, or damaged.
-        DataError: the tokenizer in it cannot be built (a package it needs is missing, for example).
+    directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`) or one checkpoint.
+    device: `auto` is cuda where torch sees a GPU.
+    dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
+    Raises CheckpointError where nothing is there, or it is damaged; DataError where its tokenizer cannot be built (a
+    package it needs is missing, for example).
     """
     path = resolve_checkpoint(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
-    checkpointer = Checkpointer(path.parent, world=Axis.single("world"))
     manifest = read_manifest(path)
     config = config_of(path, manifest)
     target = pick_device(str(device))
@@ -74,21 +70,19 @@ def load_for_inference(
     config = dataclasses.replace(
         config, model=model_config, parallel=ParallelConfig(hardware=DeviceOptions(device=target.type))
     )
-    tokenizer = _tokenizer_of(checkpointer, path)
+    with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
+        copy_extras(path, manifest, Path(folder))
+        tokenizer = load_tokenizer(folder, f"--load={path}")
     told = Meta(manifest.meta, str(path))
     model = _empty_model(config, target, dtype or pick_dtype(config, target))
-    checkpointer.load(path, _shards(model), cast=True)
+    Checkpointer(path.parent, world=Axis.single("world")).load(path, _shards(model), cast=True)
     return LoadedModel(
         config, tokenizer, model, path, told.integer("iteration", 0), told.integer("consumed_samples", 0)
     )
 
 
 def pick_device(name: str) -> torch.device:
-    """Turn `--device` into a device.
-
-    Raises:
-        ConfigError: cuda is asked for and torch sees no GPU.
-    """
+    """Turn `--device` into a device. Raises ConfigError where cuda is asked for and torch sees no GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -117,11 +111,3 @@ def _shards(model: LayerStack) -> list[TensorShard]:
         inside = tuple(slice(extent) for extent in place.valid_shape(tuple(parameter.shape)))
         shards.append(TensorShard(name, place.global_shape, place.offset, parameter.detach()[inside]))
     return shards
-
-
-def _tokenizer_of(checkpointer: Checkpointer, path: Path) -> Tokenizer:
-    """Rebuild the tokenizer from verified copies of its files, never from the files themselves."""
-    with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
-        for name in read_manifest(path).extra_files:
-            (Path(folder) / name).write_bytes(checkpointer.read_file(path, name))
-        return load_tokenizer(folder, f"--load={path}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint import Checkpointer, Meta
+from megalite.checkpoint import Checkpointer, Meta, read_manifest
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
@@ -65,8 +65,8 @@ class RunState:
             "config": to_dict(self.config),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
-        write = self.checkpointer.save_async if self.config.checkpoint.async_save else self.checkpointer.save
-        return str(write(progress.iteration, self._shards(self._version(progress)), meta, files))
+        shards, background = self._shards(self._version(progress)), self.config.checkpoint.async_save
+        return str(self.checkpointer.save(progress.iteration, shards, meta, files, background=background))
 
     def check_room(self, progress: TrainingProgress) -> None:
         """Whether a checkpoint has room where it will be written. Collective. Raises CheckpointError."""
@@ -135,11 +135,11 @@ class RunState:
         """Those that a checkpoint holds; a layout with fewer stages has kept fewer."""
         if self.model.num_slots == 1:
             return []
-        stored = {name for name in self.checkpointer.names(path) if name.startswith(OLDER)}
+        stored = {name for name in read_manifest(path).tensors if name.startswith(OLDER)}
         return [shard for shard in self._older_shards(version) if shard.name in stored]
 
     def _holds(self, path: Path, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in self.checkpointer.names(path))
+        return any(name.startswith(prefix) for name in read_manifest(path).tensors)
 
     def _take_up_delay(self, progress: TrainingProgress, meta: Meta | None) -> None:
         """What the compute weights of the newest version are made with. Without it they are the masters."""

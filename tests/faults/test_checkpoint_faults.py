@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, RunLock, committed, latest
+from megalite.checkpoint import Checkpointer, RunLock, committed, latest, resolve_checkpoint
 from megalite.checkpoint.discovery import interrupted
 from megalite.checkpoint.lock import LockHolder
 from megalite.comm.collectives import barrier
@@ -43,15 +43,15 @@ def save_steps(world: World, directory: str, steps: list[int], asynchronous: boo
     axis = ParallelMesh.build(rank=world.rank, size=world.size).world
     saver = Checkpointer(directory, world=axis, keep_last=keep_last)
     for step in steps:
-        save = saver.save_async if asynchronous else saver.save
-        save(step, shards_of(step, world.rank), {"step": step}, {"tokenizer.json": b"{}"})
+        shards, files = shards_of(step, world.rank), {"tokenizer.json": b"{}"}
+        saver.save(step, shards, {"step": step}, files, background=asynchronous)
     saver.wait()
 
 
 def load_newest(world: World, directory: str) -> int:
     """Loads everything of the newest checkpoint in one process and compares."""
     saver = Checkpointer(directory, world=Axis.single("world"))
-    path = saver.find(directory)
+    path = resolve_checkpoint(directory)
     step = int(path.name[5:])
     model = make_model(step)
     shards = [TensorShard(n, tuple(t.shape), (0,) * t.dim(), torch.zeros_like(t)) for n, t in model.items()]
@@ -113,7 +113,7 @@ def small_disk_saves(world: World, directory: str, asynchronous: bool) -> list[s
             module.check_space = lambda directory, needed: None
         try:
             if asynchronous:
-                saver.save_async(2, big(2.0), {})
+                saver.save(2, big(2.0), {}, background=True)
                 saver.wait()
             else:
                 saver.save(2, big(2.0), {})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, background, latest, loading
+from megalite.checkpoint import Checkpointer, background, latest, loading, resolve_checkpoint
 from megalite.comm.collectives import barrier
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.rectangles import TensorShard
@@ -35,7 +35,7 @@ def load_random(world: World, directory: str, seed: int) -> dict[str, object]:
     model = make_model(seed)
     layout = random_layout(model, world.size, random.Random(seed + 1000), fill=False)
     saver = checkpointer(world, directory)
-    meta = saver.load(saver.find(directory), layout[world.rank])
+    meta = saver.load(resolve_checkpoint(directory), layout[world.rank])
     holds(model, [layout[world.rank]])
     return meta
 
@@ -240,7 +240,7 @@ def no_memory_on_one(world: World, directory: str) -> str:
     if world.rank == 1:
         background.StagingMemory.copy = fails  # type: ignore[method-assign, assignment]
     shards = [TensorShard("w", (8,), (4 * world.rank,), torch.ones(4))]
-    return outcome(lambda: saver.save_async(1, shards, {}))
+    return outcome(lambda: saver.save(1, shards, {}, background=True))
 
 
 def test_a_rank_without_memory_for_its_copy_stops_the_save_of_all(tmp_path: Path) -> None:

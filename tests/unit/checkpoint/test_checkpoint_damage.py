@@ -22,7 +22,7 @@ from megalite.checkpoint.format import (
     parse_manifest,
     structure_hash,
 )
-from megalite.checkpoint.storage import read_manifest
+from megalite.checkpoint.storage import read_extra, read_manifest
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
@@ -203,10 +203,10 @@ def test_two_thousand_mutated_manifests_raise_nothing_but_our_error(saved: Path)
 
 
 def test_files_that_travel_along(saved: Path) -> None:
-    saver = Checkpointer(saved.parent, world=Axis.single("world"))
-    assert saver.read_file(saved, "tokenizer.json") == b'{"model": "bytes"}'
-    assert read_manifest(saved).meta["consumed_samples"] == 100
-    assert set(saver.names(saved)) == set(make_model(0))
+    manifest = read_manifest(saved)
+    assert read_extra(saved, manifest, "tokenizer.json") == b'{"model": "bytes"}'
+    assert manifest.meta["consumed_samples"] == 100
+    assert set(manifest.tensors) == set(make_model(0))
     for name in ("other.json", "../iter_0000100/tokenizer.json", MANIFEST):
         with pytest.raises(CheckpointError):
-            saver.read_file(saved, name)
+            read_extra(saved, manifest, name)

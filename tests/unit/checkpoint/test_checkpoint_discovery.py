@@ -131,7 +131,7 @@ def test_async_save_stores_the_state_at_the_call(tmp_path: Path) -> None:
     views = [TensorShard("w", (2, 3), (0, 0), values), TensorShard("t", (3, 2), (0, 0), values.t())]
     for step in (1, 2):  # the second save reuses the first one's memory
         values.fill_(step)
-        path = saver.save_async(step, views, {"step": step})
+        path = saver.save(step, views, {"step": step}, background=True)
         values.fill_(-1)
         if step == 2:
             assert (tmp_path / "iter_0000001" / "COMMITTED").exists(), "one save in flight at most"
@@ -148,11 +148,11 @@ def test_async_save_stores_the_state_at_the_call(tmp_path: Path) -> None:
 def test_a_failed_async_save_is_reported_by_the_next_call(tmp_path: Path) -> None:
     saver = saver_in(tmp_path)
     saver.save(1, shards(), {})
-    saver.save_async(2, shards(), {"not json": float("nan")})
+    saver.save(2, shards(), {"not json": float("nan")}, background=True)
     with pytest.raises(CheckpointError, match="not JSON"):
         saver.save(3, shards(), {})
     assert steps(tmp_path) == [1] and not interrupted(tmp_path)
-    saver.save_async(3, shards(), {})
+    saver.save(3, shards(), {}, background=True)
     saver.wait()
     assert steps(tmp_path) == [1, 3]
 

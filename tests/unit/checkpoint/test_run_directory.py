@@ -21,7 +21,6 @@ from megalite.checkpoint.run_dir import (
     clear_completed,
     decide_start,
     in_the_way,
-    is_completed,
     mark_completed,
     set_aside_newer,
 )
@@ -155,11 +154,11 @@ def test_room_for_a_checkpoint_is_looked_for_at_the_start(tmp_path: Path, monkey
 
 def test_completed(tmp_path: Path) -> None:
     run_in(tmp_path, 10)
-    assert not is_completed(tmp_path)
+    assert not (tmp_path / "COMPLETED").exists()
     mark_completed(tmp_path, 10)
-    assert is_completed(tmp_path)
+    assert (tmp_path / "COMPLETED").read_text() == "10\n"
     clear_completed(tmp_path)
-    assert not is_completed(tmp_path)
+    assert not (tmp_path / "COMPLETED").exists()
 
 
 HOLD = """

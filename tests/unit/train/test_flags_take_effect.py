@@ -145,7 +145,7 @@ ROWS = [
 ELSEWHERE = {
     "--attention-softmax-in-fp32": ("unit/nn/test_layers.py", "softmax_in_fp32"),
     "--num-distributed-optimizer-instances": ("distributed/parallel/zero/test_zero_equality.py", "dp_replicate"),
-    "--async-save": ("faults/test_checkpoint_faults.py", "save_async"),
+    "--async-save": ("faults/test_checkpoint_faults.py", "background"),
 }
 # Flags that take up a run of 4 iterations which is there already, at DIR.
 LOADS = [

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.checkpoint import Checkpointer
+from megalite.checkpoint import Checkpointer, resolve_checkpoint
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.gradient import sink_of
@@ -119,7 +119,7 @@ def train(world: World, case: Case) -> Result:
     )
     if case.load:
         saver = Checkpointer(case.load, world=mesh.world)
-        saver.load(saver.find(case.load), optimizer.shards())
+        saver.load(resolve_checkpoint(case.load), optimizer.shards())
         optimizer.after_load()
     norms = []
     for step in case.steps:
