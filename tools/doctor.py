@@ -118,7 +118,7 @@ def print_collectives() -> None:
     """Two local ranks, their sum and their speed; on GPUs too where there are two."""
     import torch
 
-    from megalite.launch import measure_collectives
+    from collective_test import measure_collectives
 
     devices = ["cpu"] + (["cuda"] if torch.cuda.device_count() >= 2 else [])
     for device in devices:

@@ -84,9 +84,8 @@ ReadOffer = Callable[[str, int | None], Offer | None]
 def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architecture: bool) -> dict[str, GivenOption]:
     """What the parser takes from an offer, as a level below what users gave.
 
-    Args:
-        given: what files and flags say; whoever names any tokenizer gets that one.
-        architecture: `--use-checkpoint-args`; else only the tokenizer and the size of the vocabulary.
+    given: what files and flags say; whoever names any tokenizer gets that one.
+    architecture: `--use-checkpoint-args`; else only the tokenizer and the size of the vocabulary.
     """
     values: dict[str, Any] = {"vocab_size": offer.model.vocab_size}
     if architecture:
@@ -107,9 +106,9 @@ def contradictions(
 ) -> Iterator[str]:
     """Lines about values that make another model than the offered one.
 
-    Args:
-        given: what files and flags say. architecture: `--use-checkpoint-args`.
-        known: names of fields that have no stand-in for a missing or broken value.
+    given: what files and flags say.
+    architecture: `--use-checkpoint-args`.
+    known: names of fields that have no stand-in for a missing or broken value.
     """
     family = given.get("model_type")
     if architecture and family is not None and family.value != offer.model.model_type:

@@ -12,8 +12,8 @@ batch neither shortens nor stretches them; `samples_after` and `iterations_for` 
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -27,8 +27,7 @@ class BatchSizeSchedule:
 
     An iteration takes the size that holds at its first sample, so a change waits for the end of the iteration.
 
-    Attributes:
-        steps: `(first sample, global batch size)`, first samples rising from 0.
+    steps: `(first sample, global batch size)`, first samples rising from 0.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -42,8 +41,7 @@ class BatchSizeSchedule:
     def ramp(cls, start: int, increment: int, ramp_samples: int, global_batch_size: int) -> BatchSizeSchedule:
         """Grow from `start` by `increment` to `global_batch_size`, evenly over `ramp_samples` samples.
 
-        Raises:
-            ValueError: the increment does not lead from `start` to the full batch.
+        Raises ValueError where the increment does not lead from `start` to the full batch.
         """
         if start < 1 or increment < 1 or start > global_batch_size or (global_batch_size - start) % increment:
             raise ValueError("the increment must lead from the first to the full batch")
@@ -65,11 +63,7 @@ class BatchSizeSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Samples of the iteration that begins after `consumed_samples`."""
-        size = self.steps[0][1]
-        for first, candidate in self.steps:
-            if first <= consumed_samples:
-                size = candidate
-        return size
+        return next(size for first, size in reversed(self.steps) if first <= consumed_samples)
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Samples consumed when `iterations` more iterations have run."""
@@ -95,25 +89,19 @@ class BatchSizeSchedule:
     def _runs(self, consumed: int) -> list[tuple[int, int | None]]:
         """Split the future into (size, iterations at that size); the last count is None."""
         runs: list[tuple[int, int | None]] = []
-        for index, (_, size) in enumerate(self.steps):
-            if index + 1 == len(self.steps):
-                runs.append((size, None))
-                break
-            count = max(0, -(-(self.steps[index + 1][0] - consumed) // size))
+        for (_, size), (stop, _) in itertools.pairwise(self.steps):
+            count = max(0, -(-(stop - consumed) // size))
             runs.append((size, count))
             consumed += count * size
-        return runs
+        return [*runs, (self.final, None)]
 
 
 def parse_step_schedule(text: str, seq_length: int) -> BatchSizeSchedule:
     """Read `"0:768 250B:1536"`: from 0 tokens on 768 samples a batch, from 250 billion tokens on 1536.
 
-    Args:
-        text: `TOKENS:SIZE` pairs; TOKENS may end in K, M, B or T.
-        seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it.
-
-    Raises:
-        ValueError: the text is not of that form, does not begin at 0, or does not rise.
+    text: `TOKENS:SIZE` pairs; TOKENS may end in K, M, B or T.
+    seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it.
+    Raises ValueError where the text is not of that form, does not begin at 0, or does not rise.
     """
     steps: list[tuple[int, int]] = []
     for pair in text.split():
@@ -124,13 +112,8 @@ def parse_step_schedule(text: str, seq_length: int) -> BatchSizeSchedule:
         if int(match[3]) < 1:
             raise ValueError(f"'{pair}' has no samples")
         steps.append((-(-tokens // seq_length), int(match[3])))
-    _check_rising(steps)
-    return BatchSizeSchedule(tuple(steps))
-
-
-def _check_rising(steps: Sequence[tuple[int, int]]) -> None:
     if not steps or steps[0][0] != 0:
         raise ValueError("the first step must begin at 0 tokens")
-    for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
-        if after <= before:
-            raise ValueError("the token counts must rise")
+    if any(after <= before for (before, _), (after, _) in itertools.pairwise(steps)):
+        raise ValueError("the token counts must rise")
+    return BatchSizeSchedule(tuple(steps))

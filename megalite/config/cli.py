@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megalite.config.architecture import Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.files import missing_files, schedule_file
@@ -35,10 +34,8 @@ from megalite.errors import ConfigError, MegaliteError
 class Parsed:
     """A checked configuration and what is worth telling about it.
 
-    Attributes:
-        config: the configuration.
-        origins: field name -> `default`, `llama family`, `file.yaml:7`, `command line` or `derived`.
-        warnings: lines about legal but doubtful settings.
+    origins: field name -> `default`, `llama family`, `file.yaml:7`, `command line` or `derived`.
+    warnings: lines about legal but doubtful settings.
     """
 
     config: Config
@@ -46,26 +43,9 @@ class Parsed:
     warnings: tuple[str, ...]
 
 
-def parse(
-    argv: Sequence[str],
-    *,
-    world_size: int | None = None,
-    check_files: bool = True,
-    read_offer: ReadOffer | None = None,
-) -> Config:
-    """Read flags and `--config` files into a checked configuration.
-
-    Args:
-        argv: command line without the program's name.
-        world_size: ranks of the run; None: `--nprocs`, or 1.
-        check_files: whether data and tokenizer files must exist on this machine.
-        read_offer: reads what `--load` says of the model; without it `--use-checkpoint-args` is refused.
-
-    Raises:
-        ConfigError: with all problems, one line each.
-        SystemExit: status 0, after `--help` was printed.
-    """
-    return parse_with_origins(argv, world_size=world_size, check_files=check_files, read_offer=read_offer).config
+def parse(argv: Sequence[str], *, world_size: int | None = None, check_files: bool = True) -> Config:
+    """The configuration alone of `parse_with_origins`."""
+    return parse_with_origins(argv, world_size=world_size, check_files=check_files).config
 
 
 def parse_with_origins(
@@ -75,31 +55,28 @@ def parse_with_origins(
     check_files: bool = True,
     read_offer: ReadOffer | None = None,
 ) -> Parsed:
-    """As `parse`, with the origin of every value and warnings."""
+    """Read flags and `--config` files into a checked configuration.
+
+    argv: command line without the program's name.
+    world_size: ranks of the run; None: `--nprocs`, or 1.
+    check_files: whether data and tokenizer files must exist on this machine.
+    read_offer: reads what `--load` says of the model; without it `--use-checkpoint-args` is refused.
+    Raises ConfigError with all problems, one line each; SystemExit with status 0 after `--help` was printed.
+    """
     options = all_options()
     if any(token in ("-h", "--help") for token in argv):
         print(usage(options))
         raise SystemExit(0)
     reader = Reader(options)
-    files, flags = reader.read_argv(argv)
-    read = [_file_level(reader, path) for path in files]
-    levels: list[Sequence[GivenOption]] = [*(level for level in read if level is not None), flags]
-    if None in read:  # what seems to be missing or wrong may be in the file that cannot be read
-        _merge(levels, reader)
-        raise ConfigError(_unique(reader.problems))
-    offered, levels = _with_offer(levels, reader, read_offer)
+    offered, levels = _with_offer(_read_levels(reader, argv), reader, read_offer)
     merged = _merge(levels, reader)
     found = list(reader.problems)
-
-    values = {name: given.value for name, given in merged.items()}
-    origins = {name: given.where for name, given in merged.items()}
-    _apply_family(values, origins)
-    broken = set(reader.broken)
-    config, missing = _build(options, values, broken)
+    config, origins, missing = _build(reader, merged)
     found += [_required(options[name], offered) for name in missing]
-    broken |= set(missing)
+    broken = {*reader.broken, *missing}
     if offered is not None:
-        lines = offered.contradictions(config, known=options.keys() - broken)
+        asked, known = offered.architecture, options.keys() - broken
+        lines = contradictions(offered.offer, config, offered.given, architecture=asked, known=known)
         found += [_as_given(_with_place(line, origins), merged) for line in lines]
 
     world = world_size if world_size is not None else (config.parallel.nprocs or 1)
@@ -120,29 +97,13 @@ def parse_with_origins(
 def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
     """Read flags and files for a planner: whether the layout is legal is not asked, since it is still to be chosen.
 
-    Args:
-        optional: required fields that may be missing; they get a stand-in.
-
-    Returns:
-        The configuration, and the origin of every value that was given.
-
-    Raises:
-        ConfigError: unknown names, wrong types, missing fields.
+    Returns the configuration, and the origin of every value that was given. Raises ConfigError for unknown names,
+    wrong types and missing fields; required ones among `optional` get a stand-in.
     """
-    options = all_options()
-    reader = Reader(options)
-    files, flags = reader.read_argv(argv)
-    read = [_file_level(reader, path) for path in files]
-    merged = _merge([level or [] for level in read] + [flags], reader)
-    if None in read:  # as above
-        raise ConfigError(_unique(reader.problems))
-    values = {name: given.value for name, given in merged.items()}
-    origins = {name: given.where for name, given in merged.items()}
-    _apply_family(values, origins)
-    config, missing = _build(options, values, set(reader.broken))
+    reader = Reader(all_options())
+    config, origins, missing = _build(reader, _merge(_read_levels(reader, argv), reader))
     lacking = [name for name in missing if name not in set(optional)]
-    found = list(reader.problems)
-    found += [f"{options[name].flag}: required (as a flag, or as '{name}' in a --config file)" for name in lacking]
+    found = reader.problems + [_required(reader.options[name], None) for name in lacking]
     if found:
         raise ConfigError(_unique(found))
     return config, {name: where for name, where in origins.items() if not where.endswith("family")}
@@ -155,11 +116,6 @@ class _Offered:
     offer: Offer
     given: Mapping[str, GivenOption]
     architecture: bool
-
-    def contradictions(self, config: Config, known: Iterable[str]) -> list[str]:
-        return list(
-            contradictions(self.offer, config, self.given, architecture=self.architecture, known=frozenset(known))
-        )
 
 
 def _with_offer(
@@ -201,12 +157,21 @@ def _required(option: Option, offered: _Offered | None) -> str:
     return line
 
 
-def _file_level(reader: Reader, path: str) -> list[GivenOption] | None:
-    try:
-        return reader.read_entries(read_yaml(path, reader.problems))
-    except ConfigError as error:
-        reader.problems += error.problems
-        return None
+def _read_levels(reader: Reader, argv: Sequence[str]) -> list[Sequence[GivenOption]]:
+    """What each file and then the flags give. Raises ConfigError where a file cannot be read."""
+    files, flags = reader.read_argv(argv)
+    levels: list[Sequence[GivenOption]] = []
+    for path in files:
+        try:
+            levels.append(reader.read_entries(read_yaml(path, reader.problems)))
+        except ConfigError as error:
+            reader.problems += error.problems
+    whole = len(levels) == len(files)
+    levels.append(flags)
+    if not whole:  # what seems to be missing or wrong may be in the file that cannot be read
+        _merge(levels, reader)
+        raise ConfigError(_unique(reader.problems))
+    return levels
 
 
 def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str, GivenOption]:
@@ -290,21 +255,22 @@ def _work_out_chunks(merged: dict[str, GivenOption], reader: Reader) -> None:
     merged[name] = replace(given, name=name, value=layers // (per_chunk * pipeline))
 
 
-def _apply_family(values: dict[str, Any], origins: dict[str, str]) -> None:
+def _build(reader: Reader, merged: Mapping[str, GivenOption]) -> tuple[Config, dict[str, str], list[str]]:
+    """The configuration, the origin of what was given, and the required fields that nobody gave.
+
+    What is missing or broken gets a stand-in, so that the rest can still be checked.
+    """
+    values = {name: given.value for name, given in merged.items()}
+    origins = {name: given.where for name, given in merged.items()}
     family = values.get("model_type", "gpt")
     for name, value in FAMILY_DEFAULTS.get(family, {}).items():
         if name not in values:
-            values[name] = value
-            origins[name] = f"{family} family"
-
-
-def _build(options: Mapping[str, Option], values: Mapping[str, Any], broken: set[str]) -> tuple[Config, list[str]]:
-    """Build the sections; what is missing or broken gets a stand-in, so that the rest can still be checked."""
-    arguments = {name: value for name, value in values.items() if name not in broken}
-    required = {name: placeholder(option) for name, option in options.items() if option.required}
-    missing = [name for name in required if name not in values and name not in broken]
-    arguments = required | arguments
-    return Config(**{section: build_section(cls, arguments) for section, cls in SECTIONS.items()}), missing
+            values[name], origins[name] = value, f"{family} family"
+    required = {name: placeholder(option) for name, option in reader.options.items() if option.required}
+    missing = [name for name in required if name not in values and name not in reader.broken]
+    arguments = required | {name: value for name, value in values.items() if name not in reader.broken}
+    config = Config(**{section: build_section(cls, arguments) for section, cls in SECTIONS.items()})
+    return config, origins, missing
 
 
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:

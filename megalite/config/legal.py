@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config import rules
-from megalite.config.root import SECTIONS, Config
+from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.values import as_typed, bounds_problem, show
 
@@ -20,13 +20,10 @@ from megalite.config.values import as_typed, bounds_problem, show
 def config_problems(config: Config, world_size: int, *, broken: frozenset[str] = frozenset()) -> list[str]:
     """List what is wrong, one line each, in the form `--flag=value: what (facts); fix`.
 
-    Args:
-        config: the configuration to judge.
-        world_size: ranks of the run.
-        broken: fields whose value is a stand-in (the parser has reported them): rules that speak of them are silent.
+    broken: fields whose value is a stand-in (the parser has reported them): rules that speak of them are silent.
     """
     lines: list[str] = []
-    silent = {option.flag for option in _all_options() if option.name in broken}
+    silent = {option.flag for name, option in all_options().items() if name in broken}
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
         stand_ins: dict[str, Any] = {}
@@ -88,10 +85,6 @@ def config_warnings(config: Config, world_size: int) -> list[str]:
 def placeholder(option: Option) -> Any:
     """A legal stand-in for a value that is missing or broken."""
     return option.kind(1) if option.required else option.default
-
-
-def _all_options() -> list[Option]:
-    return [option for section, cls in SECTIONS.items() for option in options_of(section, cls)]
 
 
 def _mentions(line: str, flags: set[str]) -> bool:

@@ -24,11 +24,10 @@ ARGS = "optimizer_args"
 class GivenOption:
     """One value that a user gave.
 
-    Attributes:
-        name: the field (or extra option) it sets.
-        typed: the name as typed, with underscores and without `no_`.
-        value: the converted value.
-        where: `command line` or `file.yaml:7`.
+    name: the field (or extra option) it sets.
+    typed: the name as typed, with underscores and without `no_`.
+    value: the converted value.
+    where: `command line` or `file.yaml:7`.
     """
 
     name: str
@@ -68,11 +67,7 @@ class Reader:
     broken: set[str] = field(default_factory=set)
 
     def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[GivenOption]]:
-        """Scan a command line.
-
-        Returns:
-            The files named by `--config`, in order, and what the flags set.
-        """
+        """Scan a command line: the files named by `--config`, in order, and what the flags set."""
         files: list[str] = []
         givens: list[GivenOption] = []
         for token, attached, values in _split(argv):
@@ -86,7 +81,7 @@ class Reader:
                 if not texts:
                     self.problems.append("--config: expected a file name")
                 continue
-            if not self._known(name):
+            if self._target(name) is None:
                 self._refuse(f"unknown flag --{name.replace('_', '-')}", name, "--")
                 continue
             taken = self._take_values(name, attached, values)
@@ -132,9 +127,6 @@ class Reader:
             return name
         return self._target(name[3:]) if self._is_negation(name) else None
 
-    def _known(self, name: str) -> bool:
-        return self._target(name) is not None
-
     def _takes_many(self, target: str | None) -> bool:
         option = self.options.get(target or "")
         return target == ARGS or (option is not None and option.many)
@@ -168,10 +160,8 @@ class Reader:
         try:
             negated = self._is_negation(typed.name)
             base = typed.name[3:] if negated else typed.name
-            if self._is_switch(base):
-                on = self._switch(typed) is not negated
-                return [GivenOption(target, base, self._switched(base, on), typed.where)]
-            return [GivenOption(target, base, self._value(typed, target), typed.where)]
+            value = self._switch(typed, base, negated) if self._is_switch(base) else self._value(typed, target)
+            return [GivenOption(target, base, value, typed.where)]
         except BadValue as bad:
             shown = " ".join(scalar.text for scalar in typed.scalars)
             is_text = "got text" in str(bad) or "expected" in str(bad)
@@ -196,15 +186,15 @@ class Reader:
             self._bad(typed, None, typed.label(), "expected NAME=VALUE ...")
         return givens
 
-    def _switch(self, typed: _Typed) -> bool:
-        if not typed.scalars:
-            return True
-        (scalar,) = typed.scalars
-        if scalar.tag not in ("bool", "text"):
-            raise BadValue(f"expected true/false, got text '{scalar.text}'")
-        return bool(convert(Option("", "", bool, False, False, None, {}), scalar.text))
-
-    def _switched(self, base: str, on: bool) -> Any:
+    def _switch(self, typed: _Typed, base: str, negated: bool) -> Any:
+        """What the switch `base` sets its field to."""
+        on = True
+        if typed.scalars:
+            (scalar,) = typed.scalars
+            if scalar.tag not in ("bool", "text"):
+                raise BadValue(f"expected true/false, got text '{scalar.text}'")
+            on = bool(convert(Option("", "", bool, False, False, None, {}), scalar.text))
+        on = on is not negated
         if base not in CONSTANT_FLAGS:
             return on
         target, value = CONSTANT_FLAGS[base]

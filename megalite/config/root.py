@@ -48,11 +48,7 @@ class Config:
         return self.parallel.data_parallel_size(world_size)
 
     def batch_size_schedule(self, world_size: int) -> BatchSizeSchedule:
-        """Global batch size by samples consumed.
-
-        Raises:
-            ValueError: the ramp-up flags are malformed (validation reports them first).
-        """
+        """Global batch size by samples consumed. ValueError for malformed ramp-up flags (validation reports them)."""
         training = self.training
         full = training.batch_size(self.data_parallel_size(world_size))
         return training.batch_ramp.sizes(full, self.model.seq_length)
@@ -63,7 +59,8 @@ class Config:
 
     def num_microbatches(self, world_size: int) -> int:
         """Micro-batches of one replica in a full global batch."""
-        return self.training.num_microbatches(self.data_parallel_size(world_size), self.global_batch_size(world_size))
+        samples_at_once = self.training.micro_batch_size * self.data_parallel_size(world_size)
+        return self.global_batch_size(world_size) // samples_at_once
 
     def train_iterations(self, world_size: int) -> int:
         """Length of the whole training in iterations, whichever unit it was given in (0 with `skip_train` alone)."""

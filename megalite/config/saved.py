@@ -19,19 +19,16 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
         kept = _saved(options_of(section, cls), values)
-        result[section] = {name: _plain(values[name]) for name in kept}
+        result[section] = {n: list(values[n]) if isinstance(values[n], tuple) else values[n] for n in kept}
     return result
 
 
 def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> Config:
     """Rebuild a configuration from `to_dict`'s form, strictly.
 
-    Args:
-        data: section -> field -> value; a field that is left out takes its default.
-        where: what an error line begins with.
-
-    Raises:
-        ConfigError: an unknown section or field, a wrong type, a broken bound or a missing required field.
+    data: section -> field -> value; a field that is left out takes its default.
+    where: what an error line begins with.
+    Raises ConfigError for an unknown section or field, a wrong type, a broken bound or a missing required field.
     """
     problems = [f"{where}: unknown section {name[:80]!r}" for name in data if name not in SECTIONS]
     sections: dict[str, Any] = {}
@@ -59,12 +56,7 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
 
 
 def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """Write a configuration as YAML, nested in sections.
-
-    Args:
-        config: what to write.
-        origins: origin of every value, written beside it as a comment.
-    """
+    """Write a configuration as YAML, nested in sections, with the origin of each value beside it where it is known."""
     derived = _derived(config)
     lines = []
     for section, values in to_dict(config).items():
@@ -79,8 +71,8 @@ def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
 
 
 def _saved(options: Sequence[Option], values: Mapping[str, Any]) -> list[str]:
-    """The flags to write: of several that give one field otherwise the one that was given, or the first; of the
-    numbers of single optimizers those that are read.
+    """The flags to write: of several spellings of a field the given one, or the first; of single optimizers' numbers
+    those that are read.
     """
     written: list[Option] = []
     for option in sorted(options, key=lambda option: values[option.name] == option.default):
@@ -90,10 +82,6 @@ def _saved(options: Sequence[Option], values: Mapping[str, Any]) -> list[str]:
         if option.facts.get("saved", True) and not any(option.excludes(other) for other in written):
             written.append(option)
     return [option.name for option in options if option in written]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _checked(option: Option, value: Any) -> tuple[Any, str | None]:

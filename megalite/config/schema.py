@@ -22,14 +22,13 @@ from typing import Any
 def option(default: Any, help: str, **facts: Any) -> Any:
     """Declare a field with a default.
 
-    Args:
-        default: value when neither a file nor a flag gives one; None means "derived" or "off", as the help says.
-        help: one sentence for `--help` and the flag table.
-        facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a
-            broken bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a
-            saved config.yaml), `way` (of a `OneOf`: flags of one way go together, one of none with all), `needs` (a
-            flag of the same section without which this one is refused), `only_with` (one without which it has no
-            effect, a warning), `only_for` (the choices of `--optimizer` that read it).
+    default: value when neither a file nor a flag gives one; None means "derived" or "off", as the help says.
+    help: one sentence for `--help` and the flag table.
+    facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a broken
+        bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a saved
+        config.yaml), `way` (of a `OneOf`: flags of one way go together, one of none with all), `needs` (a flag of the
+        same section without which this one is refused), `only_with` (one without which it has no effect, a warning),
+        `only_for` (the choices of `--optimizer` that read it).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 
@@ -51,14 +50,13 @@ class OneOf(Spelled):
 class Option:
     """One flag, ready for a parser: a field, or one of the spellings of a field.
 
-    Attributes:
-        section: name of the section (`model`, `parallel`, ...).
-        name: Megatron's flag name with underscores.
-        kind: `int`, `float`, `str` or `bool`: the type of the value, or of one item of it.
-        many: the value is a tuple of `kind`.
-        optional: None is a legal value.
-        field: the field of the section that it sets.
-        spells: the type of that field, where it has several spellings.
+    section: name of the section (`model`, `parallel`, ...).
+    name: Megatron's flag name with underscores.
+    kind: `int`, `float`, `str` or `bool`: the type of the value, or of one item of it.
+    many: the value is a tuple of `kind`.
+    optional: None is a legal value.
+    field: the field of the section that it sets.
+    spells: the type of that field, where it has several spellings.
     """
 
     section: str
@@ -90,7 +88,6 @@ class Option:
 
     @property
     def help(self) -> str:
-        """One sentence."""
         return str(self.facts["help"])
 
     @property

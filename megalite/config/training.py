@@ -25,11 +25,7 @@ class BatchRamp(OneOf):
     )
 
     def sizes(self, full: int, seq_length: int) -> BatchSizeSchedule:
-        """Global batch size by samples consumed, where `full` is --global-batch-size.
-
-        Raises:
-            ValueError: the text or the numbers are malformed.
-        """
+        """Global batch size by samples consumed; `full` is --global-batch-size. ValueError for malformed ones."""
         if self.step_batch_size_schedule is not None:
             return parse_step_schedule(self.step_batch_size_schedule, seq_length)
         if self.rampup_batch_size is not None:
@@ -136,8 +132,3 @@ class TrainingConfig:
         if self.global_batch_size is not None:
             return self.global_batch_size
         return self.micro_batch_size * data_parallel_size
-
-    def num_microbatches(self, data_parallel_size: int, global_batch_size: int | None = None) -> int:
-        """Micro-batches of one replica in an iteration of `global_batch_size` samples (default: the full batch)."""
-        samples = self.batch_size(data_parallel_size) if global_batch_size is None else global_batch_size
-        return samples // (self.micro_batch_size * data_parallel_size)

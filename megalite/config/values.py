@@ -46,11 +46,7 @@ def as_typed(flag: str, value: Any) -> str:
 
 
 def convert(option: Option, text: str) -> Any:
-    """Read one value (one item, where the field holds several).
-
-    Raises:
-        BadValue: the text is not of the field's type, or not one of its choices.
-    """
+    """Read one value (or item). Raises BadValue where it is not of the field's type, or not one of its choices."""
     if option.kind is bool:
         return _boolean(text)
     if option.kind is int:
@@ -95,9 +91,8 @@ def _nearest(option: Option, bound: str) -> str:
 
 
 def _boolean(text: str) -> bool:
-    lowered = text.lower()
-    if lowered in _TRUE or lowered in _FALSE:
-        return lowered in _TRUE
+    if text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
     raise BadValue(f"expected true/false, got text '{text}'")
 
 

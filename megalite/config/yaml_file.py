@@ -20,12 +20,7 @@ _MAX_DEPTH = 4
 
 @dataclass(frozen=True)
 class Scalar:
-    """One scalar as written.
-
-    Attributes:
-        text: its characters.
-        tag: what YAML 1.1 takes it for: `null`, `bool`, `int`, `float`, `str`, ...
-    """
+    """One scalar as written. tag: what YAML 1.1 takes it for: `null`, `bool`, `int`, `float`, `str`, ..."""
 
     text: str
     tag: str
@@ -35,10 +30,9 @@ class Scalar:
 class YamlEntry:
     """One `key: value` line.
 
-    Attributes:
-        section: the mapping it belongs to, or None at top level.
-        where: `file.yaml:7`.
-        value: a scalar, or a tuple for a list.
+    section: the mapping it belongs to, or None at top level.
+    where: `file.yaml:7`.
+    value: a scalar, or a tuple for a list.
     """
 
     section: str | None
@@ -47,14 +41,12 @@ class YamlEntry:
     value: Scalar | tuple[Scalar, ...]
 
 
-def read_yaml(path: str, problems: list[str] | None = None) -> list[YamlEntry]:
+def read_yaml(path: str, problems: list[str]) -> list[YamlEntry]:
     """Read a configuration file.
 
-    problems: takes the mistakes of single entries, and the others are returned; without it they raise.
-
-    Raises:
-        ConfigError: the file is missing, too large, not YAML, or uses what a configuration does not need; the line
-            says where (`file:line:column`).
+    problems: takes the mistakes of single entries, and the others are returned.
+    Raises ConfigError where the file is missing, too large, not YAML, or uses what a configuration does not need; the
+    line says where (`file:line:column`).
     """
     text = _read_text(path)
     root = _compose(path, text)
@@ -63,10 +55,7 @@ def read_yaml(path: str, problems: list[str] | None = None) -> list[YamlEntry]:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{_at(path, root)}: expected 'key: value' lines")
     entries: list[YamlEntry] = []
-    mistakes: list[str] = [] if problems is None else problems
-    _collect(path, root, None, entries, mistakes)
-    if mistakes and problems is None:
-        raise ConfigError(mistakes)
+    _collect(path, root, None, entries, problems)
     return entries
 
 

@@ -5,13 +5,11 @@
     supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
     watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
     self_test.py    at start: who is missing, whose configuration differs, is a sum right
-    bandwidth.py    the local collective test of tools/doctor.py
 
 Nothing here imports torch before a rank needs it: the launcher's own process stays small and single-threaded, so that
 it can fork. Proof: `tests/distributed/launch/`, `tests/faults/test_launcher.py`, `test_outer_launchers.py`.
 """
 
-from megalite.launch.bandwidth import measure_collectives
 from megalite.launch.launcher import (
     INTERRUPTED,
     LaunchEnvironment,
@@ -21,4 +19,5 @@ from megalite.launch.launcher import (
     print_interrupted,
     read_environment,
 )
+from megalite.launch.rank_page import RankPage
 from megalite.launch.supervisor import Outcome, die_with_parent, supervise

@@ -160,9 +160,8 @@ def supervise(
     failure the others get `grace_seconds` to fail by themselves. A rank that does not run Python for `hang_seconds`
     has failed; so have all that still run after `deadline_seconds`. Both print their stacks to standard error first.
 
-    Args:
-        body: its return value, or the `exit_code` of the exception that leaves it, is the rank's exit status.
-        forward: signals that this process passes on to the ranks while it waits.
+    body: its return value, or the `exit_code` of the exception that leaves it, is the rank's exit status.
+    forward: signals that this process passes on to the ranks while it waits.
     """
     start = time.monotonic()
     # What was started under `nohup` continues without the terminal.

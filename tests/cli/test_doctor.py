@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from collective_test import SIZES, measure_collectives
 from megalite.comm.world import World
 from megalite.errors import ConfigError, RuntimeFailure
-from megalite.launch.bandwidth import SIZES, measure_collectives
 from megalite.testing import run_single
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""A local collective test: do two ranks of this machine reach each other, give the right sums, and how fast?
+"""The collective test of doctor.py: do two ranks of this machine reach each other, give the right sums, and how fast?
 
 Bus bandwidth of an all-reduce of n bytes over r ranks is 2 (r - 1) / r * n / time (the bytes each rank must send in
 the best algorithm), so that the number compares with the hardware's.
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.errors import RuntimeFailure
-from megalite.launch.rank_page import RankPage
-from megalite.launch.supervisor import supervise
+from megalite.launch import RankPage, supervise
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +40,7 @@ class Measurement:
 def measure_collectives(size: int = 2, *, device: str = "cpu", timeout: float = 60.0) -> list[Measurement]:
     """Forks `size` ranks and times all-reduce and send/receive between them, after checking a sum.
 
-    Must be called before this process has computed anything (see `supervisor`). device: "cpu" (gloo) or "cuda" (NCCL,
+    Must be called before this process has computed anything (see `supervise`). device: "cpu" (gloo) or "cuda" (NCCL,
     one GPU per rank). Raises RuntimeFailure that names the rank that failed.
     """
     with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
