@@ -13,6 +13,7 @@ from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.config.parallel import SCHEDULES
 from megalite.config.training import Precision, TrainingLength
 from megalite.config.yaml_file import read_yaml
+from megalite.errors import ConfigError
 
 MODEL = ModelConfig(
     num_layers=16, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=64,
