@@ -20,6 +20,7 @@ from megalite.config import (
     Decay,
     LoggingConfig,
     ModelConfig,
+    OptimizerArgs,
     OptimizerConfig,
     ParallelConfig,
     Precision,
@@ -91,7 +92,7 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
         model=model,
         parallel=_parallel(parallel),
         training=training,
-        optimizer=_optimizer(config.optimizer, steps, correction_of(config) != Correction(), changes),
+        optimizer=_optimizer(config, model.hidden_size / config.model.hidden_size, steps, changes),
         data=made_data(config).data,
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
@@ -250,8 +251,10 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
     )
 
 
-def _optimizer(settings: OptimizerConfig, steps: int, corrects: bool, changes: _Changes) -> OptimizerConfig:
-    """Lengths within the few steps, numbers at which a mistake shows and rounding does not."""
+def _optimizer(config: Config, smaller: float, steps: int, changes: _Changes) -> OptimizerConfig:
+    """Lengths within the few steps, numbers at which a mistake shows and rounding does not. smaller: small / own
+    hidden size."""
+    settings, corrects = config.optimizer, correction_of(config) != Correction()
     warmup, wsd = settings.lr_warmup, settings.lr_wsd_decay
     warms = any((warmup.lr_warmup_iters, warmup.lr_warmup_samples, warmup.lr_warmup_fraction))
     final = replace(wsd, lr_wsd_decay_iters=steps // 2, lr_wsd_decay_samples=None)
@@ -260,7 +263,7 @@ def _optimizer(settings: OptimizerConfig, steps: int, corrects: bool, changes: _
         lr_decay=Decay(),
         lr_warmup=Warmup(lr_warmup_iters=1, lr_warmup_init=settings.lr / 2) if warms else Warmup(),
         lr_wsd_decay=final if settings.lr_decay_style == "WSD" else wsd,
-        args=replace(settings.args, adam_eps=max(settings.args.adam_eps, EPSILON)),
+        args=_arguments(settings, smaller, changes),
         exp_avg_dtype="fp32",
         exp_avg_sq_dtype="fp32",
         optimizer_impl="torch",
@@ -270,8 +273,23 @@ def _optimizer(settings: OptimizerConfig, steps: int, corrects: bool, changes: _
     )
     if corrects:
         changes.lines.append("--staleness-correction: against one rank only")
-    changes.note("--adam-eps", settings.args.adam_eps, small.args.adam_eps)
     changes.note("--clip-grad", settings.clip_grad, small.clip_grad)
+    return small
+
+
+def _arguments(settings: OptimizerConfig, smaller: float, changes: _Changes) -> OptimizerArgs:
+    """Epsilons below which rounding makes differences; SOAP's bases turn in every step, its long sides stay long."""
+    args = settings.args
+    small = replace(
+        args,
+        adam_eps=max(args.adam_eps, EPSILON),
+        soap_eps=max(args.soap_eps, EPSILON),
+        soap_precondition_frequency=1,
+        soap_max_precond_dim=int(args.soap_max_precond_dim * smaller),
+    )
+    read = {n: v for n, v in vars(small).items() if n.startswith(("adam_", f"{settings.optimizer}_"))}
+    small = replace(args, **read)
+    changes.fields(args, small)
     return small
 
 

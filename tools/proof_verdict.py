@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from proof_reference import Reference
-from proof_watch import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, STEP, TOLERANCE, WEIGHTS
+from proof_reference import TOLERANCE, Reference
+from proof_watch import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, STEP, WEIGHTS
 
 ORDER = (WEIGHTS, FORWARD, BACKWARD, GRADIENT, NORM, LOSS, STEP)
 Found = dict[str, Any]
@@ -127,7 +127,7 @@ def _sum_was_right(folder: Path, reference: Reference, name: str, update: int) -
         return False
     for offset, values in _held(folder, name, update):
         total[tuple(slice(a, a + n) for a, n in zip(offset, values.shape, strict=True))] += values
-    return float((total - expected).abs().max()) <= TOLERANCE * max(float(expected.abs().max()), 1e-12)
+    return float((total - expected).abs().max()) <= reference.tolerance * max(float(expected.abs().max()), 1e-12)
 
 
 def _held(folder: Path, name: str, update: int) -> Iterable[tuple[list[int], Tensor]]:

@@ -32,7 +32,7 @@ from megalite.config.legal import config_problems, config_warnings
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.names import NOT_NEEDED
-from megalite.config.optimizer import Decay, HostOffload, OptimizerConfig, Warmup
+from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
 from megalite.config.rules.shape import model_shape

@@ -47,7 +47,6 @@ class OptimizerSpec:
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
     (docs/asynchronous.md has the measurements). nesterov: why its momentum cannot be taken as Nesterov did.
-    whole_batches: why it cannot step after every micro-batch.
     """
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]]
@@ -60,7 +59,6 @@ class OptimizerSpec:
     correction: str = "none"
     lookahead: float = 1.0
     nesterov: str | None = None
-    whole_batches: str | None = None
 
     def most_moments(self, settings: OptimizerConfig) -> int:
         """How many moments most elements of a model have: those of the blocks' matrices."""
@@ -91,7 +89,6 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             of_whole=_moments_and_bases,
             whole_moments=2,
             nesterov="no such step is known in a basis that turns",
-            whole_batches="its bases are arbitrary where a micro-batch's gradient is rank-deficient",
         ),
         "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
     }

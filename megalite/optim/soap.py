@@ -7,7 +7,9 @@ everything else gets AdamW.
     every few steps Q_L and Q_R follow the eigenvectors of L and R: one power iteration, QR
 
 As the authors' code does, the first gradient makes the first bases (eigenvectors of L and R) and moves nothing, so that
-no gradient is ever seen through a basis made of itself; V is reordered as the eigenvectors change places.
+no gradient is ever seen through a basis made of itself; V is reordered as the eigenvectors change places. Where L or R
+has no eigenvectors but those that rounding makes (few tokens, many columns) the former basis stays, so that all layouts
+have the same.
 
 A matrix of `[rows, columns]` keeps its two moments and `2 (rows^2 + columns^2)` numbers more, on the one ZeRO rank that
 owns it. A matrix that tensor parallelism cuts is gathered first, and every rank of the axis computes (and keeps the
@@ -27,6 +29,9 @@ from megalite.inventory import NO_AXES, Placement
 from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
 from megalite.optim.rule import OptimizerSettings, ParamGroup
+
+EMPTY = 1e-7
+"""A direction with so small a part of the largest eigenvalue has seen no gradient: what is there is rounding."""
 
 
 class Side(NamedTuple):
@@ -51,17 +56,22 @@ class Side(NamedTuple):
         self.preconditioner.lerp_(product, 1.0 - beta)
 
     def begin(self) -> None:
-        """The basis is that of the eigenvectors."""
-        vectors = torch.linalg.eigh(self.preconditioner.to(torch.float64)).eigenvectors
-        self.basis.copy_(vectors.flip(-1))
+        """The basis is that of the eigenvectors, as far as there are any: `in_general_position` beyond."""
+        values, vectors = torch.linalg.eigh(self.preconditioner.to(torch.float64))
+        values, vectors = values.flip(-1), vectors.flip(-1)
+        empty = values <= EMPTY * values[..., :1]
+        columns = torch.where(empty.unsqueeze(-2), in_general_position(vectors), vectors)
+        self.basis.copy_(torch.linalg.qr(columns).Q)
 
     def turn(self) -> Tensor:
         """One power iteration, orthogonalised; returns the order in which the old basis vectors were taken,
-        `[..., n]`."""
-        sizes = (self.basis * (self.preconditioner @ self.basis)).sum(-2)
-        order = sizes.argsort(dim=-1, descending=True, stable=True)
-        ordered = self.basis.gather(-1, order.unsqueeze(-2).expand_as(self.basis))
-        self.basis.copy_(torch.linalg.qr(self.preconditioner @ ordered).Q)
+        `[..., n]`. Where no gradient has been seen the basis keeps its directions and their order."""
+        image = self.preconditioner @ self.basis
+        sizes = (self.basis * image).sum(-2)
+        least = EMPTY * sizes.amax(-1, keepdim=True)
+        order = sizes.clamp(min=least).argsort(dim=-1, descending=True, stable=True)
+        columns = image + least.unsqueeze(-2) * self.basis
+        self.basis.copy_(torch.linalg.qr(columns.gather(-1, order.unsqueeze(-2).expand_as(columns))).Q)
         return order
 
     def reorder(self, x: Tensor, order: Tensor) -> Tensor:
@@ -128,6 +138,12 @@ def _sides(p: Tensor, placement: Placement, max_dim: int) -> list[Side]:
             basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*shape[:-2], n, n).contiguous()
             sides.append(Side(dim, torch.zeros_like(basis), basis))
     return sides
+
+
+def in_general_position(like: Tensor) -> Tensor:
+    """The same `[n, n]` directions every time, which have nothing to do with any matrix."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape[-2:], dtype=like.dtype, generator=generator).to(like.device).expand_as(like)
 
 
 def _into(sides: Sequence[Side], x: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class Soap(Rule):
             for side, square in (("L", g @ g.T), ("R", g.T @ g)):
                 if len(square) <= args.soap_max_precond_dim:
                     state[side] = (1 - b2) * square
-                    state["Q" + side] = torch.linalg.eigh(state[side])[1].flip(1)
+                    state["Q" + side] = first_basis(state[side])
             return
         one = {"QL": torch.eye(len(w), dtype=w.dtype), "QR": torch.eye(w.shape[1], dtype=w.dtype)}
         left, right = (state.get(name, one[name]) for name in ("QL", "QR"))
@@ -190,9 +190,12 @@ class Soap(Rule):
                 state[side] = b2 * state[side] + (1 - b2) * square
                 if t % args.soap_precondition_frequency == 0:
                     q = state["Q" + side]
-                    order = torch.argsort(torch.diag(q.T @ state[side] @ q), descending=True)
+                    sizes = torch.diag(q.T @ state[side] @ q)
+                    least = 1e-7 * sizes.max()
+                    order = sorted(range(len(q)), key=lambda i: -max(sizes[i], least))
                     state["V"] = state["V"][order] if side == "L" else state["V"][:, order]
-                    state["Q" + side] = torch.linalg.qr(state[side] @ q[:, order])[0]
+                    ridge = least * torch.eye(len(q), dtype=q.dtype)
+                    state["Q" + side] = torch.linalg.qr((state[side] + ridge) @ q[:, order])[0]
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         yield from self.rest.moments()
@@ -202,6 +205,19 @@ class Soap(Rule):
                 if key in parts[0]:
                     whole = torch.stack([state[key] for state in parts])
                     yield label, name, whole if self.parameters[name].dim() > 2 else whole[0]
+
+
+def first_basis(square: Tensor) -> Tensor:
+    """Eigenvectors, and where eigenvalues are zero the part of fixed directions that is orthogonal to the others."""
+    values, vectors = torch.linalg.eigh(square)
+    n, rank = len(values), int((values > 1e-7 * values.max()).sum())
+    columns: Tensor = vectors.flip(1)[:, :rank]
+    fixed = torch.randn(n, n, dtype=square.dtype, generator=torch.Generator().manual_seed(0))[:, rank:]
+    for x in fixed.T:
+        for _ in range(2):  # Gram and Schmidt, twice for its rounding
+            x = x - columns @ (columns.T @ x)
+        columns = torch.cat([columns, (x / x.norm())[:, None]], 1)
+    return columns
 
 
 class Lion(Rule):

@@ -84,14 +84,6 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield f"--{field.replace('_', '-')}={value}: not with --optimizer={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
-    why = OPTIMIZER_SPECS[name].whole_batches
-    schedule = config.parallel.schedule
-    if (
-        why is not None
-        and config.parallel.pipeline_schedule_file is None
-        and find_schedule(schedule).update_per_microbatch
-    ):
-        yield f"--optimizer={name}: not with --pipeline-schedule={schedule}, which steps after every micro-batch: {why}"
     yield from _staleness(config)
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:

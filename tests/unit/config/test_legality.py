@@ -146,11 +146,3 @@ def test_mutilated_yaml_raises_only_our_error(seed: int, tmp_path_factory: pytes
         except ConfigError as error:
             problems += error.problems
         assert all("\n" not in line for line in problems)
-
-
-@pytest.mark.parametrize(("schedule", "refused"), [("pipedream", True), ("2bw", False), ("1f1b", False)])
-def test_soap_steps_after_whole_batches_alone(schedule: str, refused: bool) -> None:
-    """Found by random layouts: a micro-batch's gradient leaves its bases arbitrary, and layouts differ."""
-    config = config_of(pipeline_model_parallel_size=2, pipeline_schedule=schedule)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, optimizer="soap"))
-    assert any(line.startswith("--optimizer=soap: not with") for line in config_problems(config, 2)) is refused

@@ -132,6 +132,26 @@ def test_soap_is_the_papers(shape: tuple[int, ...], max_dim: int) -> None:
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-9), step
 
 
+@pytest.mark.parametrize(("rank", "frequency"), [(2, 1), (7, 1), (3, 4)])
+def test_soap_does_not_follow_rounding(rank: int, frequency: int) -> None:
+    """Gradients of few tokens: what they leave out of a basis is not decided by the last digit."""
+    settings = OptimizerSettings(soap_precondition_frequency=frequency, soap_eps=1e-5)
+
+    def train(noise: float) -> torch.Tensor:
+        generator, rounding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+        p, placement = torch.zeros(12, 8, dtype=torch.float64), Placement((12, 8), (0, 0))
+        rule = OPTIMIZERS["soap"]([{"params": [p], "decay": True, "whole": True, "placements": [placement]}], settings)
+        rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
+        for _ in range(9):
+            left, right = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in p.shape)
+            g = left @ right.T
+            p.grad = g * (1 + noise * torch.randn(g.shape, generator=rounding, dtype=torch.float64))
+            rule.step()
+        return p
+
+    assert torch.allclose(train(0.0), train(1e-15), rtol=0, atol=1e-7)
+
+
 def test_soap_with_no_basis_is_adam_one_step_late() -> None:
     settings = OptimizerSettings(soap_max_precond_dim=0, soap_beta1=0.9, soap_beta2=0.999)
     got, _ = run("soap", 4, settings, matrix=True)
