@@ -23,6 +23,9 @@ class Microbatch:
     loss_mask: float32 `[b, s]`, 1 where the token's loss counts.
     document_starts: int64 `[b, s]` or None; where the token's document begins in its sample: attention does not see
         what is before (`--reset-attention-mask`).
+    places, order: where context parallelism has cut the sequence, None where it has not. places: int64 `[s]`, the
+        position in its sample of each token that is here; order: that of all tokens, rank after rank; `document_starts`
+        is then of all tokens too, in that order.
     sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample and
         never on the layout or the order of the micro-batches.
     """
@@ -33,6 +36,8 @@ class Microbatch:
     loss_mask: Tensor
     sample_ids: Tensor
     document_starts: Tensor | None = None
+    places: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -30,6 +30,7 @@ FLOORS = {
     "megalite.visibility": 4,
     "megalite.planner": 4,
     "megalite.launch": 5,
+    "megalite.parallel.context": 5,
     "megalite.parallel.pipeline": 5,
     "megalite.parallel.tensor": 5,
     "megalite.parallel.zero": 5,

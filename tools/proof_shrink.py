@@ -182,14 +182,15 @@ def _replicas(config: Config, world_size: int, most_ranks: int) -> int:
     fewest = min(dp, 2 * instances if instances > 1 else 2)
     if fewest * one > most_ranks:
         raise ConfigError(
-            f"--max-ranks={most_ranks}: tensor x pipeline x at least {fewest} replicas are {fewest * one} ranks; "
-            "raise it, or prove a layout with a smaller --pipeline-model-parallel-size"
+            f"--max-ranks={most_ranks}: tensor x context x pipeline x at least {fewest} replicas are {fewest * one} "
+            "ranks; raise it, or prove a layout with a smaller --pipeline-model-parallel-size"
         )
     return next(n for n in range(most_ranks // one, 0, -1) if n % instances == 0 and n <= dp)
 
 
 def _model(config: Config, changes: _Changes) -> ModelConfig:
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    model, context = config.model, config.parallel.context
+    tp = config.parallel.tensor_model_parallel_size * context.traders  # ranks among which groups are dealt out
     many = model.num_attention_heads // tp > 1
     groups, heads = None, tp * (2 if many else 1)
     if model.query_groups < model.num_attention_heads:
@@ -198,7 +199,8 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
     odd = model.kv_channels is not None and model.kv_channels * model.num_attention_heads != model.hidden_size
     hidden = heads * HEAD + (HEAD if odd else 0)
     rotated = int(HEAD * model.rotary_percent)
-    tokens = tp * -(-TOKENS // tp)
+    unit = tp * context.ring * (2 if context.ring > 1 else 1)
+    tokens = unit * -(-TOKENS // unit)
     longer = model.max_position_embeddings is not None and model.max_position_embeddings > model.seq_length
     window = model.window_size
     if window is not None:

@@ -172,11 +172,13 @@ class Eyes:
                             tensor="batch", what="is no sample of these iterations")  # fmt: skip
             return
         self.watch.seen.setdefault(layer, []).extend(samples)
-        self._compare(FORWARD, layer, samples, out.detach())
+        self._compare(FORWARD, layer, samples, out.detach(), batch.places)
         if out.requires_grad:
-            out.register_hook(lambda g: self._compare(BACKWARD, layer, samples, g))
+            out.register_hook(lambda g: self._compare(BACKWARD, layer, samples, g, batch.places))
 
-    def _compare(self, kind: str, layer: str, samples: list[int], values: Tensor) -> None:
+    def _compare(self, kind: str, layer: str, samples: list[int], values: Tensor, places: Tensor | None) -> None:
+        if values.dim() == 0 and kind == FORWARD and places is not None:
+            return  # a part of the sequence's loss
         where = {"step": self.reference.step_of(samples[0]), "layer": layer}
         if values.dim() == 0:
             key = f"{'loss' if kind == FORWARD else 'factor'}/{samples[0]}"
@@ -186,6 +188,7 @@ class Eyes:
         prefix = f"{kind}/{layer}/"
         for i, sample in enumerate(samples):
             whole = self.reference.get(f"{prefix}{sample}")
+            whole = whole[places] if whole is not None and places is not None else whole
             cut = whole is not None and whole.shape[0] != length  # sequence parallelism: this rank's tokens
             expected = whole[self.tp.rank * length :][:length] if whole is not None and cut else whole
             scale = float(whole.abs().max()) if whole is not None else 0.0

@@ -8,6 +8,7 @@
     exchange.py     reduce-scatter and all-gather by direct messages, for gloo
     shared_memory.py    the same collectives between CPU ranks of one host, without sockets
     p2p.py          channels between pipeline stages
+    ring.py         a tensor to the next rank, another from the one before
     rectangles.py   TensorShard: every tensor knows its place in its logical tensor
     patience.py     work of one rank that may take longer than a collective waits
 
@@ -25,12 +26,13 @@ from megalite.comm.collectives import (
     all_gather_into,
     all_gather_json,
     all_reduce_,
+    all_to_all,
     barrier,
     device_of,
     reduce_scatter,
     reduce_scatter_into,
 )
-from megalite.comm.mesh import Axis, FamilyAxes, ParallelMesh
+from megalite.comm.mesh import Axis, ContextAxes, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (
@@ -42,5 +44,6 @@ from megalite.comm.rectangles import (
     range_to_rectangles,
     shards_of_range,
 )
+from megalite.comm.ring import start_shift
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World

@@ -141,6 +141,16 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """`[size, ...]` -> `[size, ...]`: part j goes to rank j, part i came from rank i."""
+    if axis.size == 1:
+        return x
+    out, source = torch.empty_like(x), x.contiguous()
+    with axis.waits:
+        dist.all_to_all_single(out, source, group=axis.group)
+    return out
+
+
 def barrier(axis: Axis) -> None:
     """Returns when every rank of the axis has come here: the host waits, not its device's stream alone."""
     if axis.size > 1:

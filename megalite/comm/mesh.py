@@ -10,7 +10,8 @@ and by those of experts:
     q = tp + TP * (cp + CP * dp)  =  etp + ETP * (ep + EP * edp)           world rank = q + TP * CP * DP * pp
 
 Data parallelism is itself a product: `dp = dp_shard + DP_SHARD * dp_replicate`, and `edp` likewise (ZeRO shards over
-the shards, neighbours first). Any product of base axes of one view is an axis: `mesh["tp"]`, `mesh.over("dp", "cp")`.
+the shards, neighbours first), and so is `cp = cp_heads + CP_HEADS * cp_ring` (`parallel.context`). Any product of base
+axes of one view is an axis: `mesh["tp"]`, `mesh.over("dp", "cp")`.
 Its communicator is made at its first use, so a run has those that it uses and no more.
 """
 
@@ -28,9 +29,9 @@ import torch.distributed as dist
 from megalite.errors import ConfigError
 from megalite.inventory import AXIS_FAMILIES
 
-DENSE = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+DENSE = ("tp", "cp_heads", "cp_ring", "dp_shard", "dp_replicate", "pp")
 EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")
-PRODUCTS = {"dp": DENSE[2:4], "edp": EXPERT[2:4], "world": DENSE}
+PRODUCTS = {"cp": DENSE[1:3], "dp": DENSE[3:5], "edp": EXPERT[2:4], "world": DENSE}
 
 
 class WaitClock:
@@ -106,6 +107,21 @@ class FamilyAxes:
         return [*copies, *(axis for axis in reversed(self.cut) if axis.name not in sharded)]
 
 
+@dataclass(frozen=True)
+class ContextAxes:
+    """How attention sees the tokens of the other ranks of a sequence. heads: among these ranks tokens are traded for
+    heads. ring: keys and values go round these, or are gathered over them (`gathers`)."""
+
+    heads: Axis = field(default_factory=lambda: Axis.single("cp_heads"))
+    ring: Axis = field(default_factory=lambda: Axis.single("cp_ring"))
+    gathers: bool = False
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.heads.size * self.ring.size
+
+
 class ParallelMesh:
     """The grid of ranks, seen from one of them.
 
@@ -136,6 +152,7 @@ class ParallelMesh:
         size: int,
         tp: int = 1,
         cp: int = 1,
+        cp_heads: int = 1,
         pp: int = 1,
         ep: int = 1,
         etp: int | None = None,
@@ -144,12 +161,13 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """The mesh of `size` ranks, without a communicator yet.
 
-        etp: tp where not given; dp and edp follow. dp_replicate: copies of the shards of optimizer state (hybrid
-        sharding). timeout: seconds that a collective over any axis but the world may take (None: torch's default).
+        cp_heads: of the cp ranks of a sequence those that trade tokens for heads. etp: tp where not given; dp and edp
+        follow. dp_replicate: copies of the shards of optimizer state (hybrid sharding). timeout: seconds that a
+        collective over any axis but the world may take (None: torch's default).
 
         Raises ConfigError where the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
-        dense = _view(DENSE, size, (tp, cp), dp_replicate, pp)
+        dense = _view(DENSE, size, (tp, cp_heads, cp // cp_heads), dp_replicate, pp)
         expert = _view(EXPERT, size, (tp if etp is None else etp, ep), dp_replicate, pp)
         return cls(rank, dense, expert, timeout=timeout)
 
@@ -219,6 +237,10 @@ class ParallelMesh:
         cut = tuple(self[axis] for axis in family.cut)
         return FamilyAxes(name, cut, self.over(*family.shard), self.over(*family.replicate))
 
+    def context(self, *, gathers: bool) -> ContextAxes:
+        """How a sequence is cut. Collective at first use."""
+        return ContextAxes(self["cp_heads"], self["cp_ring"], gathers)
+
     def adopt(self, axis: Axis) -> None:
         """Puts `axis` (the same ranks, another carrier) where the axis of its name is."""
         self._axes[axis.name, ""] = axis
@@ -242,8 +264,8 @@ class ParallelMesh:
         return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def _view(names: Sequence[str], world: int, inner: tuple[int, int], replicate: int, pp: int) -> dict[str, int]:
-    """Sizes of the base axes `names`; the third takes what the others leave of the world."""
+def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: int, pp: int) -> dict[str, int]:
+    """Sizes of the base axes `names`; the one behind `inner` takes what the others leave of the world."""
     used = prod(inner) * pp
     if world % used:
         label = "*".join(name for name, size in zip(names, inner, strict=False) if size > 1 or name == names[0])

@@ -27,6 +27,38 @@ class StageLayout(OneOf):
     )
 
 
+CP_COMM_TYPES = ("p2p", "a2a", "all_gather", "a2a+p2p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelism(Spelled):
+    """Ranks that share each sequence, and how attention sees the whole of it."""
+
+    context_parallel_size: int = option(1, "ranks that share each sequence", ge=1)
+    cp_comm_type: str = option(
+        "p2p",
+        "how attention sees a sequence that ranks share: p2p passes keys and values round a ring, a2a trades tokens "
+        "for heads, all_gather gathers keys and values, a2a+p2p trades inside of groups and passes round between them",
+        choices=CP_COMM_TYPES,
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
+        None, "of a2a+p2p: ranks that trade tokens for heads, then ranks of the ring", ge=1
+    )
+
+    @property
+    def traders(self) -> int:
+        """Ranks that trade tokens for heads."""
+        if self.cp_comm_type == "a2a+p2p":
+            sizes = self.hierarchical_context_parallel_sizes
+            return sizes[0] if sizes else 1
+        return self.context_parallel_size if self.cp_comm_type == "a2a" else 1
+
+    @property
+    def ring(self) -> int:
+        """Ranks round which keys and values are passed, or over which they are gathered."""
+        return self.context_parallel_size // self.traders
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Spelled):
     """What computes, in which memory, and by which library ranks talk."""
@@ -40,7 +72,8 @@ class DeviceOptions(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """World = tensor x data x pipeline; tensor-parallel ranks are neighbours, then data-parallel, then pipeline."""
+    """World = tensor x context x data x pipeline; tensor-parallel ranks are neighbours, then those that share a
+    sequence, then data-parallel ones, then the pipeline's."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1)
     pipeline_model_parallel_size: int = option(1, "pipeline ranks p", ge=1)
@@ -50,6 +83,7 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         False, "split norms, dropout and residuals along the sequence over the tensor-parallel ranks"
     )
+    context: ContextParallelism = ContextParallelism()
     pipeline_schedule: str | None = option(
         None,
         "order of forwards, backwards and steps; unset: interleaved with several chunks per rank, else 1f1b",
@@ -90,7 +124,7 @@ class ParallelConfig:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context.context_parallel_size
 
     @property
     def schedule(self) -> str:

@@ -47,6 +47,10 @@ class Config:
         """Replicas in a world of `world_size` ranks."""
         return self.parallel.data_parallel_size(world_size)
 
+    def gradient_ranks(self, world_size: int) -> int:
+        """Ranks that hold the same dense parameters and whose gradients are summed: data x context parallel."""
+        return self.data_parallel_size(world_size) * self.parallel.context.context_parallel_size
+
     def batch_size_schedule(self, world_size: int) -> BatchSizeSchedule:
         """Global batch size by samples consumed. ValueError for malformed ramp-up flags (validation reports them)."""
         training = self.training

@@ -14,6 +14,7 @@ from megalite.inventory.activation_bytes import (
     ElementBytes,
     boundary_bytes,
     boundary_shape,
+    context_bytes,
     kept_bytes,
     micro_tokens,
     weight_only_bytes,

@@ -37,8 +37,8 @@ class ElementBytes(NamedTuple):
 
 
 def micro_tokens(config: Config) -> int:
-    """Tokens of a micro-batch."""
-    return config.model.seq_length * config.training.micro_batch_size
+    """Tokens of a micro-batch on one rank."""
+    return config.model.seq_length // config.parallel.context.context_parallel_size * config.training.micro_batch_size
 
 
 def _residual_bytes(config: Config) -> int:
@@ -47,9 +47,10 @@ def _residual_bytes(config: Config) -> int:
 
 
 def boundary_shape(config: Config) -> tuple[int, int, int]:
-    """What crosses between stages: `[s, b, h]`, `[s/t, b, h]` under sequence parallelism."""
+    """What crosses between stages: `[s, b, h]` of the tokens of a rank, `[s/t, b, h]` under sequence parallelism."""
     parallel, model = config.parallel, config.model
     split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    split *= parallel.context.context_parallel_size
     return model.seq_length // split, config.training.micro_batch_size, model.hidden_size
 
 
@@ -80,6 +81,11 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     product = size.wide if on_cpu else e  # a CPU widens the operands of its products
     widened = product != e
     context = e * tokens * q
+    if config.parallel.context.ring > 1:
+        copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
+        kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
+        kept += copies * product * tokens * (q + kv + widened * kv)
+        return kept + context + widened * product * tokens * q + tokens * heads * max(4, size.wide)
     if model.attention_dropout > 0:
         scores = size.wide if model.attention_softmax_in_fp32 else product
         matrix = heads * model.seq_length * tokens
@@ -120,6 +126,35 @@ def _sees_everything(config: Config, model: ModelConfig) -> bool:
 def _blocked(config: Config, model: ModelConfig) -> bool:
     """Whether a CPU attends over blocks of queries (`nn.attention_blocked`), which keeps half of the weights."""
     return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and model.recompute_granularity != "selective"
+
+
+class ContextBytes(NamedTuple):
+    """What a rank sends of one block and micro-batch so that attention sees whole sequences. traded: tokens for heads,
+    as much forward as backward. forward, backward: passed round the ring, or gathered and scattered."""
+
+    traded: float
+    forward: float
+    backward: float
+
+
+def context_bytes(config: Config, layer: Layer) -> ContextBytes:
+    """Per rank, t tensor-parallel ranks, A that trade, P in the ring, T tokens here, e and w bytes (wide)::
+
+    traded      e T (2 q + 2 k) / t * (A - 1) / A            queries, keys, values there, results back
+    ring        2 e T k / t * (P - 1)                        backward again, and 2 w T k / t * P of gradients
+    gathered    2 e T k / t * (P - 1)                        backward twice that: again, and scattered
+    """
+    given, size, model = config.parallel.context, ElementBytes.of(config), layer.model
+    tokens, tp = micro_tokens(config), config.parallel.tensor_model_parallel_size
+    q, kv = model.query_size / tp, model.kv_size / tp
+    traders, ring = given.traders, given.ring
+    traded = size.compute * tokens * 2 * (q + kv) * (traders - 1) / traders
+    if ring == 1:
+        return ContextBytes(traded, 0.0, 0.0)
+    once = 2 * size.compute * tokens * kv * (ring - 1)
+    if given.cp_comm_type == "all_gather":
+        return ContextBytes(traded, once, 2 * once)
+    return ContextBytes(traded, once, once + 2 * size.wide * tokens * kv * ring)
 
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
+from megalite.nn.attention_context import context_attention
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.dropout import site_key
 from megalite.nn.kv_cache import LayerCache
@@ -26,6 +27,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
         h, d, g = config.hidden_size, config.head_dim, config.query_groups
+        self.cp = ctx.cp
         self.d, self.r, self.rotary = d, config.num_attention_heads // g, rotary
         self.qkv = ColumnParallelLinear(
             h,
@@ -62,6 +64,10 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         untouched = self.rotary is None and self.q_norm is None
         k, v = k.squeeze(3), v.squeeze(3)
+        if self.cp.size > 1:
+            assert cache is None, "one rank generates"
+            y: Tensor = context_attention(self.core, q, k, v, batch, self.cp, training=self.training)
+            return y
         if cache is not None:
             k, v = cache.append(k, v)
         return self.core(

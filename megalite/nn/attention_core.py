@@ -99,6 +99,10 @@ class AttentionCore:
         narrow = (self.product_dtype or q.dtype).itemsize < 4
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
+    def operand_dtype(self, q: Tensor) -> torch.dtype:
+        """In which tiles multiply."""
+        return torch.float32 if self._wants_fp32(q) else self.product_dtype or q.dtype
+
     def _plain(
         self, q: Tensor, k: Tensor, v: Tensor, sight: Visibility, sample_ids: Tensor | None, drop: float
     ) -> Tensor:

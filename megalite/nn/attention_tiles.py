@@ -20,16 +20,16 @@ b * g. Dropout drops elements of P after the sum, keyed by positions, so its bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from megalite.comm import Axis
 from megalite.nn.dropout import keyed_dropout
+from megalite.parallel.context import Operands, ring_attention
 from megalite.visibility import Visibility
 
 # Tokens of a block of queries; keys that it is multiplied with at a time.
@@ -122,68 +122,69 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, r: int, dtype: torch.dtype) -> Ten
     return scores
 
 
-def attend_tiles(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sight: Visibility,
-    groups: int,
-    drop: WeightDropout | None,
-) -> None:
-    """Merges what the queries see of these keys into `out` `[n, s * r, d]` and `lse` `[n, s * r]` (in the beginning 0
-    and -inf), both in fp32 or wider. q is scaled by d ** -0.5.
-    """
-    r = q.shape[1] // len(sight.queries)
-    for tile in tiles(sight, groups, r):
-        heads, rows, keys = tile[:3]
-        weights = _scores(q, k, tile, r, lse.dtype)
-        lowest = torch.finfo(weights.dtype).min  # a row that sees nothing here gives no NaN
-        most = weights.amax(-1).clamp_(min=lowest)
-        weights.sub_(most[..., None]).exp_()
-        here = weights.sum(-1).log_().add_(most)
-        if drop is not None:
-            weights = drop(weights, heads, rows, sight.keys[keys])
-        there, sums = out[heads, rows], lse[heads, rows]
-        new = here if tile.alone else torch.logaddexp(sums, here)
-        scale = (most - new.clamp(min=lowest)).exp_()[..., None]
-        part = torch.bmm(weights.to(v.dtype), v[heads, keys])
-        if tile.alone:
-            torch.mul(part, scale, out=there)
-        else:
-            there.mul_((sums - new.clamp(min=lowest)).exp_()[..., None]).addcmul_(part.to(scale.dtype), scale)
-        sums.copy_(new)
+@dataclass(frozen=True)
+class TileKernel:
+    """`parallel.context.AttentionKernel` by tiles. groups: key heads of a sample."""
 
+    groups: int
+    drop: WeightDropout | None = None
 
-def attend_tiles_backward(
-    grads: tuple[Tensor, Tensor, Tensor],
-    dy_heads: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sight: Visibility,
-    groups: int,
-    drop: WeightDropout | None,
-) -> None:
-    """Adds to the gradients of q (as scaled), k and v, all in fp32 or wider. lse: the final one. delta: rowsum(dO *
-    out), `[n, s * r]`.
-    """
-    dq, dk, dv = grads
-    r = q.shape[1] // len(sight.queries)
-    for tile in tiles(sight, groups, r):
-        heads, rows, keys = tile[:3]
-        weights = _scores(q, k, tile, r, lse.dtype).sub_(lse[heads, rows, None]).exp_()
-        dweights = torch.bmm(dy_heads[heads, rows], v[heads, keys].transpose(1, 2)).to(lse.dtype)
-        kept = weights
-        if drop is not None:
-            dweights, kept = (drop(x, heads, rows, sight.keys[keys]) for x in (dweights, weights))
-        _add(dv[heads, keys], kept.to(v.dtype).transpose(1, 2), dy_heads[heads, rows])
-        dscores = dweights.sub_(delta[heads, rows, None]).mul_(weights).to(q.dtype)
-        _add(dq[heads, rows], dscores, k[heads, keys])
-        _add(dk[heads, keys], dscores.transpose(1, 2), q[heads, rows])
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        scaled = _heads_first(q * q.shape[-1] ** -0.5)
+        return scaled, _heads_first(k[:, :, :, None]), _heads_first(v[:, :, :, None])
+
+    def result(self, out: Tensor, q: Tensor) -> Tensor:
+        return _tokens_first(out, q.shape).flatten(2).to(q.dtype)
+
+    def output_gradient(self, dy: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        delta = (dy.to(wide) * y.to(wide)).reshape(q.shape).sum(-1, keepdim=True)
+        return _heads_first(dy.reshape(q.shape)), _heads_first(delta)[..., 0]
+
+    def input_gradients(self, grads: Operands, inputs: Operands) -> Operands:
+        q, k, v = inputs
+        dq = _tokens_first(grads[0].mul_(q.shape[-1] ** -0.5), q.shape)
+        dk, dv = (_tokens_first(x, (*k.shape[:3], 1, k.shape[3]))[:, :, :, 0] for x in grads[1:])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
+        q, k, v = operands
+        r, lowest = q.shape[1] // len(sight.queries), torch.finfo(lse.dtype).min
+        for tile in tiles(sight, self.groups, r):
+            heads, rows, keys = tile[:3]
+            weights = _scores(q, k, tile, r, lse.dtype)
+            most = weights.amax(-1).clamp_(min=lowest)  # a row that sees nothing here gives no NaN
+            weights.sub_(most[..., None]).exp_()
+            here = weights.sum(-1).log_().add_(most)
+            if self.drop is not None:
+                weights = self.drop(weights, heads, rows, sight.keys[keys])
+            there, sums = out[heads, rows], lse[heads, rows]
+            new = here if tile.alone else torch.logaddexp(sums, here)
+            scale = (most - new.clamp(min=lowest)).exp_()[..., None]
+            part = torch.bmm(weights.to(v.dtype), v[heads, keys])
+            if tile.alone:
+                torch.mul(part, scale, out=there)
+            else:
+                there.mul_((sums - new.clamp(min=lowest)).exp_()[..., None]).addcmul_(part.to(scale.dtype), scale)
+            sums.copy_(new)
+
+    def backward(
+        self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
+    ) -> None:
+        q, k, v = operands
+        dq, dk, dv = grads
+        r = q.shape[1] // len(sight.queries)
+        for tile in tiles(sight, self.groups, r):
+            heads, rows, keys = tile[:3]
+            weights = _scores(q, k, tile, r, lse.dtype).sub_(lse[heads, rows, None]).exp_()
+            dweights = torch.bmm(dy[heads, rows], v[heads, keys].transpose(1, 2)).to(lse.dtype)
+            kept = weights
+            if self.drop is not None:
+                dweights, kept = (self.drop(x, heads, rows, sight.keys[keys]) for x in (dweights, weights))
+            _add(dv[heads, keys], kept.to(v.dtype).transpose(1, 2), dy[heads, rows])
+            dscores = dweights.sub_(delta[heads, rows, None]).mul_(weights).to(q.dtype)
+            _add(dq[heads, rows], dscores, k[heads, keys])
+            _add(dk[heads, keys], dscores.transpose(1, 2), q[heads, rows])
 
 
 def _add(target: Tensor, a: Tensor, b: Tensor) -> None:
@@ -194,72 +195,19 @@ def _add(target: Tensor, a: Tensor, b: Tensor) -> None:
         target.add_(torch.bmm(a, b))
 
 
+def _heads_first(x: Tensor) -> Tensor:
+    """`[s, b, g, r, d]` -> `[b * g, s * r, d]`."""
+    s, b, g, r, d = x.shape
+    return x.permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
+
+
+def _tokens_first(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse."""
+    s, b, g, r, d = shape
+    return x.view(b, g, s, r, d).permute(2, 0, 1, 3, 4)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, sight: Visibility, drop: WeightDropout | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v of what is seen: `[s, b, g, r, d]`, `[k, b, g, d]` -> `[s, b, g * r * d]`."""
-    return _TiledAttention.apply(q, k, v, sight, drop)
-
-
-class _TiledAttention(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Visibility, drop: WeightDropout | None) -> Tensor:
-        out, lse = empty_result(q)
-        attend_tiles(out, lse, *heads_first(q, k, v), sight, q.shape[2], drop)
-        y = tokens_first(out, q).to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, lse)
-        ctx.sight, ctx.drop = sight, drop
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse = ctx.saved_tensors
-        operands = heads_first(q, k, v)
-        dy_heads, delta = gradient_of_result(dy, y, q, lse.dtype)
-        dq, dk, dv = grads = no_gradients(operands, lse.dtype)
-        attend_tiles_backward(grads, dy_heads, delta, lse, *operands, ctx.sight, q.shape[2], ctx.drop)
-        dq = tokens_first(dq.mul_(q.shape[-1] ** -0.5), q).view_as(q)
-        return dq.to(q.dtype), keys_back(dk, k), keys_back(dv, v), None, None
-
-
-def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) that nothing has been merged into, for queries `[s, b, g, r, d]`."""
-    s, b, g, r, d = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(b * g, s * r, d, dtype=wide, device=q.device)
-    return out, torch.full((b * g, s * r), float("-inf"), dtype=wide, device=q.device)
-
-
-def no_gradients(operands: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attend_tiles_backward` adds to, for operands as `heads_first` gives them."""
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in operands)
-    return dq, dk, dv
-
-
-def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q scaled, `[b * g, s * r, d]`; k, v `[b * g, k, d]`)."""
-    s, b, g, r, d = q.shape
-    scaled = (q * d**-0.5).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
-    return scaled, *(x.permute(1, 2, 0, 3).reshape(b * g, -1, d) for x in (k, v))
-
-
-def tokens_first(x: Tensor, q: Tensor) -> Tensor:
-    """`[b * g, s * r, d]` -> `[s, b, g * r * d]`, as the queries q are."""
-    s, b, g, r, d = q.shape
-    return x.view(b, g, s, r, d).permute(2, 0, 1, 3, 4).reshape(s, b, g * r * d)
-
-
-def keys_back(x: Tensor, k: Tensor) -> Tensor:
-    """`[b * g, k, d]` -> `[k, b, g, d]`, in the dtype of k."""
-    length, b, g, d = k.shape
-    return x.view(b, g, length, d).permute(2, 0, 1, 3).to(k.dtype)
-
-
-def gradient_of_result(dy: Tensor, y: Tensor, q: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(dy_heads `[b * g, s * r, d]`, delta `[b * g, s * r]`) of the gradient dy of y `[s, b, g * r * d]`."""
-    s, b, g, r, d = q.shape
-    dy_heads = dy.reshape(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
-    delta = (dy.to(wide) * y.to(wide)).reshape(s, b, g, r, d).sum(-1)
-    return dy_heads, delta.permute(1, 2, 0, 3).reshape(b * g, s * r)
+    return ring_attention(q, k, v, lambda _: sight, Axis.single("cp_ring"), TileKernel(q.shape[2], drop))

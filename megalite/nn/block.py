@@ -79,12 +79,12 @@ class Block(nn.Module):
 
     def after_attention(self, x: Tensor, y: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """(x with the attention's result y added, the MLP's input)."""
-        attended = x + self.attention_dropout(y, batch.sample_ids, training=self.training)
+        attended = x + self.attention_dropout(y, batch.sample_ids, batch.places, training=self.training)
         return attended, self.mlp_norm(x if self.parallel_residual else attended)
 
     def after_mlp(self, x: Tensor, y: Tensor, batch: Microbatch) -> Tensor:
         """x with the MLP's result y added."""
-        return x + self.mlp_dropout(y, batch.sample_ids, training=self.training)
+        return x + self.mlp_dropout(y, batch.sample_ids, batch.places, training=self.training)
 
     def compile_segments(self, backend: str = "inductor") -> None:
         """`torch.compile` for everything that lies between the linear layers.

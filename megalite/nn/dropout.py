@@ -65,10 +65,11 @@ class HiddenDropout:
         """part: which piece of the sequence `x` is (the rank under sequence parallelism, else 0)."""
         self.p, self.key, self.part = p, key, part
 
-    def __call__(self, x: Tensor, sample_ids: Tensor, *, training: bool) -> Tensor:
+    def __call__(self, x: Tensor, sample_ids: Tensor, places: Tensor | None = None, *, training: bool) -> Tensor:
+        """places: int64, positions in the sample of the tokens of which x is a piece; None: 0, 1, 2 ..."""
         if self.p == 0.0 or not training:
             return x
-        length = x.shape[0]
-        positions = torch.arange(self.part * length, (self.part + 1) * length, device=x.device)
-        keys = token_keys(self.key, sample_ids, positions)
+        here = slice(self.part * x.shape[0], (self.part + 1) * x.shape[0])
+        places = torch.arange(here.stop, device=x.device) if places is None else places
+        keys = token_keys(self.key, sample_ids, places[here])
         return keyed_dropout(x, self.p, keys, torch.arange(x.shape[-1], device=x.device))

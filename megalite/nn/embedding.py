@@ -56,4 +56,4 @@ class Embedding(nn.Module):
         x = self.word_embeddings(batch.tokens.t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(batch.positions.t())
-        return self.dropout(x.to(self.dtype), batch.sample_ids, training=self.training)
+        return self.dropout(x.to(self.dtype), batch.sample_ids, batch.places, training=self.training)

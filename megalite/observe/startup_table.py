@@ -71,6 +71,7 @@ def describe_layout(config: Config, world_size: int) -> str:
     parallel = config.parallel
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context.context_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
         "dp": config.data_parallel_size(world_size),
     }

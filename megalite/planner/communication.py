@@ -71,6 +71,10 @@ class CommGroup:
         tree = 2 * self._tree_latency() + 2 * nbytes / self.bandwidth
         return min(ring, tree)
 
+    def exchange(self, nbytes: float) -> float:
+        """Seconds in which each rank sends `nbytes` to the others together."""
+        return self.gather(nbytes * self.size / (self.size - 1)) if self.size > 1 else 0.0
+
     def send(self, nbytes: float) -> float:
         """Seconds of a message to the next member; the slowest of the hops counts."""
         if self.size == 1:

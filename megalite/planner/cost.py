@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
+from megalite.inventory import ElementBytes, Layer, context_bytes, micro_tokens, model_layers
 from megalite.planner.communication import CommGroup
 from megalite.planner.hardware import Hardware
 
@@ -127,6 +127,8 @@ class Roofline:
         recomputed = attention if model.recompute_granularity == "selective" and model.attention_dropout > 0 else 0.0
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
+        shared = self._context_messages(config, layer, attention)
+        forward, backward = forward + shared[0], backward + shared[1]
         return LayerTimes(
             matrices + attention + self.traffic(moved, 14) + forward,
             matrices + 2.5 * attention + recomputed + self.traffic(1.8 * moved, 24) + backward,
@@ -150,6 +152,27 @@ class Roofline:
         again = sum(max(0.0, one - overlap * product) for product in behind)
         crossings = layer.gathers + layer.sums
         return crossings * one, crossings * one + again, hidden
+
+    def _context_messages(self, config: Config, layer: Layer, attention: float) -> tuple[float, float]:
+        """Seconds of a block's messages between the ranks of a sequence, in (forward, backward). A ring's travel while
+        attention is computed."""
+        given, tp = config.parallel.context, config.parallel.tensor_model_parallel_size
+        sent, kind = context_bytes(config, layer), given.cp_comm_type
+        trade = CommGroup(self.hardware, given.traders, tp).exchange
+        ring = CommGroup(self.hardware, given.ring, tp * given.traders)
+        seconds = []
+        for traded, passed, compute in (
+            (sent.traded, sent.forward, attention),
+            (sent.traded, sent.backward, 2.5 * attention),
+        ):
+            hops = (
+                ring.exchange(passed)
+                if kind == "all_gather"
+                else (given.ring - 1) * ring.send(passed / max(1, given.ring - 1))
+            )
+            hidden = 0.0 if kind == "all_gather" else self.hardware.overlap * compute * (1 - 1 / given.ring)
+            seconds.append(trade(traded) + max(0.0, hops - hidden))
+        return seconds[0], seconds[1]
 
     def _embedding(self, config: Config, layer: Layer) -> LayerTimes:
         size, numbers = ElementBytes.of(config), micro_tokens(config) * config.model.hidden_size

@@ -75,7 +75,7 @@ def _state_bytes(
     config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
 ) -> StateBytes:
     size, zero = ElementBytes.of(config), config.parallel.zero_stage
-    dp = config.data_parallel_size(world_size)
+    dp = config.gradient_ranks(world_size)
     shards = max(1, dp // config.parallel.num_distributed_optimizer_instances)
     buckets = _buckets(config, items, num_stages, shards, on_cpu)
     numel = sum(bucket.numel for bucket in buckets)

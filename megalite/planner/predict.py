@@ -193,7 +193,8 @@ class _Stages:
 
     @property
     def dp(self) -> int:
-        return self.config.data_parallel_size(self.world_size)
+        """Ranks whose gradients of a stage are summed."""
+        return self.config.gradient_ranks(self.world_size)
 
     @property
     def shards(self) -> int:

@@ -50,9 +50,10 @@ class GlobalBatch:
 class BatchReader:
     """Fetches batches on demand and forgets them when asked to.
 
-    dp_size: data-parallel replicas. tokens_over: the axis over which tokens are counted, so that each has the same
-    weight (None: each micro-batch has). loss_scale: number of a batch -> the scale that it is computed with, asked
-    when it is begun. loss_dtype: fp32, or fp64 in fp64 mode.
+    dp_size: data-parallel replicas. cut: takes this rank's part of a sequence, after its tokens were counted.
+    tokens_over: the axis over which tokens are counted, so that each has the same weight (None: each micro-batch has).
+    loss_scale: number of a batch -> the scale that it is computed with, asked when it is begun. loss_dtype: fp32, or
+    fp64 in fp64 mode.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class BatchReader:
         loader: BatchSource | None,
         *,
         dp_size: int,
+        cut: Callable[[Microbatch], Microbatch],
         tokens_over: Axis | None,
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float],
     ) -> None:
         self.loader = loader
-        self._dp_size = dp_size
+        self._dp_size, self._cut = dp_size, cut
         self._tokens_over = tokens_over
         self._device = device
         self.loss_dtype = loss_dtype
@@ -104,7 +106,8 @@ class BatchReader:
             local = [mb.to(self._device, non_blocking=True) for mb in self.loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
-            self._batches[number] = GlobalBatch(number, first, samples, scale, local, self._factors(local, scale))
+            own, factors = [self._cut(batch) for batch in local], self._factors(local, scale)
+            self._batches[number] = GlobalBatch(number, first, samples, scale, own, factors)
         return self._batches[number]
 
     def pass_over(self, samples: int) -> None:

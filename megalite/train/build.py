@@ -187,6 +187,7 @@ def _build_module(
 ) -> LayerStack:
     context = LayerContext(
         tp=mesh["tp"],
+        cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
         sequence_parallel=config.parallel.sequence_parallel,
         dtype=parameter_dtype(config),
         device=device,

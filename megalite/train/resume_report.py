@@ -35,6 +35,7 @@ SILENT = frozenset(
 # One entry, as text, says all of these.
 LAYOUT = (
     "tensor_model_parallel_size",
+    "context_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "pipeline_schedule",

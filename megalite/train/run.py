@@ -74,6 +74,8 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         rank=world.rank,
         size=world.size,
         tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context.context_parallel_size,
+        cp_heads=parallel.context.traders,
         pp=parallel.pipeline_model_parallel_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
         timeout=60 * parallel.distributed_timeout_minutes,
@@ -170,6 +172,7 @@ def assemble_trainer(
     reader = BatchReader(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
         dp_size=mesh.size("dp"),
+        cut=data.cut,
         tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
         device=world.device,
         loss_dtype=wide_dtype(config),
@@ -263,6 +266,7 @@ def make_validator(
         newest_version=updater.newest_version,
         masters=lambda version: model.optimizer.masters_as_weights(version % model.num_slots),
         token_bytes=data.token_bytes(),
+        cut=data.cut,
     )
 
     def evaluate(iteration: int, final: bool) -> list[Record]:

@@ -28,6 +28,7 @@ from megalite.data import (
 )
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
+from megalite.parallel.context import SequenceCut
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class RunData:
         if self.config.training.full_validation:
             return -(-len(dataset.sequential()) // self.config.global_batch_size(self.mesh.size("world")))
         return self.config.training.eval_iters
+
+    @property
+    def cut(self) -> SequenceCut:
+        """Which part of every sequence this rank computes."""
+        return SequenceCut(self.mesh.coordinate("cp"), self.mesh.size("cp"), self.mesh.size("cp_ring"))
 
     def token_bytes(self) -> Tensor | None:
         """int32 `[V]`: bytes of text that each token spells; None where the tokenizer cannot say."""

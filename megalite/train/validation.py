@@ -29,7 +29,8 @@ class Validator:
     """Evaluates splits.
 
     newest_version: which weight version to use. masters: a context in which its weights are the masters. token_bytes:
-    int `[V]`, bytes of text that each token spells; None where the tokenizer cannot say.
+    int `[V]`, bytes of text that each token spells; None where the tokenizer cannot say. cut: takes this rank's part of
+    a sequence.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Validator:
         newest_version: Callable[[], int],
         masters: Callable[[int], AbstractContextManager[None]],
         token_bytes: Tensor | None = None,
+        cut: Callable[[Microbatch], Microbatch],
     ) -> None:
         self._stages = dict(stages)
         self._placement = placement
         self._channel = channel
         self._mesh = mesh
         self._device = device
+        self._cut = cut
         self._newest_version = newest_version
         self._masters = masters
         self._token_bytes = None if token_bytes is None else token_bytes.to(device)
@@ -63,7 +66,7 @@ class Validator:
             with self._masters(self._newest_version()):
                 for number, microbatches in enumerate(batches):
                     bar(number, num_batches)
-                    local = [mb.to(self._device) for mb in microbatches]
+                    local = [self._cut(mb.to(self._device)) for mb in microbatches]
                     losses = self._losses(local)
                     if self._mesh.coordinate("tp") == 0 and losses:
                         total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])

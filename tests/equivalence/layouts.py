@@ -177,13 +177,21 @@ def draw(
 FLUSH = "1f1b gpipe eager-1f1b interleaved breadth-first zb-h1 zb-h2 zb-v chimera dualpipe-v".split()
 
 
+CP_KINDS = {
+    2: [[], ["--cp-comm-type", "all_gather"], ["--cp-comm-type", "a2a"]],
+    4: [[], ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]],
+}
+
+
 def _draw(rng: random.Random, optimizer: str) -> Layout:
     pick = rng.choice
     grids = [(tp, pp, dp) for tp in (1, 1, 2, 4) for pp in (1, 1, 2, 3, 4) for dp in (1, 1, 2, 4) if tp * pp * dp <= 8]
     tp, pp, dp = pick(grids)
+    cp = pick([1, 1, *(size for size in (2, 4) if tp * pp * dp * size <= 8)])
     schedule = pick([*FLUSH, "2bw", "2bw", "pipedream"]) if pp > 1 else pick(["1f1b", "1f1b", "2bw"])
     layout = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     layout += ["--pipeline-schedule", schedule, "--zero-stage", pick(["0", "1", "2", "3"])]
+    layout += ["--context-parallel-size", str(cp), *pick(CP_KINDS[cp])] if cp > 1 else []
     layout += ["--virtual-pipeline-model-parallel-size", "2"] if schedule in ("interleaved", "breadth-first") else []
     size = pick([1, 1, 2])
     layout += ["--micro-batch-size", str(size)]
@@ -196,9 +204,9 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     layout += pick([[], ["--make-vocab-size-divisible-by", "128"]])  # the last of several ranks hold padding only
     model = [*_draw_model(rng, optimizer), *OPTIMIZERS[optimizer].split(), *pick([[], *(r.split() for r in RAMPS)])]
     if schedule != "pipedream":
-        return Layout(tuple(model), tuple(layout), tp * pp * dp, delay=int(schedule == "2bw"))
+        return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=int(schedule == "2bw"))
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]
-    return Layout(tuple(model), tuple(layout), tp * pp * dp, stages=pp, together=size * dp)
+    return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, stages=pp, together=size * dp)
 
 
 def _draw_model(rng: random.Random, optimizer: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
+from megalite.config.rules.context import context_parallel
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
 from megalite.config.rules.layout import (
     batch,
@@ -29,6 +30,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     recompute,
     world,
     tensor_parallel,
+    context_parallel,
     pipeline_stages,
     stage_layers,
     pipeline_schedule,

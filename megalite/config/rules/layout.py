@@ -8,7 +8,8 @@ from megalite import schedule as schedules
 from megalite.config.batch_size import parse_step_schedule
 from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config
-from megalite.config.rules.text import PP, TP, VPP, divisors, listed, multiples_around
+from megalite.config.rules.context import context_warnings
+from megalite.config.rules.text import CP, PP, TP, VPP, divisors, listed, multiples_around
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ScheduleError
@@ -21,11 +22,12 @@ def world(config: Config, world_size: int) -> Iterator[str]:
     """Does the layout fit the number of ranks?"""
     parallel = config.parallel
     needed = parallel.model_parallel_size
+    product = f"{TP} x {CP} x {PP}" if parallel.context.context_parallel_size > 1 else f"{TP} x {PP}"
     if world_size < needed:
-        yield f"world size {world_size}: {TP} x {PP} = {needed} needs at least {needed} processes"
+        yield f"world size {world_size}: {product} = {needed} needs at least {needed} processes"
     elif world_size % needed:
         yield (
-            f"world size {world_size}: not divisible by {TP} x {PP} = {needed}; "
+            f"world size {world_size}: not divisible by {product} = {needed}; "
             f"use {multiples_around(world_size, needed)}"
         )
     if parallel.nprocs is not None and parallel.nprocs != world_size:
@@ -226,6 +228,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
     lines = []
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
+    lines += context_warnings(config)
     if training.precision.fp16 and parallel.hardware.device == "cpu":
         lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
     name, lr = config.optimizer.optimizer, config.optimizer.lr

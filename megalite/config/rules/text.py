@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 TP = "--tensor-model-parallel-size"
+CP = "--context-parallel-size"
 PP = "--pipeline-model-parallel-size"
 VPP = "--virtual-pipeline-model-parallel-size"
 

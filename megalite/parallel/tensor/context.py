@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megalite.comm import Axis
+from megalite.comm import Axis, ContextAxes
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import Placement
 
@@ -16,7 +16,8 @@ from megalite.inventory import Placement
 class LayerContext:
     """Shared by all layers of one stage.
 
-    tp: the tensor-parallel axis. sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b,
+    tp: the tensor-parallel axis. cp: the axes over which sequences are cut.
+    sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b,
     h]`. dtype, device: of the parameters ('meta' builds shapes only).
     seed: keys dropout. weight_grads: where weight gradients are computed, now or (zero-bubble schedules) later.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
@@ -24,6 +25,7 @@ class LayerContext:
     """
 
     tp: Axis = field(default_factory=lambda: Axis.single("tp"))
+    cp: ContextAxes = field(default_factory=ContextAxes)
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"

@@ -12,6 +12,7 @@ from megalite.config.root import all_options
 from megalite.config.values import bounds_problem, show
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+CP = "--context-parallel-size"
 VPP = "--virtual-pipeline-model-parallel-size"
 
 
@@ -90,6 +91,32 @@ ONE_LINE = [
         2,
         f"--sequence-parallel: {TP}=2 does not divide --seq-length=65; try 64 or 66",
     ),
+    # context parallelism
+    (f"{CP} 2 --seq-length 66", 2, f"--seq-length=66: not divisible by 2 x {CP}=2 = 4; try 64 or 68"),
+    (
+        f"{CP} 2 {TP} 2 --sequence-parallel --seq-length 60",
+        4,
+        f"--seq-length=60: not divisible by 2 x {CP}=2 x {TP}=2 (--sequence-parallel) = 8; try 56 or 64",
+    ),
+    (f"{CP} 2 --cp-comm-type a2a --seq-length 65", 2, f"--seq-length=65: not divisible by {CP}=2 = 2; try 64 or 66"),
+    (
+        f"{CP} 4 --cp-comm-type a2a --num-query-groups 2",
+        4,
+        "--cp-comm-type=a2a: 4 ranks cannot trade the 2 key/value heads of a tensor-parallel rank "
+        f"(--num-query-groups=2, {TP}=1); legal: 1,2, or --cp-comm-type=p2p",
+    ),
+    (
+        f"{CP} 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 3",
+        4,
+        "--hierarchical-context-parallel-sizes=2 3: --cp-comm-type=a2a+p2p with --context-parallel-size=4 needs two "
+        "sizes whose product is 4, ranks that trade tokens for heads first",
+    ),
+    (
+        f"{CP} 4 --hierarchical-context-parallel-sizes 2 2",
+        4,
+        "--hierarchical-context-parallel-sizes=2 2: needs --cp-comm-type=a2a+p2p; drop it",
+    ),
+    (f"{CP} 4", 2, f"world size 2: {TP} x {CP} x {PP} = 4 needs at least 4 processes"),
     # schedules and ZeRO
     (
         f"--pipeline-schedule 2bw {PP} 4 --micro-batch-size 4 --global-batch-size 8",
@@ -344,6 +371,12 @@ def test_nothing_given_names_what_is_required() -> None:
     ("changes", "world_size", "begin"),
     [
         ("--sequence-parallel", 1, "--sequence-parallel: has no effect"),
+        ("--cp-comm-type a2a", 1, "--cp-comm-type=a2a: has no effect at --context-parallel-size=1; drop it"),
+        (
+            "--context-parallel-size 2 --window-size 8",
+            2,
+            "--window-size=8: each rank is sent all 64 keys, of which a token sees 8; --cp-comm-type=a2a sends less",
+        ),
         ("--split 90,5", 1, "--split=90,5: has no effect without --data-path"),
         ("--fp16 --device cpu", 1, "--fp16: slow on a CPU"),
         ("--lr 1.5", 1, "--lr=1.5: unusually high"),

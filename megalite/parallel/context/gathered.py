@@ -1,0 +1,66 @@
+"""Attention to gathered keys and values (Llama 3, arXiv 2407.21783): one message of few groups instead of a ring.
+
+They are gathered again in backward, so that no rank keeps them whole from forward to backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.comm import Axis, all_gather, reduce_scatter
+from megalite.parallel.context.ring import AttentionKernel, empty_result
+from megalite.visibility import Visibility
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, sight: Visibility, order: Tensor, axis: Axis, kernel: AttentionKernel
+) -> Tensor:
+    """As `ring_attention`. order: positions of all ranks' keys, rank after rank. sight: of keys at rising positions."""
+    return _GatheredAttention.apply(q, k, v, sight, order, axis, kernel)
+
+
+def _gathered(k: Tensor, v: Tensor, order: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """All ranks' `[k, b, g, d]` as `[size * k, b, g, d]` at rising positions."""
+    whole = all_gather(torch.stack((k, v), 1), axis)[order.argsort()]
+    return whole[:, 0], whole[:, 1]
+
+
+class _GatheredAttention(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sight: Visibility,
+        order: Tensor,
+        axis: Axis,
+        kernel: AttentionKernel,
+    ) -> Tensor:
+        operands = kernel.operands(q, *_gathered(k, v, order, axis))
+        out, lse = empty_result(operands[0])
+        kernel.forward(out, lse, operands, sight)
+        y = kernel.result(out, q)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.sight, ctx.order, ctx.axis, ctx.kernel = sight, order, axis, kernel
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse = ctx.saved_tensors
+        kernel, keys_values = ctx.kernel, _gathered(k, v, ctx.order, ctx.axis)
+        operands = kernel.operands(q, *keys_values)
+        grads = tuple(torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in operands)
+        kernel.backward(grads, *kernel.output_gradient(dy, y, q), lse, operands, ctx.sight)
+        dq, dkeys, dvalues = kernel.input_gradients(grads, (q, *keys_values))
+        dk, dv = reduce_scatter(torch.stack((dkeys, dvalues), 1)[ctx.order], ctx.axis).unbind(1)
+        return dq, dk, dv, None, None, None, None

@@ -1,0 +1,106 @@
+"""Ring attention: keys and values go round the ranks, each of which computes what its own queries see of them.
+
+    step        0       1       2       3           forward: send on what is here, attend to it meanwhile
+    rank 0    kv 0    kv 3    kv 2    kv 1          backward: the same again; the gradient of what is here follows it
+    rank 1    kv 1    kv 0    kv 3    kv 2          one hop behind, and is home after as many hops as there are ranks
+
+Only this rank's own keys and values are kept from forward to backward. Partial results are merged by the logarithm of
+their sums; backward uses the final ones, and `delta = rowsum(dO * O)` of the final result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.comm import Axis, start_shift
+from megalite.visibility import Visibility
+
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+class AttentionKernel(Protocol):
+    """Attention of queries to some of their keys, in a layout of its own: heads first, `[n, s, d]` and `[n, k, d]`.
+
+    Outside, queries are `[s, b, g, r, d]`, keys and values `[k, b, g, d]`, results `[s, b, g * r * d]`.
+    """
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        """In its layout, queries scaled."""
+
+    def result(self, out: Tensor, q: Tensor) -> Tensor:
+        """Back from its layout, in the dtype of the queries."""
+
+    def output_gradient(self, dy: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """(that of the result in its layout, delta `[n, s]` in fp32 or wider)."""
+
+    def input_gradients(self, grads: Operands, inputs: Operands) -> Operands:
+        """Back from its layout, in the dtypes of the inputs."""
+
+    def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
+        """Merges into out and lse `[n, s]` (0 and -inf in the beginning), both in fp32 or wider."""
+
+    def backward(
+        self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
+    ) -> None:
+        """Adds to grads, in fp32 or wider. lse and delta are those of the whole result."""
+
+
+Sights = Callable[[int], Visibility]
+"""What this rank's queries see of the keys of a rank of the axis."""
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, sights: Sights, axis: Axis, kernel: AttentionKernel) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks of the axis."""
+    return _RingAttention.apply(q, k, v, sights, axis, kernel)
+
+
+def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) that nothing has been merged into, for queries in the kernel's layout."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    return out, torch.full(q.shape[:2], float("-inf"), dtype=wide, device=q.device)
+
+
+class _RingAttention(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sights: Sights, axis: Axis, kernel: AttentionKernel
+    ) -> Tensor:
+        queries, *here = kernel.operands(q, k, v)
+        out, lse = empty_result(queries)
+        for step in range(axis.size):
+            coming = start_shift(torch.stack(here), axis) if step + 1 < axis.size else None
+            kernel.forward(out, lse, (queries, here[0], here[1]), sights((axis.rank - step) % axis.size))
+            here = here if coming is None else list(coming.wait())
+        y = kernel.result(out, q)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.sights, ctx.axis, ctx.kernel = sights, axis, kernel
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse = ctx.saved_tensors
+        axis, kernel = ctx.axis, ctx.kernel
+        queries, *here = kernel.operands(q, k, v)
+        dy, delta = kernel.output_gradient(dy, y, q)
+        dq, following = torch.zeros(queries.shape, dtype=lse.dtype, device=q.device), None
+        for step in range(axis.size):
+            coming = start_shift(torch.stack(here), axis) if step + 1 < axis.size else None
+            mine = torch.zeros((2, *here[0].shape), dtype=lse.dtype, device=q.device)
+            sight = ctx.sights((axis.rank - step) % axis.size)
+            kernel.backward((dq, mine[0], mine[1]), dy, delta, lse, (queries, here[0], here[1]), sight)
+            if following is not None:
+                mine += following.wait()
+            following = start_shift(mine, axis, gradient=True) if axis.size > 1 else None
+            here = here if coming is None else list(coming.wait())
+        dk, dv = mine if following is None else following.wait()
+        return *kernel.input_gradients((dq, dk, dv), (q, k, v)), None, None, None

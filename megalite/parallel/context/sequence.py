@@ -1,0 +1,48 @@
+"""Which positions of a sequence a rank holds, and the cut of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megalite.microbatch import Microbatch
+
+
+def sequence_order(length: int, ring: int) -> Tensor:
+    """Positions `[length]`, ring rank after ring rank: rank p of `ring` has chunks p and 2 ring - 1 - p of 2 ring. What
+    a ring rank has is dealt out evenly, in order, to those with whom it trades tokens for heads.
+    """
+    chunks = torch.arange(length).chunk(2 * ring)
+    return torch.cat([chunks[c] for p in range(ring) for c in (p, 2 * ring - 1 - p)])
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """This rank's part of every sequence: the one place where micro-batches are cut.
+
+    ring: ranks of the ring (or of the gather) among the `size` ranks that share a sequence.
+    """
+
+    rank: int = 0
+    size: int = 1
+    ring: int = 1
+
+    def __call__(self, batch: Microbatch) -> Microbatch:
+        """Its tokens, labels, positions and loss weights; where documents begin stays whole, in the order of ranks."""
+        if self.size == 1:
+            return batch
+        order = sequence_order(batch.shape[1], self.ring).to(batch.tokens.device)
+        own = order.chunk(self.size)[self.rank]
+        starts = batch.document_starts
+        return replace(
+            batch,
+            tokens=batch.tokens[:, own],
+            labels=batch.labels[:, own],
+            positions=batch.positions[:, own],
+            loss_mask=batch.loss_mask[:, own],
+            document_starts=None if starts is None else starts[:, order],
+            places=own,
+            order=order,
+        )
