@@ -69,19 +69,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     world.report_phase("start-up: tokenizer")
     config, tokenizer = resolve_tokenizer(config)
     world.report_phase("start-up: process groups")
-    parallel = config.parallel
-    mesh = ParallelMesh.build(
-        rank=world.rank,
-        size=world.size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context.context_parallel_size,
-        cp_heads=parallel.context.traders,
-        pp=parallel.pipeline_model_parallel_size,
-        dp_replicate=parallel.num_distributed_optimizer_instances,
-        timeout=60 * parallel.distributed_timeout_minutes,
-    )
-    if world.device.type == "cpu":
-        mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
+    mesh = make_mesh(config, world)
     schedules = ProgramCache(config)
     program = schedules.full(world.size)
     cuts = stage_layer_ranges(config, program)
@@ -126,6 +114,24 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         trainer = assemble_trainer(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
         mesh.complete()
         yield OpenRun(trainer, state, directory)
+
+
+def make_mesh(config: Config, world: World) -> ParallelMesh:
+    """The grid of ranks; tensor-parallel CPU ranks exchange through shared memory."""
+    parallel = config.parallel
+    mesh = ParallelMesh.build(
+        rank=world.rank,
+        size=world.size,
+        tp=parallel.tensor_model_parallel_size,
+        cp=parallel.context.context_parallel_size,
+        cp_heads=parallel.context.traders,
+        pp=parallel.pipeline_model_parallel_size,
+        dp_replicate=parallel.num_distributed_optimizer_instances,
+        timeout=60 * parallel.distributed_timeout_minutes,
+    )
+    if world.device.type == "cpu":
+        mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
+    return mesh
 
 
 def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
