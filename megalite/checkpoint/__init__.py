@@ -65,7 +65,6 @@ from megalite.checkpoint.storage import (
     copy_extras,
     flat_bytes,
     fsync_directory,
-    publish,
     read_extra,
     read_manifest,
     read_small,

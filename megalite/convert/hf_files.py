@@ -7,7 +7,6 @@ model-00001-of-00003.safetensors ...    several and model.safetensors.index.json
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.checkpoint import check_file_name, check_space, fsync_directory, parse_json
+from megalite.checkpoint import check_file_name, parse_json
 from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.registry import family_of, read_model
 from megalite.convert.source import ModelSource, Origin, staged
@@ -27,12 +26,8 @@ from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
-CONFIG, GENERATION, INDEX, SINGLE = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "model.safetensors",
-)
+CONFIG, GENERATION = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_JSON_BYTES = 64 * 2**20
 MAX_SHARD_ELEMENTS = 1 << 29  # 2 GiB in fp32: the memory that writing takes
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -62,9 +57,7 @@ class HuggingFaceSource:
         pair = self._pairs[name]
         # On the meta device the form costs nothing and tells what shapes belong there.
         expected = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
-        parts = []
-        for theirs, like in zip(pair.theirs, expected, strict=True):
-            parts.append(self._tensor(theirs, tuple(like.shape)))
+        parts = [self._tensor(n, tuple(like.shape)) for n, like in zip(pair.theirs, expected, strict=True)]
         return pair.form.to_ours(self.model, parts)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -75,10 +68,8 @@ class HuggingFaceSource:
                 there = opened.get_slice(stored_name)
                 if there.get_dtype() not in DTYPES:
                     raise CheckpointError(f"{path}: {stored_name}: dtype {there.get_dtype()} ({', '.join(DTYPES)})")
-                if tuple(there.get_shape()) != shape:
-                    raise CheckpointError(
-                        f"{path}: {stored_name}: shape {list(there.get_shape())}, {CONFIG} says {list(shape)}"
-                    )
+                if (found := tuple(there.get_shape())) != shape:
+                    raise CheckpointError(f"{path}: {stored_name}: shape {list(found)}, {CONFIG} says {list(shape)}")
                 tensor: Tensor = opened.get_tensor(stored_name)
                 return tensor
         except (SafetensorError, OSError) as error:
@@ -134,13 +125,9 @@ def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     """
     model = source.model
     family = family_of(model, source.origin.model_type)
-    check_space(
-        directory, sum(torch.Size(s).numel() for s in parameter_shapes(model).values()) * (dtype or torch.int8).itemsize
-    )
-    special = dict(source.origin.special_tokens)
     eod = source.tokenizer.eod_id
-    special = special or {"bos_token_id": eod, "eos_token_id": eod}
-    with staged(directory) as staging:
+    special = dict(source.origin.special_tokens) or {"bos_token_id": eod, "eos_token_id": eod}
+    with staged(directory, model=model, dtype=dtype) as staging:
         stored = _write_weights(source, family, staging, dtype)
         config = {
             "architectures": [family.architecture],
@@ -154,11 +141,6 @@ def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         _write_json(staging / GENERATION, {"_from_model_config": True, **special})
         for name, data in huggingface_files(source.tokenizer).items():
             (staging / name).write_bytes(data)
-        fsync_directory(staging)
-        if directory.exists():
-            directory.rmdir()
-        os.rename(staging, directory)
-        fsync_directory(directory.parent)
     return directory
 
 
@@ -186,11 +168,8 @@ def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path
 
 def _alone(part: Tensor) -> Tensor:
     """Contiguous, with memory of its own: safetensors refuses tensors that share it."""
-    return (
-        part.clone(memory_format=torch.contiguous_format)
-        if part.untyped_storage().nbytes() > part.nbytes
-        else (part.contiguous())
-    )
+    shares = part.untyped_storage().nbytes() > part.nbytes
+    return part.clone(memory_format=torch.contiguous_format) if shares else part.contiguous()
 
 
 def _shards(source: ModelSource, family: HuggingFaceFamily) -> Iterator[list[TensorPair]]:

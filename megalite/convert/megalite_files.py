@@ -22,11 +22,9 @@ from megalite.checkpoint import (
     StoredFile,
     StoredTensor,
     TensorPart,
-    check_space,
     check_tensors,
     copy_extras,
     directory_name,
-    publish,
     resolve_checkpoint,
     write_file,
     write_proof,
@@ -77,8 +75,7 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
     save_id, name = uuid.uuid4().hex[:12], directory_name(0)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
-    check_space(directory, sum(torch.Size(shape).numel() for shape in shapes.values()) * (dtype or torch.int8).itemsize)
-    with staged(directory, name) as staging:
+    with staged(directory, name, model=source.model, dtype=dtype) as staging:
         for number, (_, names) in enumerate(groupby(shapes, layer_of)):
             parts = [_part(each, source.read(each), shapes[each], dtype) for each in names]
             tensors |= {p.name: StoredTensor(DTYPE_NAMES[p.values.dtype], p.global_shape) for p in parts}
@@ -89,9 +86,7 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
             for each, data in tokenizer_files(source.tokenizer).items()
         }
         meta = _meta(source, tensors["embedding.word_embeddings.weight"].torch_dtype)
-        manifest = Manifest(0, save_id, 1, tensors, files, extra, meta)
-        write_proof(staging, manifest)
-        publish(staging, directory / name)
+        write_proof(staging, Manifest(0, save_id, 1, tensors, files, extra, meta))
     write_tracker(directory, 0)
     return directory / name
 
@@ -105,9 +100,5 @@ def _part(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype 
 def _meta(source: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(dtype)
     config = config_around(source.model, **({precision: True} if precision else {}))
-    return {
-        "iteration": 0,
-        "consumed_samples": 0,
-        "config": to_dict(config),
-        "converted_from": source.origin.to_meta(),
-    }
+    found = {"config": to_dict(config), "converted_from": source.origin.to_meta()}
+    return {"iteration": 0, "consumed_samples": 0, **found}

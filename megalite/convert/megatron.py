@@ -355,19 +355,17 @@ def _whole(number: float) -> float | int:
 
 def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
     """Raises ConfigError where Megatron-LM cannot cut this model so."""
-    shared = {
-        "attention heads": model.num_attention_heads,
-        "query groups": model.query_groups,
-        "MLP channels": model.ffn_size,
-    }
+    tensor, pipeline = "--target-tensor-model-parallel-size", "--target-pipeline-model-parallel-size"
+    cuts = (
+        (tensor, tensor_parallel, model.num_attention_heads, "attention heads"),
+        (tensor, tensor_parallel, model.query_groups, "query groups"),
+        (tensor, tensor_parallel, model.ffn_size, "MLP channels"),
+        (pipeline, pipeline_parallel, model.num_layers, "layers"),
+    )
     problems = [
-        f"--target-tensor-model-parallel-size={tensor_parallel}: does not divide {size} {what}"
-        for what, size in shared.items()
-        if tensor_parallel < 1 or size % tensor_parallel
+        f"{flag}={parts}: does not divide {size} {what}"
+        for flag, parts, size, what in cuts
+        if parts < 1 or size % parts
     ]
-    if pipeline_parallel < 1 or model.num_layers % pipeline_parallel:
-        problems.append(
-            f"--target-pipeline-model-parallel-size={pipeline_parallel}: does not divide {model.num_layers} layers"
-        )
     if problems:
         raise ConfigError(problems)

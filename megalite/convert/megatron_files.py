@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import TRACKER, check_space, directory_name, fsync_directory, read_small
+from megalite.checkpoint import TRACKER, directory_name, fsync_directory, read_small
 from megalite.config import ModelConfig
 from megalite.convert.megatron import (
     COPY,
@@ -116,9 +116,8 @@ class MegatronSource:
         self._places = dict(_places(stages, listings))
         rows = sum(place.entry[1][0] for place in self._places.get(EMBEDDING, []) if place.entry[1])
         legacy = any(name.startswith("language_model.") for name in first.models[0])
-        self.model: ModelConfig = read_args(
-            first.args, where, legacy=legacy, rows=max(1, rows), vocab_size=true_vocab_size
-        )
+        rows = max(1, rows)
+        self.model: ModelConfig = read_args(first.args, where, legacy=legacy, rows=rows, vocab_size=true_vocab_size)
         self._check()
 
     @cached_property
@@ -150,10 +149,8 @@ class MegatronSource:
             except (IndexError, RuntimeError):
                 found = ()
             if found != expected:
-                raise CheckpointError(
-                    f"{places[0].path}: {places[0].name}: shape {list(places[0].entry[1])}, args say a part of "
-                    f"{list(expected)}"
-                )
+                what = f"shape {list(places[0].entry[1])}, args say a part of {list(expected)}"
+                raise CheckpointError(f"{places[0].path}: {places[0].name}: {what}")
         if tied and not torch.equal(self.read(EMBEDDING), self.read(OUTPUT)):
             raise CheckpointError(
                 f"{self.directory}: {self._places[OUTPUT][0].name} differs from the embedding, though args tie them"
@@ -204,10 +201,8 @@ def _stages(directory: Path) -> list[list[Path]]:
     stages, ranks = (max(place[i] for place in grid) + 1 for i in (0, 1))
     missing = [(t, p) for p in range(stages) for t in range(ranks) if (p, t) not in grid]
     if missing:
-        raise CheckpointError(
-            f"{directory}: tensor-parallel rank {missing[0][0]} of stage {missing[0][1]} is missing "
-            f"({ranks} x {stages} expected)"
-        )
+        what = f"tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}"
+        raise CheckpointError(f"{directory}: {what} is missing ({ranks} x {stages} expected)")
     return [[_file(grid[p, t]) for t in range(ranks)] for p in range(stages)]
 
 
@@ -286,8 +281,6 @@ def write_megatron(
     model = source.model
     check_cut(model, tensor_parallel, pipeline_parallel)
     args = write_args(model, implementation)
-    shapes = parameter_shapes(model)
-    check_space(directory, sum(torch.Size(s).numel() for s in shapes.values()) * (dtype or torch.int8).itemsize)
     args |= {
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": pipeline_parallel,
@@ -295,7 +288,7 @@ def write_megatron(
         "padded_vocab_size": model.padded_vocab_size(tensor_parallel),
         **RUN_ARGS,
     }
-    with staged(directory) as staging:
+    with staged(directory, model=model, dtype=dtype) as staging:
         for stage in range(pipeline_parallel):
             for rank in range(tensor_parallel):
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline_parallel > 1 else "")
@@ -305,11 +298,6 @@ def write_megatron(
                 _write_file(staging / RELEASE / name / FILES[0], stored, args, implementation)
         (staging / TRACKER).write_text(RELEASE)
         fsync_directory(staging / RELEASE)
-        fsync_directory(staging)
-        if directory.exists():
-            directory.rmdir()
-        os.rename(staging, directory)
-        fsync_directory(directory.parent)
     return directory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megalite.config import (
@@ -71,18 +72,13 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFa
     order = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
     nearest: tuple[int, HuggingFaceFamily, list[str]] | None = None
     for family in order:
-        lost = list(setting_differences(family, model))
+        lost = list(lost_settings(model, partial(family.read, Fields(family.write(model), "config.json"))))
         if not lost:
             return family
         if nearest is None or len(lost) < nearest[0]:
             nearest = (len(lost), family, lost)
     assert nearest is not None
     raise ConfigError(f"no Hugging Face family has this model; nearest is {nearest[1].name}: {', '.join(nearest[2])}")
-
-
-def setting_differences(family: HuggingFaceFamily, model: ModelConfig) -> Iterator[str]:
-    """Settings that a model would lose as one of `family`."""
-    return lost_settings(model, lambda: family.read(Fields(family.write(model), "config.json")))
 
 
 def lost_settings(model: ModelConfig, back: Callable[[], ModelConfig]) -> Iterator[str]:

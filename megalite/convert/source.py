@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -10,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megalite.checkpoint import check_space, fsync_directory
 from megalite.config import ModelConfig
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
+from megalite.inventory import parameter_shapes
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -61,12 +66,16 @@ class ModelSource(Protocol):
 
 
 @contextmanager
-def staged(directory: Path, name: str | None = None) -> Iterator[Path]:
-    """A new directory to write into, which becomes `directory` (or `name` in it) when the body has ended well.
+def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.dtype | None) -> Iterator[Path]:
+    """A new directory to write a model into, which becomes `directory` (or `name` in it) when the body has ended well.
 
-    Raises CheckpointError where it exists already and holds something, or cannot be written.
+    dtype: of the weights; None: not known, so room is asked for by the byte an element.
+    Raises CheckpointError where it exists already and holds something, has no room for the weights, or cannot be
+    written.
     """
-    final = directory if name is None else directory / name
+    elements = sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    check_space(directory, elements * (dtype or torch.int8).itemsize)
+    final = directory / name
     try:
         if directory.exists() and any(directory.iterdir()):
             raise CheckpointError(
@@ -79,12 +88,16 @@ def staged(directory: Path, name: str | None = None) -> Iterator[Path]:
         raise CheckpointError(f"--save={directory}: cannot write there ({error.strerror})") from None
     try:
         yield staging
-    except OSError as error:
+        fsync_directory(staging)
+        if final.exists():
+            final.rmdir()
+        os.rename(staging, final)
+        fsync_directory(final.parent)
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"--save={directory}: {error.filename or staging}: {error.strerror or error}") from None
-    except SafetensorError as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(f"--save={directory}: {staging}: {error}") from None
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            what = f"{error.filename or staging}: {error.strerror or error}"
+            raise CheckpointError(f"--save={directory}: {what}") from None
+        if isinstance(error, SafetensorError):
+            raise CheckpointError(f"--save={directory}: {staging}: {error}") from None
         raise

@@ -50,10 +50,8 @@ def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         config.pop(key, None)
     if tokenizer.kind == "ByteTokenizer":
         config = {"eos_token": BYTES_END}
-    config["tokenizer_class"] = {
-        "GPT2BPETokenizer": "GPT2Tokenizer",
-        "SentencePieceTokenizer": "LlamaTokenizer",
-    }.get(tokenizer.kind, "PreTrainedTokenizerFast")
+    known = {"GPT2BPETokenizer": "GPT2Tokenizer", "SentencePieceTokenizer": "LlamaTokenizer"}
+    config["tokenizer_class"] = known.get(tokenizer.kind, "PreTrainedTokenizerFast")
     return files | {CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
 
 

@@ -58,7 +58,16 @@ def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         size = _number(environment, size_name, problems)
         local_rank = _number(environment, local_rank_name, problems, default=0)
         local_size = _local_size(environment, local_size_name, problems)
-        _check(environment, (rank_name, rank), (size_name, size), (local_rank_name, local_rank), local_size, problems)
+        if not problems:
+            if size < 1:
+                problems.append(f"env: {size_name}={size}: must be >= 1")
+            elif rank >= size:
+                problems.append(f"env: {rank_name}={rank}: must be below {size_name}={size}")
+            if local_size > 1 and local_rank >= local_size:
+                problems.append(
+                    f"env: {local_rank_name}={local_rank}: must be below the {local_size} ranks of this host"
+                )
+            problems += _contradiction(environment, size_name, size)
         address = _address(environment, launcher, size, local_size, problems)
         port = _port(environment, launcher, problems)
         attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", problems, default=0)
@@ -96,30 +105,13 @@ def _local_size(environment: Mapping[str, str], name: str, problems: list[str]) 
     return tasks[node] if node < len(tasks) else 1
 
 
-def _check(
-    environment: Mapping[str, str],
-    rank: tuple[str, int],
-    size: tuple[str, int],
-    local_rank: tuple[str, int],
-    local_size: int,
-    problems: list[str],
-) -> None:
-    """Numbers that a launcher cannot have meant."""
-    if problems:
-        return
-    if size[1] < 1:
-        problems.append(f"env: {size[0]}={size[1]}: must be >= 1")
-    elif rank[1] >= size[1]:
-        problems.append(f"env: {rank[0]}={rank[1]}: must be below {size[0]}={size[1]}")
-    if local_rank[1] >= max(local_size, 1) and local_size > 1:
-        problems.append(f"env: {local_rank[0]}={local_rank[1]}: must be below the {local_size} ranks of this host")
-    # torchrun under srun has one task per node; by hand, both describe the same ranks and must agree.
-    by_hand = size[0] == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment
+def _contradiction(environment: Mapping[str, str], size_name: str, size: int) -> list[str]:
+    """torchrun under srun has one task per node; by hand, both describe the same ranks and must agree."""
+    by_hand = size_name == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment
     tasks = environment.get("SLURM_NTASKS", "")
-    if by_hand and "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) != size[1]:
-        problems.append(
-            f"env: SLURM_NTASKS={tasks} but WORLD_SIZE={size[1]}; unset WORLD_SIZE and RANK, or make them agree"
-        )
+    if by_hand and "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) != size:
+        return [f"env: SLURM_NTASKS={tasks} but WORLD_SIZE={size}; unset WORLD_SIZE and RANK, or make them agree"]
+    return []
 
 
 def _address(environment: Mapping[str, str], launcher: str, size: int, local_size: int, problems: list[str]) -> str:

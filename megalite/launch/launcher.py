@@ -95,7 +95,7 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
     if watch is not None and description.communication and not speaks:
         blame = watch.account(description.text.strip().split("\n")[0])
         if blame:
-            print(f"error: {blame}", file=sys.stderr, flush=True)
+            _print_lines(blame)
         return 1
     if isinstance(error, MegaliteError):
         tells = watch.tells(str(error)) if watch is not None else None
@@ -114,14 +114,18 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
 
 def print_error(error: MegaliteError) -> None:
     """Prints the lines of an error for the user, without a traceback."""
-    for line in str(error).split("\n"):
+    _print_lines(str(error))
+
+
+def _print_lines(text: str) -> None:
+    for line in text.split("\n"):
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def print_interrupted(phase: str = "") -> None:
     """The line of a process that was ended by SIGINT (Ctrl-C); its exit status is `INTERRUPTED`."""
     where = f" in phase '{phase}'" if phase else ""
-    print(f"error: interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first", file=sys.stderr, flush=True)
+    _print_lines(f"interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first")
 
 
 def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
@@ -144,12 +148,8 @@ def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
             place = LaunchEnvironment("nprocs", rank, nprocs, rank, nprocs)
             return _run_rank(config, main, place, page.set_phase, rendezvous)
 
-        outcome = supervise(
-            nprocs,
-            body,
-            hang_seconds=config.parallel.distributed_timeout_minutes * 60 + HANG_GRACE_SECONDS,
-            forward=FORWARDED,
-        )
+        seconds = config.parallel.distributed_timeout_minutes * 60 + HANG_GRACE_SECONDS
+        outcome = supervise(nprocs, body, hang_seconds=seconds, forward=FORWARDED)
     _report(outcome)
     return outcome.exit_code
 
@@ -163,8 +163,7 @@ def _report(outcome: Outcome) -> None:
         print_interrupted(culprit.phase)
         return
     if culprit.error is not None and culprit.error.exit_code == 2:
-        for line in culprit.error.text.split("\n"):
-            print(f"error: {line}", file=sys.stderr, flush=True)
+        _print_lines(culprit.error.text)
         return
     if culprit.error is not None and not culprit.error.for_user:
         print(culprit.error.traceback.rstrip(), file=sys.stderr)
@@ -321,9 +320,8 @@ def _set_threads(place: LaunchEnvironment) -> None:
 
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         cores = os.cpu_count() or 1
-        torch.set_num_threads(
-            threads_of(place, cores, len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores)
-        )
+        allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
+        torch.set_num_threads(threads_of(place, cores, allowed))
 
 
 def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:

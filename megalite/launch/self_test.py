@@ -26,6 +26,7 @@ import torch.distributed as dist
 import megalite
 from megalite.comm import World
 from megalite.errors import ConfigError, RuntimeFailure
+from megalite.launch.watch import rank_names
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def roll_call(
         except Exception as error:
             raise RuntimeFailure(f"{stage}: rank 0 did not answer within {timeout:g} s") from error
     elif silent := _silent_ranks(store, world, stage, timeout):
-        text = f"{stage}: {_names(store, silent)} did not answer within {timeout:g} s"
+        text = f"{stage}: {rank_names(store, silent)} did not answer within {timeout:g} s"
         store.set(verdict, json.dumps([MISSING, [text]]))
     else:
         lines = judge([store.get(f"{stage}/{rank}").decode() for rank in range(world.size)])
@@ -99,18 +100,9 @@ def _silent_ranks(store: dist.Store, world: World, stage: str, timeout: float) -
         except RuntimeError:  # Not there yet; the kind of error differs between stores.
             if time.monotonic() - reminded > REMIND_SECONDS:
                 reminded = time.monotonic()
-                logger.warning("%s: waiting for %s", stage, _names(store, silent))
+                logger.warning("%s: waiting for %s", stage, rank_names(store, silent))
         silent = [rank for rank in silent if not store.check([f"{stage}/{rank}"])]
     return silent
-
-
-def _names(store: dist.Store, ranks: list[int]) -> str:
-    """`rank 3 (host b)`; the host is known once the rank was heard of."""
-    names = []
-    for rank in ranks[:16]:
-        host = store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else "never heard of"
-        names.append(f"rank {rank} ({host})")
-    return ", ".join(names) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 
 def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str], timeout: float) -> None:
@@ -125,11 +117,8 @@ def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str],
         differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         return [_difference(store, rank, facts) for rank in differing[:MAX_DIFFERENCES]]
 
-    roll_call(store, world, "start", _digest(facts), timeout, differences)
-
-
-def _digest(facts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+    roll_call(store, world, "start", digest, timeout, differences)
 
 
 def _difference(store: dist.Store, rank: int, facts: Mapping[str, str]) -> str:
@@ -137,7 +126,7 @@ def _difference(store: dist.Store, rank: int, facts: Mapping[str, str]) -> str:
     names = [name for name in sorted({*facts, *theirs}) if facts.get(name) != theirs.get(name)]
     parts = [f"{name} {theirs.get(name, 'absent')} != {facts.get(name, 'absent')}" for name in names]
     more = f" and {len(parts) - MAX_DIFFERENCES} more" if len(parts) > MAX_DIFFERENCES else ""
-    return f"{_names(store, [rank])} differs from rank 0: {', '.join(parts[:MAX_DIFFERENCES])}{more}"
+    return f"{rank_names(store, [rank])} differs from rank 0: {', '.join(parts[:MAX_DIFFERENCES])}{more}"
 
 
 def check_collective(store: dist.Store, world: World, timeout: float) -> None:

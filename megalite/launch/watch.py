@@ -42,8 +42,7 @@ OVER, CAUSE = "end/over", "end/cause"
 class RankWatch:
     """Watches over one rank of an outer launcher, from the beginning of the process.
 
-    page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended,
-    from its first phase on.
+    page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended, from its first phase on.
     """
 
     def __init__(self, place: LaunchEnvironment, page: RankPage, *, hang_seconds: float, host: str) -> None:
@@ -119,14 +118,9 @@ class RankWatch:
         if store.check([CAUSE]) or (agent and store.add("end/told", 1) > 1):
             return []
         missing = [rank for rank in missing if not store.check([f"end/{rank}"])]
-        names = [f"rank {rank} ({self._host_of(store, rank)})" for rank in missing[:MAX_NAMES]]
-        more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
-        if not names:
+        if not missing:
             return [f"the ranks lost each other{self._where()}, though all of them answer: is the network whole?"]
-        return [f"{', '.join(names)}{more} did not answer any more; {self._me} waited{self._where()}"]
-
-    def _host_of(self, store: dist.Store, rank: int) -> str:
-        return store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else "never heard of"
+        return [f"{rank_names(store, missing)} did not answer any more; {self._me} waited{self._where()}"]
 
     def _where(self) -> str:
         return f" in phase '{self._page.phase}'" if self._page.phase else ""
@@ -152,6 +146,15 @@ class RankWatch:
             if stacks:
                 faulthandler.dump_traceback(file=2, all_threads=True)
         os._exit(1)
+
+
+def rank_names(store: dist.Store, ranks: list[int]) -> str:
+    """`rank 3 (host b), rank 5 (never heard of)`: the host is known once the rank was heard of."""
+    names = []
+    for rank in ranks[:MAX_NAMES]:
+        host = store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else "never heard of"
+        names.append(f"rank {rank} ({host})")
+    return ", ".join(names) + (f" and {len(ranks) - MAX_NAMES} more" if len(ranks) > MAX_NAMES else "")
 
 
 T = TypeVar("T")
@@ -181,12 +184,9 @@ def _guard(page: RankPage, parent: int, name: str, hang_seconds: float) -> None:
             time.sleep(BEAT_SECONDS)
             # Before the first phase libraries are loaded, which runs no Python for as long as a slow disk takes.
             if page.phase and page.beat_age > hang_seconds:
-                print(
-                    f"error: {name} stopped answering in phase '{page.phase}' "
-                    f"({page.phase_age:.1f} s after its last report)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                age = f"{page.phase_age:.1f} s after its last report"
+                line = f"error: {name} stopped answering in phase '{page.phase}' ({age})"
+                print(line, file=sys.stderr, flush=True)
                 os.kill(parent, signal.SIGUSR2)  # its stacks, if it can still be asked
                 time.sleep(0.3)
                 os.kill(parent, signal.SIGKILL)
