@@ -362,10 +362,9 @@ def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int) 
         (tensor, tensor_parallel, model.ffn_size, "MLP channels"),
         (pipeline, pipeline_parallel, model.num_layers, "layers"),
     )
-    problems = [
-        f"{flag}={parts}: does not divide {size} {what}"
-        for flag, parts, size, what in cuts
-        if parts < 1 or size % parts
-    ]
+    problems = []
+    for flag, parts, size, what in cuts:
+        if parts < 1 or size % parts:
+            problems.append(f"{flag}={parts}: does not divide {size} {what}")
     if problems:
         raise ConfigError(problems)
