@@ -165,7 +165,6 @@ class RankLoad:
     """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks have told each other."""
 
     def __init__(self, path: Path, shards: Sequence[TensorShard], *, cast: bool) -> None:
-        """Reads the manifest and plans the reads."""
         self.path, self.nbytes = path, 0
         self.manifest: Manifest | None = None
         self.problem: str | None = None
@@ -224,7 +223,6 @@ class CheckpointReader:
 
     @property
     def names(self) -> list[str]:
-        """Names of all stored tensors."""
         return list(self.manifest.tensors)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:

@@ -31,12 +31,10 @@ class Meta:
         self.where = where
 
     def wrong(self, key: str, what: str) -> CheckpointError:
-        """An error about one key."""
         shown = str(self.raw.get(key, "missing"))[:40]
         return CheckpointError(f"{self.where}: {key} is {shown}, not {what}; the checkpoint is damaged")
 
     def section(self, key: str, default: Mapping[str, Any] | None = None) -> Meta:
-        """An object inside."""
         return Meta(self.raw.get(key, default), f"{self.where}: {key}")
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
@@ -54,7 +52,6 @@ class Meta:
         return tuple(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
         value = self.raw.get(key, default)
         if type(value) not in (int, float) or not abs(value) <= 1e300 or not math.isfinite(value):
             raise self.wrong(key, "a finite number")

@@ -216,7 +216,6 @@ class SaveJob:
         )
 
     def explain(self, error: Exception) -> str:
-        """One line for the user."""
         if isinstance(error, FileNotFoundError):
             return f"--save={self.directory}: {self.staging.name} is gone; do all hosts share this directory?"
         if isinstance(error, OSError):

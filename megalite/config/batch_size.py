@@ -34,7 +34,6 @@ class BatchSizeSchedule:
 
     @classmethod
     def constant(cls, global_batch_size: int) -> BatchSizeSchedule:
-        """One size forever."""
         return cls(((0, global_batch_size),))
 
     @classmethod
@@ -53,12 +52,10 @@ class BatchSizeSchedule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All sizes that occur, in order."""
         return tuple(size for _, size in self.steps)
 
     @property
     def final(self) -> int:
-        """The size at the end."""
         return self.steps[-1][1]
 
     def at(self, consumed_samples: int) -> int:

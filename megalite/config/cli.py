@@ -150,7 +150,6 @@ def _with_offer(
 
 
 def _required(option: Option, offered: _Offered | None) -> str:
-    """The line about a required field that nobody gave."""
     line = f"{option.flag}: required (as a flag, or as '{option.name}' in a --config file)"
     if offered is not None and not offered.architecture and option.section == "model":
         return f"{line}; --use-checkpoint-args takes it from {offered.offer.where}"
@@ -238,7 +237,6 @@ def _work_out_groups(here: dict[str, GivenOption], below: Mapping[str, GivenOpti
 
 
 def _work_out_chunks(merged: dict[str, GivenOption], reader: Reader) -> None:
-    """Turn layers per chunk into chunks per rank."""
     given = merged.pop("num_layers_per_virtual_pipeline_stage", None)
     if given is None or "num_layers" not in merged or {"num_layers", "pipeline_model_parallel_size"} & reader.broken:
         return

@@ -89,18 +89,16 @@ def _tokenizer_files(config: Config) -> Iterator[str]:
 
 
 def _other_files(config: Config) -> Iterator[str]:
-    if config.data.data_args_path is not None and not os.path.isfile(config.data.data_args_path):
-        yield f"--data-args-path={config.data.data_args_path}: no such file"
-    if config.parallel.pipeline_schedule_file is not None and not os.path.isfile(
-        config.parallel.pipeline_schedule_file
-    ):
-        yield f"--pipeline-schedule-file={config.parallel.pipeline_schedule_file}: no such file"
+    files = {
+        "--data-args-path": config.data.data_args_path,
+        "--pipeline-schedule-file": config.parallel.pipeline_schedule_file,
+    }
+    for flag, path in files.items():
+        if path is not None and not os.path.isfile(path):
+            yield f"{flag}={path}: no such file"
     load, save = config.checkpoint.load, config.checkpoint.save
-    if (
-        load is not None
-        and not os.path.lexists(load)  # what is no directory has a message of its own
-        and (save is None or os.path.abspath(load) != os.path.abspath(save))
-    ):
+    is_save = load is not None and save is not None and os.path.abspath(load) == os.path.abspath(save)
+    if load is not None and not is_save and not os.path.lexists(load):  # a file has a message of its own
         yield f"--load={load}: no such directory; omit --load to start fresh"
     if save is not None:
         place = os.path.abspath(save)

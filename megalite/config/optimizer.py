@@ -117,7 +117,6 @@ class HostOffload(Spelled):
 
     @property
     def fraction(self) -> float:
-        """Part of them that goes there."""
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
 

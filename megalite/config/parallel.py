@@ -141,3 +141,8 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas in a world of `world_size` ranks (which `model_parallel_size` must divide)."""
         return world_size // self.model_parallel_size
+
+    def schedule_problems(self, num_microbatches: int) -> list[str]:
+        """Why the schedule cannot run with this layout and so many micro-batches of a batch; empty where it can."""
+        ranks, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        return schedules.schedule_problems(self.schedule, ranks, num_microbatches, chunks, num_pairs=self.chimera_pairs)

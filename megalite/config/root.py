@@ -33,8 +33,6 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration of a run."""
-
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     training: TrainingConfig
@@ -44,7 +42,6 @@ class Config:
     logging: LoggingConfig = LoggingConfig()
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas in a world of `world_size` ranks."""
         return self.parallel.data_parallel_size(world_size)
 
     def gradient_ranks(self, world_size: int) -> int:

@@ -111,7 +111,6 @@ def _one(option: Option, value: Any) -> tuple[Any, bool]:
 
 
 def _scalar(value: Any) -> str:
-    """One YAML value on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 

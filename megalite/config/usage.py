@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED
+from megalite.config.names import CONSTANT_FLAGS, RENAMED
 from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
 
@@ -32,10 +32,8 @@ def usage(options: Mapping[str, Option], width: int = 110) -> str:
         head = f"{indent}{option.flag} {value_text(option)}".rstrip()
         tail = option.help + default_text(option)
         also = ", ".join("--" + alias.replace("_", "-") for alias in aliases_of(option.name))
-        lines.append(head)
-        lines += textwrap.wrap(
-            tail + (f" [also {also}]" if also else ""), width - 8, initial_indent=" " * 8, subsequent_indent=" " * 8
-        )
+        text = tail + (f" [also {also}]" if also else "")
+        lines += [head, *textwrap.wrap(text, width - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     return "\n".join(lines)
 
 
@@ -65,14 +63,10 @@ def default_text(option: Option) -> str:
 
 
 def aliases_of(name: str) -> list[str]:
-    """Other names that set a field."""
     aliases = [alias for alias, target in RENAMED.items() if target == name]
     aliases += [alias for alias, (target, _) in CONSTANT_FLAGS.items() if target == name]
     helpers = {
-        "virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage",
-        "num_query_groups": "group_query_attention",
+        "virtual_pipeline_model_parallel_size": ["num_layers_per_virtual_pipeline_stage"],
+        "num_query_groups": ["group_query_attention"],
     }
-    if name in helpers:
-        assert helpers[name] in EXTRA_OPTIONS
-        aliases.append(helpers[name])
-    return aliases
+    return aliases + helpers.get(name, [])

@@ -36,7 +36,6 @@ def split_groups(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
 
 
 def join_groups(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
-    """The inverse of `split_groups`."""
     g, d = model.query_groups, model.head_dim
     rows = [part.reshape(g, -1, d, *part.shape[1:]) for part in parts]
     return torch.cat(rows, 1).reshape(-1, *parts[0].shape[1:])
@@ -72,7 +71,6 @@ class LayerRule:
     form: TensorForm = SAME
 
     def of(self, index: str, kind: str) -> TensorPair:
-        """The rule's tensors in block `index`."""
         names = [f"{name}.{kind}".replace("{i}", index) for name in (self.ours, *self.theirs)]
         return TensorPair(names[0], tuple(names[1:]), self.form)
 

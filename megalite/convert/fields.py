@@ -20,7 +20,6 @@ class Fields:
         self.raw, self.where = raw, where
 
     def wrong(self, key: str, value: Any, what: str) -> ConfigError:
-        """An error about one key."""
         return ConfigError(f"{self.where}: {key} {str(value)[:60]!r} {what}")
 
     def get(self, key: str, default: Any = None) -> Any:

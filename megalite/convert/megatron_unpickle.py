@@ -40,7 +40,6 @@ class StandIn:
     """Takes the place of a class that is not ours to run."""
 
     def __new__(cls, *_: Any, **__: Any) -> StandIn:
-        """Whatever the arguments."""
         return object.__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -147,7 +146,6 @@ def answer(request: Mapping[str, Any], files: dict[str, OpenedFile]) -> tuple[di
 
 
 def serve(requests: Iterable[bytes], into: IO[bytes]) -> None:
-    """Answers every request."""
     files: dict[str, OpenedFile] = {}
     for line in requests:
         data = None

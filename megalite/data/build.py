@@ -270,7 +270,6 @@ class _Opener:
         self._used.setdefault(split, {})[source] = store
 
     def _open(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
-        """Store and bounds of one path for one split."""
         if path.endswith((".bin", ".idx")) or is_indexed(path) or not os.path.isfile(path):
             if path not in self._stores:
                 self._stores[path] = self._indexed(path, source.flag)

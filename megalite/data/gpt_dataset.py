@@ -181,7 +181,6 @@ class SequentialSource:
 
 
 def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:
-    """Refuse a split from which no sample can be cut."""
     flag = f"--data-path={name}"
     if tokens == 0:
         raise DataError(

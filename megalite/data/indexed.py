@@ -75,7 +75,6 @@ def strip_suffix(path: str) -> str:
 
 
 def is_indexed(prefix: str) -> bool:
-    """True if both files of the prefix are there."""
     return os.path.isfile(prefix + ".bin") and os.path.isfile(prefix + ".idx")
 
 
@@ -114,7 +113,6 @@ class IndexedDataset:
                 )
 
     def _parse(self, raw: NDArray[np.uint8], path: str, bin_bytes: int) -> None:
-        """Read and check every field of the index."""
         head = raw[: HEADER.size].tobytes()
         if head[:9] != MAGIC:
             guess = next((f": {what}?" for start, what in KNOWN_MAGIC.items() if head.startswith(start)), "")
@@ -237,7 +235,6 @@ class IndexedDataset:
         return np.cumsum(self.lengths, dtype=np.int64)
 
     def document_of(self, sequence: int) -> int:
-        """Number of the document that a sequence belongs to."""
         return int(np.searchsorted(self.document_indices, sequence, "right")) - 1
 
 

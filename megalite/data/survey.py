@@ -123,7 +123,6 @@ def _difference(was: Survey, now: Survey) -> str:
 
 
 def surveys_to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
-    """JSON of the surveys of every split."""
     return {split: [asdict(one) for one in stores] for split, stores in surveys.items()}
 
 

@@ -112,7 +112,6 @@ class _Watch:
 
 
 def utf8_length(text: str) -> int:
-    """Bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 

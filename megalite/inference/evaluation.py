@@ -40,8 +40,10 @@ from megalite.progress import OnProgress, untold
 class Score:
     """The summed loss of some text.
 
-    loss_sum: in nats. num_tokens: labels that it is the sum over. num_bytes: UTF-8 bytes that these labels spell, None
-    for ids without text. num_words: words of the text, where there was a text.
+    loss_sum: in nats.
+    num_tokens: labels that it is the sum over.
+    num_bytes: UTF-8 bytes that these labels spell; None for ids without text.
+    num_words: words of the text, where there was a text.
     """
 
     loss_sum: float
@@ -74,7 +76,6 @@ class TextWindows:
         return self._count
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        """Write the window into `out`, `[S + 1]`, and return its length."""
         start = sample * self._stride
         part = self._ids[start : start + self.seq_length + 1]
         out[: len(part)] = part
@@ -93,12 +94,9 @@ def score_text(
 ) -> Score:
     """Score `text` as one document. Its first token has no context and is not scored.
 
-    Args:
-        num_words: what the word perplexity divides by; None: the words of `text`.
-
-    Raises:
-        DataError: the text is shorter than two tokens.
-        ConfigError: `overlap` is not below the sequence length.
+    num_words: what the word perplexity divides by; None: the words of `text`.
+    Raises DataError where the text is shorter than two tokens, ConfigError where `overlap` is not below the sequence
+    length.
     """
     seq_length = loaded.config.model.seq_length
     if not 0 <= overlap < seq_length:
@@ -153,12 +151,9 @@ def score_source(
 def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_path: str | None = None) -> SampleSource:
     """The samples of `--data-path`, once and in order.
 
-    Args:
-        split: None for the whole file; `train`, `valid` or `test` for that part by the weights of the run that saved
-            the model; or weights `A,B,C` of its own, of which the validation part is taken.
-
-    Raises:
-        DataError: the data are missing, damaged, empty or of another tokenizer.
+    split: None for the whole file; `train`, `valid` or `test` for that part by the weights of the run that saved the
+        model; or weights `A,B,C` of its own, of which the validation part is taken.
+    Raises DataError where the data are missing, damaged, empty or of another tokenizer.
     """
     config = loaded.config
     name = split if split in ("train", "valid", "test") else "valid"

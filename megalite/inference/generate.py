@@ -25,12 +25,11 @@ from megalite.nn import Head, KeyValueCache, LayerStack
 class Sampling:
     """How the next token is chosen; field names are the flags of tools/generate_text.py.
 
-    greedy: the most likely token, always. temperature: divides the logits; 0 is greedy. top_k: only the k most likely
-    tokens, 0 for all. top_p: only the most likely tokens that together reach probability p (nucleus sampling, arXiv
-    1904.09751).
-
-    Raises:
-        ConfigError: a value is out of its range, or `greedy` comes with one that it makes meaningless.
+    greedy: the most likely token, always.
+    temperature: divides the logits; 0 is greedy.
+    top_k: only the k most likely tokens, 0 for all.
+    top_p: only the most likely tokens that together reach probability p (nucleus sampling, arXiv 1904.09751).
+    Raises ConfigError where a value is out of its range, or `greedy` comes with one that it makes meaningless.
     """
 
     greedy: bool = False
@@ -66,18 +65,18 @@ def generate(
 ) -> Iterator[int]:
     """Yield the ids that follow `prompt`, until `max_new_tokens` or the end-of-document token (which is not yielded).
 
-    Args:
-        prompt: ids, at least one; of a prompt longer than the model's positions only the end is seen.
-        num_choices: ids from here on are never chosen (a vocabulary larger than its tokenizer).
+    prompt: ids, at least one; of a prompt longer than the model's positions only the end is seen.
+    num_choices: ids from here on are never chosen (a vocabulary larger than its tokenizer).
     """
     assert prompt, "a model continues a text, so there is at least one token"
     generator = torch.Generator().manual_seed(sampling.seed)
     limit = model.config.max_positions
     text = list(prompt)
-    cache, pending = _fresh_cache(model, limit), text[-limit:]
+    layers = model.config.num_layers
+    cache, pending = KeyValueCache(layers, limit), text[-limit:]
     for _ in range(max_new_tokens):
         if cache.length + len(pending) > limit:
-            cache, pending = _fresh_cache(model, limit), text[-max(1, limit // 2) :]
+            cache, pending = KeyValueCache(layers, limit), text[-max(1, limit // 2) :]
         logits = next_logits(model, pending, cache)[:num_choices]
         token = pick_token(logits, sampling, generator)
         if token == eod_id:
@@ -125,7 +124,3 @@ def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
         dropped = order[ordered.cumsum(0) - ordered >= sampling.top_p]
         probabilities = probabilities.index_fill(0, dropped, 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def _fresh_cache(model: LayerStack, limit: int) -> KeyValueCache:
-    return KeyValueCache(model.config.num_layers, limit)

@@ -7,6 +7,7 @@ Both read local files. `tools/lm_harness.py` offers the same scoring to lm-evalu
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,23 +40,20 @@ def score_continuations(
 ) -> Iterator[Continuation]:
     """Score ids that follow a context, pair by pair; of a context that is too long the end is seen.
 
-    Raises:
-        DataError: a context is empty, or a continuation is empty or longer than the model's positions.
+    Raises DataError where a context is empty, or a continuation is empty or longer than the model's positions.
     """
-    waiting: list[tuple[list[int], int]] = []
     limit = loaded.config.model.max_positions
-    for context, continuation in pairs:
-        if not context or not 0 < len(continuation) <= limit:
-            raise DataError(
-                f"a context of {len(context)} and a continuation of {len(continuation)} tokens cannot be scored; the "
-                f"context needs at least 1 token, the continuation between 1 and {limit}"
-            )
-        waiting.append(([*context, *continuation][-(limit + 1) :], len(continuation)))
-        if len(waiting) == micro_batch_size:
-            yield from _score_padded(loaded, waiting)
-            waiting = []
-    if waiting:
-        yield from _score_padded(loaded, waiting)
+    following = iter(pairs)
+    while batch := list(itertools.islice(following, micro_batch_size)):
+        rows = []
+        for context, continuation in batch:
+            if not context or not 0 < len(continuation) <= limit:
+                raise DataError(
+                    f"a context of {len(context)} and a continuation of {len(continuation)} tokens cannot be scored; "
+                    f"the context needs at least 1 token, the continuation between 1 and {limit}"
+                )
+            rows.append(([*context, *continuation][-(limit + 1) :], len(continuation)))
+        yield from _score_padded(loaded, rows)
 
 
 @torch.inference_mode()
@@ -107,22 +105,14 @@ def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress
 
 
 def read_passages(path: Path) -> list[str]:
-    """Passages of a local file: field `text` of each JSONL line, or each line of plain text.
-
-    Raises:
-        DataError: the file is missing, or a line is broken.
-    """
+    """Passages of a local file: field `text` of each JSONL line, or each line of plain text. Raises DataError."""
     if path.name.endswith(JSONL_SUFFIXES):
         return list(read_jsonl(str(path), "--text-file"))
     return [line for line in read_text(path).splitlines() if line.strip()]
 
 
 def read_text(path: Path) -> str:
-    """A whole UTF-8 file, its line ends as they are.
-
-    Raises:
-        DataError: it is missing or not UTF-8.
-    """
+    """A whole UTF-8 file, its line ends as they are. Raises DataError where it is missing or not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -115,7 +115,6 @@ def _contradiction(environment: Mapping[str, str], size_name: str, size: int) ->
 
 
 def _address(environment: Mapping[str, str], launcher: str, size: int, local_size: int, problems: list[str]) -> str:
-    """Host on which the ranks meet."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")

@@ -22,9 +22,8 @@ ERROR_START = 512
 
 
 class _Header(ctypes.Structure):
-    """The start of a page. The processor writes and reads each aligned field whole; `struct.pack_into` would write
-    zeros first, and a supervisor that looked just then would end a healthy run.
-    """
+    """The start of a page. The processor writes each aligned field whole; `struct.pack_into` would write zeros first,
+    and a supervisor that looked just then would end a healthy run."""
 
     beat: float
     phase_since: float
@@ -48,8 +47,10 @@ COMMUNICATION = re.compile(
 class RankError:
     """An exception as it left a rank.
 
-    exit_code: the status that the exception asks for. for_user: `text` is written for the user, the traceback is not
-    wanted. communication: a peer was missing, so the cause is elsewhere. seconds: when, on the monotonic clock.
+    exit_code: the status that the exception asks for.
+    for_user: `text` is written for the user, the traceback is not wanted.
+    communication: a peer was missing, so the cause is elsewhere.
+    seconds: when, on the monotonic clock.
     """
 
     type: str
@@ -62,7 +63,6 @@ class RankError:
 
     @classmethod
     def of(cls, error: BaseException) -> RankError:
-        """Describes an exception that was just caught."""
         return cls(
             type=type(error).__name__,
             text=str(error)[:8000],

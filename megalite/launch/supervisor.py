@@ -39,7 +39,9 @@ INTERRUPTED = 128 + signal.SIGINT
 class RankEnd:
     """How one rank ended.
 
-    status: exit code, or minus the signal. hung: it had stopped running Python. ended: the supervisor ended it.
+    status: exit code, or minus the signal.
+    hung: it had stopped running Python.
+    ended: the supervisor ended it.
     seconds: when, on the monotonic clock.
     """
 

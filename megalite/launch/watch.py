@@ -64,7 +64,6 @@ class RankWatch:
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def leave(self) -> None:
-        """This rank has done its work."""
         self._leaving.set()
 
     def tells(self, text: str) -> bool | None:

@@ -10,14 +10,8 @@ from megalite.config.rules.text import multiples_around
 
 
 def data(config: Config, world_size: int) -> Iterator[str]:
-    """Where data come from, and by which tokenizer."""
     source = config.data
-    own = {
-        "--train-data-path": source.train_data_path,
-        "--valid-data-path": source.valid_data_path,
-        "--test-data-path": source.test_data_path,
-    }
-    given = [flag for flag, value in own.items() if value]
+    given = [f"--{split}-data-path" for split in ("train", "valid", "test") if getattr(source, f"{split}_data_path")]
     if source.data_path:
         for flag in given:
             yield f"{flag}: excludes --data-path; give one kind"
@@ -62,7 +56,6 @@ def _tokenizer(config: Config) -> Iterator[str]:
 
 
 def checkpoint(config: Config, world_size: int) -> Iterator[str]:
-    """Saving needs a place, loading a source."""
     settings = config.checkpoint
     interval, retain = settings.save_interval, settings.save_retain_interval
     if retain is not None and interval is not None and retain % interval:
@@ -71,12 +64,10 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
     if settings.load is None:
         if settings.ckpt_step is not None and not settings.auto_resume:
             yield f"--ckpt-step={settings.ckpt_step}: needs --load"
-        for flag, on in (
-            ("--finetune", settings.finetune),
-            ("--no-load-optim", not settings.load_optim),
-            ("--no-load-rng", not settings.load_rng),
-        ):
-            if on and not (settings.auto_resume and flag != "--finetune"):
+        if settings.finetune:
+            yield "--finetune: needs --load"
+        for flag, loads in (("--no-load-optim", settings.load_optim), ("--no-load-rng", settings.load_rng)):
+            if not loads and not settings.auto_resume:
                 yield f"{flag}: needs --load"
     elif settings.auto_resume and settings.load != settings.save and settings.ckpt_step is not None:
         yield (
@@ -109,7 +100,6 @@ def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:
-    """A timeline needs a known form."""
     log = config.logging
     if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
         yield f"--trace-pipeline={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"

@@ -49,7 +49,6 @@ def world(config: Config, world_size: int) -> Iterator[str]:
 
 
 def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
-    """What tensor parallelism must divide."""
     model, size = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % size:
@@ -69,7 +68,6 @@ def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 
 def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
-    """Stages, chunks and how layers are dealt to them."""
     parallel, layers = config.parallel, config.model.num_layers
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
     layout = parallel.stage_layout.pipeline_model_parallel_layout
@@ -103,7 +101,7 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     if sum(given) != 1 or size == 1 or parallel.pipeline_schedule_file is not None or not batches:
         return
     micro_batches = batches[-1][0]
-    if schedules.schedule_problems(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs):
+    if parallel.schedule_problems(micro_batches):
         return
     program = schedules.build_program(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs)
     try:
@@ -115,18 +113,13 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
 def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
     """Can the schedule run in this shape, with these features?"""
     parallel, training = config.parallel, config.training
-    name, size, given = (
-        parallel.schedule,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
+    name, size = parallel.schedule, parallel.pipeline_model_parallel_size
     if parallel.pipeline_schedule_file is not None:
         if parallel.pipeline_schedule is not None:
             yield f"--pipeline-schedule={name}: excludes --pipeline-schedule-file; give one of them"
         return
     for micro_batches, samples in batches_in_micro_batches(config, world_size):
-        reasons = schedules.schedule_problems(name, size, micro_batches, given, num_pairs=parallel.chimera_pairs)
-        for reason in reasons:
+        for reason in parallel.schedule_problems(micro_batches):
             yield reason + _enough_samples(parallel, micro_batches, samples)
     schedule = schedules.find_schedule(name)
     if parallel.pipeline_flush_steps and schedule.flush_schedule is None:
@@ -161,15 +154,13 @@ def batches_in_micro_batches(config: Config, world_size: int) -> list[tuple[int,
 
 def _enough_samples(parallel: ParallelConfig, micro_batches: int, samples: int) -> str:
     """The nearest larger batch with which the schedule runs, where that is what is missing."""
-    size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    for more in range(micro_batches + 1, micro_batches + 4 * size + 1):
-        if not schedules.schedule_problems(parallel.schedule, size, more, chunks, num_pairs=parallel.chimera_pairs):
+    for more in range(micro_batches + 1, micro_batches + 4 * parallel.pipeline_model_parallel_size + 1):
+        if not parallel.schedule_problems(more):
             return f" (legal: --global-batch-size={samples // micro_batches * more})"
     return ""
 
 
 def batch(config: Config, world_size: int) -> Iterator[str]:
-    """Global batch, micro-batch, ramp-up."""
     training = config.training
     replicas = max(1, config.data_parallel_size(world_size))
     unit = training.micro_batch_size * replicas
@@ -236,14 +227,10 @@ def warnings(config: Config, world_size: int) -> list[str]:
     if high is not None and lr > high:
         lines.append(f"--lr={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common")
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
-        for micro_batches, _ in batches_in_micro_batches(config, world_size):
-            lines += schedules.schedule_warnings(
-                parallel.schedule,
-                parallel.pipeline_model_parallel_size,
-                micro_batches,
-                parallel.virtual_pipeline_model_parallel_size,
-                num_pairs=parallel.chimera_pairs,
-            )
+        size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+        for count, _ in batches_in_micro_batches(config, world_size):
+            pairs = parallel.chimera_pairs
+            lines += schedules.schedule_warnings(parallel.schedule, size, count, chunks, num_pairs=pairs)
     source = config.data
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
     if not any(named):

@@ -23,7 +23,6 @@ def length(config: Config, world_size: int) -> Iterator[str]:
 
 
 def precision(config: Config, world_size: int) -> Iterator[str]:
-    """Number formats and loss scaling."""
     training = config.training
     scaling = training.loss_scaling
     if scaling.min_loss_scale > scaling.initial_loss_scale:
@@ -62,7 +61,6 @@ def _wsd(config: Config) -> Iterator[str]:
 
 
 def weight_decay(config: Config, world_size: int) -> Iterator[str]:
-    """The weight-decay ramp has two ends or none."""
     ramp = config.optimizer.weight_decay_ramp
     ends = {"--start-weight-decay": ramp.start_weight_decay, "--end-weight-decay": ramp.end_weight_decay}
     style = ramp.weight_decay_incr_style
@@ -74,7 +72,6 @@ def weight_decay(config: Config, world_size: int) -> Iterator[str]:
 
 
 def update_rule(config: Config, world_size: int) -> Iterator[str]:
-    """Which settings belong to which optimizer."""
     optimizer = config.optimizer
     name = optimizer.optimizer
     for field in dict.fromkeys(field for rule in OPTIMIZER_SPECS.values() for field in rule.settings):

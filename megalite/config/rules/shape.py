@@ -10,7 +10,6 @@ from megalite.config.values import show
 
 
 def model_shape(config: Config, world_size: int) -> Iterator[str]:
-    """Heads, groups, positions."""
     model = config.model
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
     if model.kv_channels is None and hidden % heads:
@@ -37,13 +36,11 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
 
 
 def recompute(config: Config, world_size: int) -> Iterator[str]:
-    """Which recomputation settings belong together."""
     model = config.model
     if model.recompute_granularity != "full":
-        for flag, value in (
-            ("--recompute-method", model.recompute_method),
-            ("--recompute-num-layers", model.recompute_num_layers),
-        ):
+        settings = {"method": model.recompute_method, "num-layers": model.recompute_num_layers}
+        for name, value in settings.items():
+            flag = f"--recompute-{name}"
             if value is not None:
                 yield f"{flag}={show(value)}: needs --recompute-granularity=full"
     else:

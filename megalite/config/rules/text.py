@@ -11,7 +11,6 @@ VPP = "--virtual-pipeline-model-parallel-size"
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number, rising."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
