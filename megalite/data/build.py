@@ -12,12 +12,13 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
-from megalite.data.corpus import EmptySplit, TextCorpus, file_corpus, stdlib_corpus, tokenise_corpus
+from megalite.data.corpus import TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
+from megalite.data.tokenise import EmptySplit, tokenise_corpus
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.errors import DataError

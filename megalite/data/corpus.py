@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,7 @@ from typing import BinaryIO, cast
 
 import xxhash
 
-from megalite.data.cache import cached_folder, digest_of
-from megalite.data.indexed import IndexedDataset
-from megalite.data.splits import bounds_of, without
-from megalite.data.tokenise import write_documents
-from megalite.data.tokenizer import Tokenizer, tokenizer_fingerprint
+from megalite.data.splits import bounds_of
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
@@ -42,10 +37,6 @@ HELD_OUT_EVERY = 20
 CACHE_VERSION = 1
 
 SplitRange = tuple[float, float]
-
-
-class EmptySplit(DataError):
-    """A part of a corpus holds no text."""
 
 
 @dataclass(frozen=True)
@@ -199,40 +190,3 @@ def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str
         if not isinstance(record[key], str):
             raise DataError(f"{where}: field '{key}' is not text but {type(record[key]).__name__}")
     return [record[key] for key in keys]
-
-
-def tokenise_corpus(
-    corpus: TextCorpus, part: SplitRange | None, split: str, tokenizer: Tokenizer, cache_dir: Path
-) -> IndexedDataset:
-    """Tokens of one part of a corpus, from the cache if they are there.
-
-    part: fractions `(from, to)` of the split; None: the whole corpus.
-    Raises DataError where the part holds no text, or the tokenizer does not know it.
-    """
-    tokenised_by, part_of = tokenizer_fingerprint(tokenizer), split if part else None
-    key = digest_of("tokens", CACHE_VERSION, corpus.digest(), tokenised_by, part, part_of, corpus.ends_documents)
-
-    def write(folder: Path) -> None:
-        logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
-        prefix, documents = folder / "text_document", corpus.documents(part, split)
-        tokens, count = write_documents(prefix, documents, tokenizer, ends_documents=corpus.ends_documents)
-        (folder / "utf8_bytes").write_text(str(count if tokens else 0))
-
-    def tokens() -> Path:
-        folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
-        if (folder / "utf8_bytes").read_text() == "0":
-            raise EmptySplit(
-                f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
-                f"give it more in --split, or {without(split)}"
-            )
-        return folder / "text_document"
-
-    prefix = tokens()
-    try:
-        dataset = IndexedDataset(prefix)
-    except DataError as error:
-        logger.warning("%s; tokenising again", error)
-        shutil.rmtree(prefix.parent)
-        dataset = IndexedDataset(tokens())
-    dataset.name = corpus.name
-    return dataset

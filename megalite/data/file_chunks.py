@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megalite.data.cache import digest_of
 from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields
-from megalite.data.tokenise import text_pieces
 from megalite.errors import DataError
 from megalite.extras import optional_package
 
@@ -41,6 +40,41 @@ class InputUnit:
     first_line: int = 0
     columns: list[list[str]] | None = None
     goes_on: bool = False
+
+
+def utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def text_pieces(text: str, size: int) -> Iterator[str]:
+    """Cut a long text after newlines that stand between two non-space characters, about every `size` characters."""
+    at = 0
+    while len(text) - at > size:
+        cut = text.find("\n", at + size)
+        while 0 <= cut < len(text) - 1 and (text[cut - 1].isspace() or text[cut + 1].isspace()):
+            cut = text.find("\n", cut + 1)
+        if cut < 0 or cut >= len(text) - 1:
+            break
+        yield text[at : cut + 1]
+        at = cut + 1
+    if at < len(text):
+        yield text[at:]
+
+
+def document_units(documents: Iterable[str], *, cuts: bool) -> Iterator[InputUnit]:
+    """Documents in memory as units; with `cuts` a long one goes on from unit to unit."""
+    texts: list[str] = []
+    held = 0
+    for document in documents:
+        pieces = list(text_pieces(document, UNIT_BYTES // 2)) if cuts else [document]
+        for number, piece in enumerate(pieces, 1):
+            texts.append(piece)
+            held += utf8_length(piece)
+            if number < len(pieces) or held >= UNIT_BYTES:
+                yield InputUnit("", held, columns=[texts], goes_on=number < len(pieces))
+                texts, held = [], 0
+    if texts:
+        yield InputUnit("", held, columns=[texts])
 
 
 def input_size(inputs: Sequence[str]) -> int:

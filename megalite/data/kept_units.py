@@ -51,16 +51,14 @@ class UnitTokens:
 class KeptUnits:
     """The units that stand in partial files, for one writer at a time; a context around the writers of `prefixes`.
 
-    Args:
-        settings: of the tokeniser; what was kept under others is dropped. skip_bad_lines: units from which broken lines
-        were left out may be taken over.
-
-    Raises:
-        DataError: another process writes the same prefix, or nothing can be written there.
+    settings: of the tokeniser; what was kept under others is dropped.
+    skip_bad_lines: units from which broken lines were left out may be taken over.
+    advises: says after an error that the same command continues.
+    Raises DataError where another process writes the same prefix, or nothing can be written there.
     """
 
-    def __init__(self, prefixes: Sequence[str], settings: str, *, skip_bad_lines: bool) -> None:
-        self._prefixes, self._skip_bad_lines = prefixes, skip_bad_lines
+    def __init__(self, prefixes: Sequence[str], settings: str, *, skip_bad_lines: bool, advises: bool) -> None:
+        self._prefixes, self._skip_bad_lines, self._advises = prefixes, skip_bad_lines, advises
         self._paths = [Path(f"{prefix}.partial") for prefix in prefixes]  # the first is used, the others are locks
         self._settings = f"{settings}\n".encode()
         self._files: list[BinaryIO] = []
@@ -137,7 +135,8 @@ class KeptUnits:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self.tokens:
-            logger.warning("%s: what was tokenised is kept; the same command continues from it", self._paths[0])
+            if self._advises:
+                logger.warning("%s: what was tokenised is kept; the same command continues from it", self._paths[0])
             unused = self._paths[1:]
         else:
             unused = [*self._paths, *(Path(f"{prefix}.bin.partial") for prefix in self._prefixes)]

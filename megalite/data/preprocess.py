@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from megalite.data.cache import digest_of
-from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit, unit_digest
+from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit, unit_digest, utf8_length
 from megalite.data.indexed import IndexedWriter
 from megalite.data.kept_units import KeptUnits, UnitTokens
-from megalite.data.tokenise import utf8_length
 from megalite.data.tokenizer import Tokenizer, token_dtype, tokenizer_fingerprint
 from megalite.errors import DataError, RuntimeFailure
 from megalite.progress import OnProgress, amount, untold
@@ -93,15 +92,39 @@ def preprocess(
         raise DataError(
             f"--append-eod: {tokenizer.kind} has no end-of-document token; drop it or use another tokenizer"
         )
-    job = _Job(tokenizer, tuple(json_keys), append_eod, skip_bad_lines)
+    job = UnitJob(tokenizer, tuple(json_keys), append_eod, skip_bad_lines)
     totals = Totals(input_size(inputs))
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     units = (unit for path in inputs for unit in input_units(path, json_keys))
-    settings = digest_of("preprocess", KEPT_VERSION, tokenizer_fingerprint(tokenizer), job.json_keys, append_eod)
+    write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
+    return Summary(prefixes, totals)
+
+
+def write_units(
+    job: UnitJob,
+    units: Iterator[InputUnit],
+    prefixes: Sequence[str],
+    totals: Totals,
+    *,
+    source: str = "",
+    workers: int = 1,
+    on_progress: OnProgress = untold,
+) -> None:
+    """Tokenise units into a pair for each of the job's fields, and count them in `totals`.
+
+    Continues after the units that an earlier call with the same arguments, which was killed, has kept.
+
+    source: what `--input` names, if it does: 0 tokens are an error then.
+    """
+    settings = digest_of(
+        "preprocess", KEPT_VERSION, tokenizer_fingerprint(job.tokenizer), job.json_keys, job.append_eod
+    )
     with ExitStack() as stack:
-        kept = stack.enter_context(KeptUnits(prefixes, settings, skip_bad_lines=skip_bad_lines))
+        kept = stack.enter_context(
+            KeptUnits(prefixes, settings, skip_bad_lines=job.skip_bad_lines, advises=bool(source))
+        )
         writers = [
-            stack.enter_context(IndexedWriter(prefix, vocab_size=tokenizer.vocab_size, partial=True))
+            stack.enter_context(IndexedWriter(prefix, vocab_size=job.tokenizer.vocab_size, partial=True))
             for prefix in prefixes
         ]
         merge = _Merger(writers)
@@ -115,15 +138,12 @@ def preprocess(
             totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in writers)
             on_progress(totals.done, totals.size or None, totals.counts())
         for writer in writers:
-            if not writer.tokens:
-                raise DataError(
-                    f"--input={' '.join(inputs)}: 0 tokens for {writer.prefix}; give a text that is not empty"
-                )
-    return Summary(prefixes, totals)
+            if source and not writer.tokens:
+                raise DataError(f"--input={source}: 0 tokens for {writer.prefix}; give a text that is not empty")
 
 
 def _results(
-    job: _Job, units: Iterator[InputUnit], workers: int, kept: KeptUnits, writers: Sequence[IndexedWriter]
+    job: UnitJob, units: Iterator[InputUnit], workers: int, kept: KeptUnits, writers: Sequence[IndexedWriter]
 ) -> Iterator[tuple[InputUnit, UnitTokens, bool]]:
     """The units in order, and whether their tokens stand in the writers' files already."""
     done = 0
@@ -142,7 +162,7 @@ def _results(
 
 
 @dataclass(frozen=True)
-class _Job:
+class UnitJob:
     """Everything that a worker needs to turn a unit into tokens."""
 
     tokenizer: Tokenizer
@@ -201,7 +221,7 @@ class _Merger:
                 self.documents += len(sizes)
 
 
-def _in_processes(job: _Job, units: Iterator[InputUnit], workers: int) -> Iterator[tuple[InputUnit, UnitTokens]]:
+def _in_processes(job: UnitJob, units: Iterator[InputUnit], workers: int) -> Iterator[tuple[InputUnit, UnitTokens]]:
     """Results in the order of the units, from `workers` processes."""
     # A forked worker has the tokenizer already; where there is no fork it is sent over.
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
@@ -240,7 +260,7 @@ def _in_processes(job: _Job, units: Iterator[InputUnit], workers: int) -> Iterat
 class _Worker:
     """One process and the units it has been given."""
 
-    def __init__(self, context: Any, job: _Job) -> None:
+    def __init__(self, context: Any, job: UnitJob) -> None:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, job), daemon=True)
         self.process.start()
@@ -271,7 +291,7 @@ class _Worker:
             self.process.join()
 
 
-def _work(pipe: Connection, job: _Job) -> None:
+def _work(pipe: Connection, job: UnitJob) -> None:
     """Body of a worker process: units in, results out, until the pipe is closed."""
     try:
         while True:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data import cache, tokenise
+from megalite.data import cache, file_chunks
 from megalite.data.cache import cached_folder
 from megalite.data.corpus import TextCorpus
-from megalite.data.corpus import tokenise_corpus as tokens_of
 from megalite.data.indexed import IndexedDataset
+from megalite.data.tokenise import tokenise_corpus as tokens_of
 from megalite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["", "one\ntwo\n" * 9, "x", "three\nfour\nfive\n" * 7, "", "naïve\nsix\n" * 30]
@@ -40,10 +40,7 @@ class Counting(ByteTokenizer):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenise, "PIECE", 10)
-    monkeypatch.setattr(tokenise.text_pieces, "__defaults__", (10,))
-    monkeypatch.setattr(tokenise, "BATCH_BYTES", 30)
-    monkeypatch.setattr(tokenise, "PART_BYTES", 60)
+    monkeypatch.setattr(file_chunks, "UNIT_BYTES", 30)
 
 
 def corpus(ends_documents: bool) -> TextCorpus:
@@ -66,7 +63,7 @@ def test_a_killed_tokeniser_leaves_its_work_to_the_next(tmp_path: Path, ends_doc
         folder, again = tmp_path / f"killed{deadly}", Counting()
         with pytest.raises(Killed):
             tokens_of(corpus(ends_documents), WHOLE, "train", Counting(deadly), folder)
-        kept = list(folder.glob("tokens/*.partial/part_*.npz"))
+        kept = list(folder.glob("tokens/*.partial/text_document.bin.partial"))
         if kept and deadly % 2:
             kept[-1].write_bytes(kept[-1].read_bytes()[:-9])  # torn
         assert documents(tokens_of(corpus(ends_documents), WHOLE, "train", again, folder)) == expected

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megalite.data import file_chunks as units
+from megalite.data.file_chunks import text_pieces
 from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.preprocess import preprocess
-from megalite.data.tokenise import text_pieces
 from megalite.data.tokenizer import ByteTokenizer, CharTokenizer
 from megalite.errors import DataError
 from tokenizer_training import train_bpe
