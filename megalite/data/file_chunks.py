@@ -62,7 +62,7 @@ def text_pieces(text: str, size: int) -> Iterator[str]:
 
 
 def document_units(documents: Iterable[str], *, cuts: bool) -> Iterator[InputUnit]:
-    """Documents in memory as units; with `cuts` a long one goes on from unit to unit."""
+    """Documents in memory as units; with `cuts` a long one continues from unit to unit."""
     texts: list[str] = []
     held = 0
     for document in documents:

@@ -57,7 +57,7 @@ class KeptUnits:
     Raises DataError where another process writes the same prefix, or nothing can be written there.
     """
 
-    def __init__(self, prefixes: Sequence[str], settings: str, *, skip_bad_lines: bool, advises: bool) -> None:
+    def __init__(self, prefixes: Sequence[str], settings: str, *, skip_bad_lines: bool, advises: bool = True) -> None:
         self._prefixes, self._skip_bad_lines, self._advises = prefixes, skip_bad_lines, advises
         self._paths = [Path(f"{prefix}.partial") for prefix in prefixes]  # the first is used, the others are locks
         self._settings = f"{settings}\n".encode()
