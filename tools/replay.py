@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,10 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, run_tool
-from megalite.config import Config, parse
+from megalite.config import Config, parse, read_unjudged
 from megalite.errors import ConfigError, MegaliteError
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
+from megalite.schedule import find_schedule
 
 CONFIG = "config.yaml"
 
@@ -57,8 +59,16 @@ def _run(argv: list[str]) -> int:
         return error.exit_code
     from replay_pass import Replay  # torch comes with it: not before the flags are known to be right
 
-    body = Replay(Path(args.load), args.iteration, begin, documents=args.documents, passes=1 if args.once else 2)
-    return launch(config, body, place)
+    with tempfile.TemporaryDirectory(prefix="megalite-replay-") as folder:
+        verdict = Path(folder) / "verdict"
+        passes = 1 if args.once else 2
+        body = Replay(Path(args.load), args.iteration, begin, documents=args.documents, passes=passes, verdict=verdict)
+        status = launch(config, body, place)
+        if status == 0 and verdict.is_file():
+            code, _, text = verdict.read_text().partition(" ")
+            print(f"verdict: {text}", flush=True)
+            return int(code)
+    return status
 
 
 def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) -> tuple[Config, int]:
@@ -68,6 +78,7 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
         raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")
     alone = ["--nprocs", "1"] if place.launcher else []
     config = parse(["--config", str(saved), *alone, *flags], world_size=place.size if place.launcher else None)
+    _same_updates(read_unjudged(["--config", str(saved)])[0], config)
     parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel
     training = replace(config.training, eval_iters=0, skip_train=False, exit_interval=None)
     from megalite.checkpoint import committed, step_of
@@ -82,6 +93,23 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
     if iteration > total:
         raise ConfigError(f"--iteration={iteration}: the run has {total} iterations (--train-iters)")
     return config, max(before, default=0)
+
+
+def _same_updates(was: Config, now: Config) -> None:
+    """Raises ConfigError where gradients would be of other weights than in the run, however right the layout is."""
+    before, after = was.parallel, now.parallel
+    one, other = find_schedule(before.schedule), find_schedule(after.schedule)
+    if (one.asynchronous, one.update_per_microbatch) != (other.asynchronous, other.update_per_microbatch):
+        raise ConfigError(
+            f"--pipeline-schedule={after.schedule}: updates by other rules than the run's {before.schedule}; "
+            f"give --pipeline-schedule {before.schedule}"
+        )
+    if one.update_per_microbatch and before.pipeline_model_parallel_size != after.pipeline_model_parallel_size:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size={after.pipeline_model_parallel_size}: the run had "
+            f"{before.pipeline_model_parallel_size}, and {before.schedule}'s delay is the number of stages; "
+            f"give --pipeline-model-parallel-size {before.pipeline_model_parallel_size}"
+        )
 
 
 if __name__ == "__main__":

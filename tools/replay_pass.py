@@ -13,7 +13,6 @@ import torch
 from megalite.checkpoint import committed, step_of
 from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, LoggingConfig
-from megalite.errors import RuntimeFailure
 from megalite.observe import METRICS_FILE, Record, describe_layout, read_metrics
 from megalite.train import OpenRun, open_run
 from preflight import Digests, Seen
@@ -39,13 +38,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Replay:
-    """What every rank runs. begin: iterations of the checkpoint that it continues from."""
+    """What every rank runs. begin: iterations of the checkpoint that it continues from. verdict: the file that the
+    first rank writes the verdict to, with the exit status that goes with it before it."""
 
     run: Path
     iteration: int
     begin: int
     documents: int
     passes: int
+    verdict: Path
 
     def __call__(self, config: Config, world: World) -> int:
         logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout, force=True)
@@ -62,10 +63,7 @@ class Replay:
             trouble = f"numbers: {found[0].tensors[0]} is not what the run's checkpoint of iteration {end} holds"
         if world.is_first:
             print("\n".join(self._account(found[0], config, world, logged)), flush=True)
-        if trouble is not None:
-            raise RuntimeFailure(f"verdict: {trouble}")
-        if world.is_first:
-            print(self._verdict(found[0], logged))
+            self.verdict.write_text(f"1 {trouble}" if trouble is not None else f"0 {self._verdict(found[0], logged)}")
         return 0
 
     def _pass(self, config: Config, world: World, end: int) -> Pass:
@@ -129,13 +127,13 @@ class Replay:
         same = "the numbers are the run's" if logged else "metrics.jsonl has no line to compare with"
         twice = ", a second pass computed the same bits" if self.passes > 1 else ""
         if not dear:
-            return f"verdict: {same}{twice}; no document stands out"
+            return f"{same}{twice}; no document stands out"
         by_source: dict[str, list[str]] = {}
         for document in dear[: self.documents]:
             by_source.setdefault(document.source, []).append(str(document.document))
         names = " and ".join(f"{', '.join(numbers)} of {source}" for source, numbers in by_source.items())
         count = "document" if len(dear) == 1 else "documents"
-        return f"verdict: data: {count} {names} {'stands' if len(dear) == 1 else 'stand'} out; {same}{twice}"
+        return f"data: {count} {names} {'stands' if len(dear) == 1 else 'stand'} out; {same}{twice}"
 
 
 def shown(number: float | None) -> str:
