@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from megalite.errors import ConfigError
@@ -62,11 +63,15 @@ def require_core(*, torch: bool = True) -> None:
     torch: whether the program needs torch too (a planner does not).
     """
     needed = [package for package in CORE if torch or package != "torch"]
-    missing = [CORE[module] for module in needed if importlib.util.find_spec(module) is None]
+    missing = [package for package in needed if importlib.util.find_spec(package) is None]
     if missing:
-        print(
-            f"error: {sys.executable}: lacks {', '.join(missing)}; activate the environment that megalite is installed "
-            'in, or install it: pip install -e "."',
-            file=sys.stderr,
-        )
+        print(f"error: {core_lacks(missing)}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def core_lacks(modules: Sequence[str]) -> str:
+    """The line that says which packages of the core this Python lacks, and what to do."""
+    return (
+        f"{sys.executable}: lacks {', '.join(CORE[module] for module in modules)}; activate the environment that "
+        'megalite is installed in, or install it: pip install -e "."'
+    )

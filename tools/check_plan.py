@@ -30,6 +30,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.extras import require_core
+
+require_core()  # the layouts that it measures need torch
+
 from disturbance import BusyClock, Watch
 from megalite.config import Config, TrainingLength, dump_yaml, read_unjudged
 from megalite.errors import MegaliteError, RuntimeFailure

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from megalite.extras import require_core
+from megalite.extras import CORE, core_lacks, require_core
 
 require_core(torch=False)
 
@@ -56,6 +56,11 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:  # torch, which some tools need for some of what they do
+        if error.name not in CORE:
+            raise
+        print(f"error: {core_lacks([error.name])}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("error: interrupted by SIGINT", file=sys.stderr, flush=True)
         return INTERRUPTED

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser
-from megalite.errors import CheckpointError, MegaliteError
+from command_line import ToolParser, run_tool
+from megalite.errors import CheckpointError
 from megalite.progress import ProgressBar
 
 Json = dict[str, Any]
@@ -33,6 +33,10 @@ PLACES = {"config.checkpoint.save", "config.checkpoint.load"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
+    return run_tool(_run, None if argv is None else list(argv))
+
+
+def _run(argv: list[str]) -> int:
     parser = ToolParser("Look into a checkpoint: what it holds, whether it is whole, how it differs from another.")
     parser.add_argument("directory", metavar="DIR", type=Path, help="a run directory or one checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="which checkpoint of a run directory; unset: the newest")
@@ -40,12 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tensors", action="store_true", help="statistics of every tensor")
     parser.add_argument("--diff", metavar="OTHER", type=Path, help="compare with another checkpoint")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    try:
-        arguments = parser.parse_args(argv)
-        report = inspect(arguments)
-    except MegaliteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    arguments = parser.parse_args(argv)
+    report = inspect(arguments)
     print(json.dumps(report, indent=1) if arguments.json else as_text(report))
     if report.get("damaged"):
         return CheckpointError.exit_code

@@ -26,6 +26,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.extras import require_core
+
+require_core()
+
 import torch
 from torch import Tensor
 
