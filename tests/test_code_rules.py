@@ -97,7 +97,10 @@ def test_no_work_at_import() -> None:
 
 def _finds_own_package(module: str, call: ast.Call) -> bool:
     """Tools and benchmarks are run as files: one line makes the package beside them importable."""
-    if module in ("pretrain_gpt", "tools.command_line") and ast.unparse(call.func) == "require_core":
+    if (
+        module in ("pretrain_gpt", "tools.command_line", "tools.profile_layers")
+        and ast.unparse(call.func) == "require_core"
+    ):
         return True  # its own imports would end in a traceback where a core package is missing
     return module.startswith(("tools", "benchmarks")) and bool(
         re.fullmatch(r"sys\.path\.(insert|append)|str|Path\(__file__\)\.(resolve|with_name)", ast.unparse(call.func))

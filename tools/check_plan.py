@@ -30,13 +30,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.extras import require_core
-
-require_core()  # the layouts that it measures need torch
-
 from disturbance import BusyClock, Watch
 from megalite.config import Config, TrainingLength, dump_yaml, read_unjudged
 from megalite.errors import MegaliteError, RuntimeFailure
+from megalite.extras import require_core
 from megalite.planner import (
     Hardware,
     Layout,
@@ -266,6 +263,7 @@ def _figures(times: Sequence[tuple[float, float]], sizes: Sequence[float], chose
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
     args, rest = parser().parse_known_args(argv)
+    require_core()  # the layouts that it measures need torch
     world = args.num_devices
     argv_of_run = [*(rest or DEFAULT.split()), "--train-iters", str(MOST_STEPS)]
     try:

@@ -17,6 +17,7 @@ used.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -305,7 +306,8 @@ class IndexedWriter:
                     f"{self.prefix}.bin: dtype {self.dtype} cannot hold id {int(ids.max())}; the vocabulary is "
                     "larger than announced"
                 )
-        self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+        with self._writing():
+            self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
         self.tokens += int(ids.size)
 
     def following(self, count: int) -> NDArray[np.integer]:
@@ -322,7 +324,8 @@ class IndexedWriter:
 
     def flush(self) -> None:
         """From here on the tokens outlive the process in a partial file."""
-        self._bin.flush()
+        with self._writing():
+            self._bin.flush()
 
     def cut(self) -> None:
         """Cut off what stands in a partial file after the tokens that were written."""
@@ -335,15 +338,16 @@ class IndexedWriter:
         pointers = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
-        with open(self._temporary[1], "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
-            for array, form in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
-                file.write(np.ascontiguousarray(array, form).data)
-            file.flush()
-            os.fsync(file.fileno())
+        with self._writing():
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            self._bin.close()
+            with open(self._temporary[1], "wb") as file:
+                file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
+                for array, form in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
+                    file.write(np.ascontiguousarray(array, form).data)
+                file.flush()
+                os.fsync(file.fileno())
         index, replaced = Path(self.prefix + ".idx"), os.path.exists(self.prefix + ".bin")
         index.unlink(missing_ok=True)  # an old index must never describe a new .bin, whenever this is killed
         os.replace(self._temporary[0], self.prefix + ".bin")
@@ -351,9 +355,19 @@ class IndexedWriter:
         if replaced:
             logger.warning("%s.bin and .idx were there already; they are replaced", self.prefix)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.prefix}.bin: cannot be written ({error.strerror or error}); make room, or name another folder"
+            ) from None
+
     def abort(self) -> None:
         """Leave nothing behind but a partial file."""
-        self._bin.close()
+        with contextlib.suppress(OSError):  # of a full disk: what is buffered has no room
+            self._bin.close()
         for path in self._temporary[1:] if self._partial else self._temporary:
             if os.path.exists(path):
                 os.unlink(path)

@@ -9,6 +9,7 @@ not on, everything is tokenised again, so neither another text nor a torn write 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -81,13 +82,15 @@ class KeptUnits:
         self._file.seek(0)
         if self._file.readline() != self._settings:
             self._file.truncate(0)
-            self._file.write(self._settings)
-            self._file.flush()
+            with contextlib.suppress(OSError):
+                self._file.write(self._settings)
+                self._file.flush()
         return self
 
     def _close(self) -> None:
         for file in self._files:
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
     def find(self, unit: InputUnit, writers: Sequence[IndexedWriter]) -> UnitTokens | None:
         """The tokens of the next unit, which stand in the writers' files; None where they do not: what follows in
@@ -114,8 +117,9 @@ class KeptUnits:
             "skipped": result.skipped,
             "digest": result.digest(),
         }
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the next write of tokens says so
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
 
     def _read(self, line: bytes, unit: InputUnit, writers: Sequence[IndexedWriter]) -> UnitTokens | None:
         try:
@@ -141,7 +145,8 @@ class KeptUnits:
         else:
             unused = [*self._paths, *(Path(f"{prefix}.bin.partial") for prefix in self._prefixes)]
         for path in unused:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         self._close()
 
 

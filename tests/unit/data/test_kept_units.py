@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -146,3 +148,23 @@ def test_two_at_once_are_refused(killed: Path) -> None:
         pytest.raises(DataError, match="another process writes .*out_id_document.bin; wait for it"),
     ):
         run(killed, ByteTokenizer())
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here: of files that may not grow."""
+    monkeypatch.setattr(file_chunks, "UNIT_BYTES", 500)
+    expected = fresh(tmp_path, ByteTokenizer())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    inputs(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limit[1]))
+        with pytest.raises(DataError, match=r"out_text_document.bin: cannot be written \(File too large\); make room"):
+            preprocess(
+                [str(tmp_path / "a.jsonl")] * 2, str(tmp_path / "out"), ByteTokenizer(), json_keys=("text", "id")
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "out_text_document.bin.partial").stat().st_size > 1000
+    assert run(tmp_path, ByteTokenizer()) == expected
