@@ -44,9 +44,8 @@ class YamlEntry:
 def read_yaml(path: str, problems: list[str]) -> list[YamlEntry]:
     """Read a configuration file.
 
-    problems: takes the mistakes of single entries, and the others are returned.
-    Raises ConfigError where the file is missing, too large, not YAML, or uses what a configuration does not need; the
-    line says where (`file:line:column`).
+    problems: takes the mistakes of single entries, and the others are returned. Raises ConfigError where the file is
+    missing, too large, not YAML, or uses what a configuration does not need; the line says where (`file:line:column`).
     """
     text = _read_text(path)
     root = _compose(path, text)

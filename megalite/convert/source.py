@@ -69,9 +69,8 @@ class ModelSource(Protocol):
 def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.dtype | None) -> Iterator[Path]:
     """A new directory to write a model into, which becomes `directory` (or `name` in it) when the body has ended well.
 
-    dtype: of the weights; None: not known, so room is asked for by the byte an element.
-    Raises CheckpointError where it exists already and holds something, has no room for the weights, or cannot be
-    written.
+    dtype: of the weights; None: not known, so room is asked for by the byte an element. Raises CheckpointError where it
+    exists already and holds something, has no room for the weights, or cannot be written.
     """
     elements = sum(math.prod(shape) for shape in parameter_shapes(model).values())
     check_space(directory, elements * (dtype or torch.int8).itemsize)

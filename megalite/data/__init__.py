@@ -18,15 +18,16 @@ The loader is imported at its first use: nothing else here needs torch, so the t
 
 from typing import TYPE_CHECKING, Any
 
-from megalite.data.build import Dataset, Datasets, UnusableSplit, build_datasets, build_tokenizer
+from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.corpus import JSONL_SUFFIXES, read_jsonl, stdlib_corpus
-from megalite.data.file_chunks import input_units, read_unit
+from megalite.data.file_chunks import input_units, read_unit, utf8_length
 from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
+from megalite.data.splits import UnusableSplit
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
 from megalite.data.survey import Survey, survey_differences, surveys_to_meta
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer

@@ -118,12 +118,6 @@ class BlendedDataset:
             raise IndexError(f"sample {sample} of {len(self)}")
         return self.parts[int(self._part[sample])], int(self._sample[sample])
 
-    def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        """Tokens of one sample, int64 `[S + 1]`."""
-        out = np.empty(self.seq_length + 1, np.int64)
-        self.fill(sample, out)
-        return out
-
     def sequential(self) -> SequentialSource:
         """All parts once, one after the other, whatever their weights."""
         return SequentialSource(self.parts)

@@ -12,13 +12,13 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
-from megalite.data.corpus import TextCorpus, file_corpus, stdlib_corpus
+from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
-from megalite.data.splits import SPLIT_NAMES, bounds_of, parse_split, without
+from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
-from megalite.data.tokenise import EmptySplit, tokenise_corpus
+from megalite.data.tokenise import tokenise_corpus
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.errors import DataError
@@ -26,7 +26,6 @@ from megalite.errors import DataError
 logger = logging.getLogger(__name__)
 
 Dataset = GPTDataset | BlendedDataset
-SplitRange = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -149,10 +148,6 @@ def build_datasets(
             # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
             logger.warning("no final test: %s", error)
     return Datasets(train, valid, test, requests, opener.surveys())
-
-
-class UnusableSplit(DataError):
-    """A split that is empty or too small."""
 
 
 @dataclass
@@ -299,10 +294,7 @@ class _Opener:
         if path not in self._corpora:
             self._corpora[path] = _open_raw(path, flag) if path else stdlib_corpus()
         assert self.cache_dir is not None, "raw text needs a cache folder"
-        try:
-            return tokenise_corpus(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
-        except EmptySplit as error:
-            raise UnusableSplit(str(error)) from None
+        return tokenise_corpus(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
 
 
 def _open_raw(path: str, flag: str) -> TextCorpus:

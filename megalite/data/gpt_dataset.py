@@ -132,12 +132,6 @@ class GPTDataset:
         check_ids(out, self, sequences, offset)
         return at
 
-    def __getitem__(self, sample: int) -> NDArray[np.int64]:
-        """Tokens of one sample, int64 `[S + 1]`."""
-        out = np.empty(self.seq_length + 1, np.int64)
-        self.fill(sample, out)
-        return out
-
     def sequential(self) -> SequentialSource:
         """The same split once from its first to its last token, without overlap: for `--full-validation`."""
         return SequentialSource([self])

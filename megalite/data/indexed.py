@@ -60,11 +60,6 @@ class TokenStore(Protocol):
         """Tokens of every sequence, `[N]`."""
         ...
 
-    @property
-    def dtype(self) -> np.dtype[np.integer]:
-        """Type of the stored ids."""
-        ...
-
     def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         """Tokens `start:stop` of a sequence; not to be written to."""
         ...

@@ -21,7 +21,6 @@ class MockStore:
     def __init__(self, *, seed: int, vocab_size: int, eod_id: int | None, documents: int = NUM_DOCUMENTS) -> None:
         self.seed, self.vocab_size, self.eod_id = seed, vocab_size, eod_id
         self.lengths = np.random.RandomState(seed).randint(1, MAX_LENGTH, documents).astype(np.int32) + 1
-        self.dtype: np.dtype[np.integer] = np.dtype(np.int64)
 
     def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         length = int(self.lengths[sequence])

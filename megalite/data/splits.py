@@ -10,6 +10,10 @@ from megalite.errors import DataError
 SPLIT_NAMES = ("train", "valid", "test")
 
 
+class UnusableSplit(DataError):
+    """A split that is empty or too small."""
+
+
 def parse_split(text: str) -> list[tuple[float, float] | None]:
     """Fractions `(from, to)` of train, valid and test; None for a part of weight 0. Weights need not sum to anything.
 

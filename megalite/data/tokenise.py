@@ -14,7 +14,7 @@ from megalite.data.corpus import SplitRange, TextCorpus
 from megalite.data.file_chunks import document_units, utf8_length
 from megalite.data.indexed import IndexedDataset
 from megalite.data.preprocess import Totals, UnitJob, write_units
-from megalite.data.splits import without
+from megalite.data.splits import UnusableSplit, without
 from megalite.data.tokenizer import Tokenizer, tokenizer_fingerprint
 from megalite.errors import DataError
 from megalite.progress import ProgressBar
@@ -24,17 +24,13 @@ logger = logging.getLogger(__name__)
 CACHE_VERSION = 1
 
 
-class EmptySplit(DataError):
-    """A part of a corpus holds no text."""
-
-
 def tokenise_corpus(
     corpus: TextCorpus, part: SplitRange | None, split: str, tokenizer: Tokenizer, cache_dir: Path
 ) -> IndexedDataset:
     """Tokens of one part of a corpus, from the cache if they are there.
 
     part: fractions `(from, to)` of the split; None: the whole corpus.
-    Raises DataError where the part holds no text, or the tokenizer does not know it.
+    Raises UnusableSplit where the part holds no text, DataError where the tokenizer does not know it.
     """
     tokenised_by, part_of = tokenizer_fingerprint(tokenizer), split if part else None
     key = digest_of("tokens", CACHE_VERSION, corpus.digest(), tokenised_by, part, part_of, corpus.ends_documents)
@@ -52,7 +48,7 @@ def tokenise_corpus(
     def tokens() -> Path:
         folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
         if (folder / "utf8_bytes").read_text() == "0":
-            raise EmptySplit(
+            raise UnusableSplit(
                 f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
                 f"give it more in --split, or {without(split)}"
             )

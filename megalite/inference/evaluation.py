@@ -27,6 +27,7 @@ from megalite.data import (
     UnusableSplit,
     build_datasets,
     cache_directory,
+    utf8_length,
 )
 from megalite.errors import ConfigError, DataError
 from megalite.inference.loaded_model import LoadedModel
@@ -94,9 +95,8 @@ def score_text(
 ) -> Score:
     """Score `text` as one document. Its first token has no context and is not scored.
 
-    num_words: what the word perplexity divides by; None: the words of `text`.
-    Raises DataError where the text is shorter than two tokens, ConfigError where `overlap` is not below the sequence
-    length.
+    num_words: what the word perplexity divides by; None: the words of `text`. Raises DataError where the text is
+    shorter than two tokens, ConfigError where `overlap` is not below the sequence length.
     """
     seq_length = loaded.config.model.seq_length
     if not 0 <= overlap < seq_length:
@@ -109,7 +109,7 @@ def score_text(
     if score.num_bytes is None and not isinstance(loaded.tokenizer, NullTokenizer):
         # The ids do not spell all of the text, but here the text itself is at hand.
         unscored = loaded.tokenizer.decode([int(ids[0])])
-        score = dataclasses.replace(score, num_bytes=_utf8_length(text) - _utf8_length(unscored))
+        score = dataclasses.replace(score, num_bytes=utf8_length(text) - utf8_length(unscored))
     return dataclasses.replace(score, num_words=len(text.split()) if num_words is None else num_words)
 
 
@@ -195,10 +195,6 @@ def label_losses(loaded: LoadedModel, batch: Microbatch) -> Tensor:
     batch = batch.to(loaded.device)
     head = cast(Head, loaded.model.get_submodule("head"))
     return head.token_losses(loaded.model.body(None, batch), batch)
-
-
-def _utf8_length(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:

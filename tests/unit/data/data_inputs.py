@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megalite.config.data import DataConfig
+from megalite.data.gpt_dataset import SampleSource
 from megalite.data.indexed import IndexedWriter
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -24,6 +25,13 @@ def shared_file(name: str) -> Path:
 def config(**fields: object) -> DataConfig:
     """A data section with these fields set."""
     return DataConfig(**fields)  # type: ignore[arg-type]
+
+
+def tokens_of(source: SampleSource, sample: int) -> list[int]:
+    """The S + 1 tokens of one sample."""
+    out = np.empty(source.seq_length + 1, np.int64)
+    source.fill(sample, out)
+    return out.tolist()
 
 
 def write_documents(prefix: Path, documents: list[list[int]], vocab_size: int = 300) -> str:

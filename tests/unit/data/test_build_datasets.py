@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_inputs import config, shared_file, write_documents
+from data_inputs import config, shared_file, tokens_of, write_documents
 
 from megalite.config.data import DataConfig
 from megalite.data import build_datasets, build_tokenizer
@@ -38,7 +38,7 @@ def stream(data: Any) -> list[int]:
 
 
 def order(data: Any, stop: int | None = None) -> list[list[int]]:
-    return [data[k].tolist() for k in range(stop or len(data))]
+    return [tokens_of(data, k) for k in range(stop or len(data))]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_inputs import write_documents
+from data_inputs import tokens_of, write_documents
 
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset
@@ -36,7 +36,7 @@ def rows(batches: list[Microbatch]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_layout_reads_the_same_samples(dataset: GPTDataset, workers: int) -> None:
-    expected = {k: dataset[k][:-1].tolist() for k in range(8, 32)}
+    expected = {k: tokens_of(dataset, k)[:-1] for k in range(8, 32)}
     for dp_size, micro in ((1, 8), (1, 1), (2, 2), (4, 2), (2, 4)):
         seen: dict[int, list[int]] = {}
         for rank in range(dp_size):
@@ -54,7 +54,7 @@ def test_labels_are_tokens_moved_by_one(dataset: GPTDataset) -> None:
     with BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1) as loader:
         (batch,) = loader.next_batch(2)
     for row in range(2):
-        assert [*batch.tokens[row].tolist(), int(batch.labels[row, -1])] == dataset[row].tolist()
+        assert [*batch.tokens[row].tolist(), int(batch.labels[row, -1])] == tokens_of(dataset, row)
     assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
     assert batch.positions.tolist() == [list(range(8))] * 2 and bool((batch.loss_mask == 1).all())
     assert batch.document_starts is None
@@ -73,7 +73,7 @@ def test_threads_follow_a_changing_batch_size_and_a_jump(dataset: GPTDataset) ->
         loader.skip(8)
         second = rows(loader.next_batch(12))
     assert list(first) == [2, 3] and list(second) == [14, 15, 18, 19, 22, 23]
-    assert all(tokens == dataset[n][:-1].tolist() for n, tokens in (first | second).items())
+    assert all(tokens == tokens_of(dataset, n)[:-1] for n, tokens in (first | second).items())
     assert not [t for t in threading.enumerate() if t.name.startswith("megalite-data")]
 
 
@@ -142,4 +142,4 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     data = GPTDataset(store, 0, 1, seq_length=2, requests=[1], seed=0, vocab_size=50)
     with pytest.raises(DataError, match=r"holds token id 50, outside of the vocabulary of the tokenizer \(0..49\)"):
         for k in range(len(data)):
-            data[k]
+            tokens_of(data, k)
