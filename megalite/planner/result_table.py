@@ -20,8 +20,9 @@ GIB = 2**30
 def layout_text(config: Config, world_size: int) -> str:
     """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; how stages differ is told by `stages_text`."""
     layout = layout_of(config)
-    dp = world_size // layout.tensor_model_parallel_size // layout.pipeline_model_parallel_size
+    dp = config.data_parallel_size(world_size)
     parts = [f"tp{layout.tensor_model_parallel_size}" + "+sp" * layout.sequence_parallel]
+    parts += [f"cp{layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []
     parts.append(f"pp{layout.pipeline_model_parallel_size}")
     if layout.pipeline_model_parallel_size > 1:
         parts[-1] += f"x{layout.chunks}" if layout.chunks > 1 else ""

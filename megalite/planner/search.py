@@ -84,7 +84,7 @@ class FastEstimator:
     world_size: int
     hardware: Hardware
     source: TimeSource
-    _layers: dict[tuple[int, int, bool, str | None], _Shared] = field(default_factory=dict)
+    _layers: dict[tuple[int, int, int, bool, str | None], _Shared] = field(default_factory=dict)
     _elements: dict[int, int] = field(default_factory=dict)
 
     @cached_property
@@ -95,6 +95,7 @@ class FastEstimator:
     def _shared(self, layout: Layout) -> _Shared:
         key = (
             layout.tensor_model_parallel_size,
+            layout.context_parallel_size,
             layout.micro_batch_size,
             layout.sequence_parallel,
             layout.recompute_granularity,
@@ -150,33 +151,37 @@ class FastEstimator:
         split = sizes.tensor > 1 and ("sequence_parallel" not in given or self.config.parallel.sequence_parallel)
         zero = self.config.parallel.zero_stage if "zero_stage" in given else 3
         kind = self.config.model.recompute_granularity if "recompute_granularity" in given else None
-        layout = Layout(sizes.tensor, sizes.pipeline, None, split, default_schedule(None), zero, sizes.micro, kind)
+        schedule = default_schedule(None)
+        layout = Layout(sizes.tensor, sizes.context, sizes.pipeline, None, split, schedule, zero, sizes.micro, kind)
         shared = lean = self._shared(layout)
         if "recompute_granularity" not in given:
             lean = self._shared(replace(layout, recompute_granularity="full"))
         m = (self.config.training.global_batch_size or 1) // sizes.data // sizes.micro
         whole = self.config.model.num_layers * (shared.block.forward + shared.block.backward)
         elements = self.elements(layout) / sizes.pipeline
-        return m * whole / sizes.pipeline, self._bytes(layout, elements, sizes.data, lean.block_bytes, 1)
+        return m * whole / sizes.pipeline, self._bytes(
+            layout, elements, sizes.data * sizes.context, lean.block_bytes, 1
+        )
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
         """(Seconds of a step, a lower bound of the bytes of the fullest rank)."""
         p, v = layout.pipeline_model_parallel_size, layout.chunks
-        dp = self.world_size // (p * layout.tensor_model_parallel_size)
+        alike = self.world_size // (p * layout.tensor_model_parallel_size)  # ranks that sum gradients
         shared = self._shared(layout)
         block, again = shared.block, self._again(layout, shared.config)
         number = self.config.model.num_layers
+        dp = alike // layout.context_parallel_size
         m = (self.config.training.global_batch_size or 1) // dp // layout.micro_batch_size
         forward, backward = block.forward, block.backward + again * block.forward
         whole = number * (forward + backward) + shared.ends
         rank = max(-(-number // (p * v)) * v * (forward + backward), whole / p)
         rank += 2 * v * self.hardware.action_overhead
-        hop = self._hop(layout, dp)
+        hop = self._hop(layout, alike)
         step = m * rank + self._bubble(layout, rank, block, p, v, m) + 2 * (p - 1) * hop
         elements = self.elements(layout) / p
-        step += self._data_parallel(layout, dp, elements, rank, m)
-        step += self.source.optimizer_step(shared.config, elements / (dp if layout.zero_stage else 1))
-        return step, self._bytes(layout, elements, dp, shared.block_bytes, m)
+        step += self._data_parallel(layout, alike, elements, rank, m)
+        step += self.source.optimizer_step(shared.config, elements / (alike if layout.zero_stage else 1))
+        return step, self._bytes(layout, elements, alike, shared.block_bytes, m)
 
     def _hop(self, layout: Layout, dp: int) -> float:
         p, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size

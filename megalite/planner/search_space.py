@@ -3,7 +3,8 @@
 A layout is legal if the product's own validator (`config.legal.problems`) finds nothing. Before it is asked, only what
 it would refuse for certain is left out (sizes that do not divide), so nothing legal is missed. Choices that run the
 same thing are listed once: no schedule but 1f1b at one pipeline rank, no sequence parallelism at one tensor-parallel
-rank, no ZeRO stage at one replica, no chunk number where the schedule has its own.
+rank, no ZeRO stage at one replica, no chunk number where the schedule has its own. Sequences are not cut into parts of
+less than 4,096 tokens, which would only lose.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megalite.schedule import SCHEDULES, default_schedule, resolve_chunks, sched
 #: Fields of the configuration that are searched where the user did not give them.
 SEARCHED = (
     "tensor_model_parallel_size",
+    "context_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "sequence_parallel",
@@ -29,10 +31,15 @@ SEARCHED = (
 )
 
 
+#: Tokens of a sequence on one rank, at least, where it is cut.
+LEAST_TOKENS = 4096
+
+
 class Sizes(NamedTuple):
-    """tensor, pipeline, data: ranks of each axis. micro: samples of a micro-batch."""
+    """tensor, context, pipeline, data: ranks of each axis. micro: samples of a micro-batch."""
 
     tensor: int
+    context: int
     pipeline: int
     data: int
     micro: int
@@ -43,6 +50,7 @@ class Layout:
     """One point of the space. recompute: none, selective or full (of whole layers, one by one, or as the user gave)."""
 
     tensor_model_parallel_size: int
+    context_parallel_size: int
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
     sequence_parallel: bool
@@ -57,7 +65,9 @@ class Layout:
 
     def as_dict(self, world_size: int) -> dict[str, Any]:
         """Fields by their flags' names, with the derived data-parallel size."""
-        model_parallel = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        model_parallel = (
+            self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+        )
         return asdict(self) | {"data_parallel_size": world_size // model_parallel}
 
 
@@ -66,6 +76,7 @@ def apply(config: Config, layout: Layout) -> Config:
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context=replace(config.parallel.context, context_parallel_size=layout.context_parallel_size),
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -90,6 +101,7 @@ def layout_of(config: Config) -> Layout:
     parallel = config.parallel
     return Layout(
         parallel.tensor_model_parallel_size,
+        parallel.context.context_parallel_size,
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
         parallel.sequence_parallel,
@@ -112,32 +124,35 @@ def layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bo
 
 
 def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[Sizes]:
-    """What divides: tensor-parallel, pipeline and data-parallel sizes, and the micro-batch."""
+    """What divides: tensor-, context-, pipeline- and data-parallel sizes, and the micro-batch."""
     here = layout_of(config)
     batch = config.training.global_batch_size
     assert batch is not None, "a plan needs the global batch size"
-    sizes = _divisors(world_size)
+    sizes, length = _divisors(world_size), config.model.seq_length
+    cuts = [cp for cp in sizes if cp == 1 or (length // cp >= LEAST_TOKENS and length % cp == 0)]
+    cuts = [here.context_parallel_size] if "context_parallel_size" in given else cuts
     for tp in [here.tensor_model_parallel_size] if "tensor_model_parallel_size" in given else sizes:
         if config.model.num_attention_heads % tp or config.model.ffn_size % tp:
             continue
         for pp in [here.pipeline_model_parallel_size] if "pipeline_model_parallel_size" in given else sizes:
             if world_size % (tp * pp) or (pp > config.model.num_layers and pp > 1):
                 continue
-            dp = world_size // (tp * pp)
-            if batch % dp:
-                continue
-            micro = [here.micro_batch_size] if "micro_batch_size" in given else _divisors(batch // dp)
-            yield from (Sizes(tp, pp, dp, size) for size in micro if (batch // dp) % size == 0)
+            for cp in cuts:
+                dp, rest = divmod(world_size, tp * cp * pp)
+                if rest or batch % dp:
+                    continue
+                micro = [here.micro_batch_size] if "micro_batch_size" in given else _divisors(batch // dp)
+                yield from (Sizes(tp, cp, pp, dp, size) for size in micro if (batch // dp) % size == 0)
 
 
 def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool) -> Iterator[Layout]:
     """The layouts with these sizes: schedules, chunks, sequence parallelism, ZeRO stages, recomputation."""
     here = layout_of(config)
-    tp, pp, dp, micro = sizes
+    tp, cp, pp, dp, micro = sizes
     assert config.training.global_batch_size is not None
     m = config.training.global_batch_size // dp // micro
     splits = [here.sequence_parallel] if "sequence_parallel" in given else [False, True] if tp > 1 else [False]
-    zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp > 1 else [0]
+    zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp * cp > 1 else [0]
     kinds: list[str | None] = [None, "full"] if config.model.attention_dropout == 0 else [None, "selective", "full"]
     if here.recompute_granularity not in kinds:
         kinds = [here.recompute_granularity, *kinds]
@@ -147,7 +162,7 @@ def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool
         for split in splits:
             for zero in zeros:
                 for kind in kinds:
-                    yield Layout(tp, pp, chunks, split, name, zero, micro, kind)
+                    yield Layout(tp, cp, pp, chunks, split, name, zero, micro, kind)
 
 
 def _schedules(

@@ -21,6 +21,7 @@ WORLDS = {
     "gpt2_124m.yaml": (8, None),
     "gpt2_345m.yaml": (8, None),
     "llama_1b.yaml": (8, None),
+    "llama_1b_128k.yaml": (8, None),
     "llama_7b.yaml": (64, None),
     "gpt3_175b.yaml": (1024, None),
 }

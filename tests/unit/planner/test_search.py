@@ -55,13 +55,29 @@ def test_no_legal_layout_is_missed(devices: int, flags: str) -> None:
             or (chunks is not None and SCHEDULES[name].num_chunks is not None)
             or (chunks is None and SCHEDULES[name].num_chunks is None)
         )
-        layout = Layout(tp, pp, chunks, split, name, zero, micro, kind)
+        layout = Layout(tp, 1, pp, chunks, split, name, zero, micro, kind)
         if not runs_the_same and not config_problems(apply(config, layout), devices):
             brute.add(layout)
     # pipedream wants neither clipping nor tied embeddings; it is in the space but illegal for this configuration
     assert set(legal_layouts(config, devices, frozenset(), stale=True)) == brute
     fresh = {layout for layout in brute if not SCHEDULES[layout.pipeline_schedule].asynchronous}
     assert set(legal_layouts(config, devices, frozenset())) == fresh
+
+
+def test_long_sequences_are_shared() -> None:
+    """One sample of 65,536 tokens and four ranks: only ranks that share it help. Short ones are never cut."""
+    config, hardware = (
+        _config("--hidden-size 512 --num-layers 2 --global-batch-size 1 --position-embedding-type rope"),
+        load_hardware("h100"),
+    )
+    long = replace(config, model=replace(config.model, seq_length=65536))
+    given = frozenset({"pipeline_model_parallel_size", "tensor_model_parallel_size"})
+    best = _search(long, 4, hardware, given).predictions[0]
+    assert best.config.parallel.context.context_parallel_size == 4
+    assert best.config.data_parallel_size(4) == 1
+    alone = _search(long, 1, hardware, given).predictions[0]
+    assert best.step_time < 0.5 * alone.step_time and best.memory_bytes < 0.5 * alone.memory_bytes
+    assert {layout.context_parallel_size for layout in legal_layouts(config, 8, frozenset())} == {1}
 
 
 def test_the_ranking_is_by_time_and_all_that_is_shown_is_legal_and_fits() -> None:
