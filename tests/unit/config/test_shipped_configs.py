@@ -82,8 +82,9 @@ def test_shipped_configuration_and_its_arithmetic(name: str) -> None:
         assert left == right, f"{equation}: {left:,} is not {right:,}"
     state = re.search(r"state a GPU.*= ([\d.]+) GB", text)
     if state is not None:
-        per_rank = count_parameters(config.model) / config.parallel.model_parallel_size
-        gigabytes = per_rank * (6 + 12 / config.data_parallel_size(world_size)) / 1e9
+        alike = config.gradient_ranks(world_size)
+        per_rank = count_parameters(config.model) / (world_size / alike)
+        gigabytes = per_rank * (6 + 12 / alike) / 1e9
         assert float(state[1]) == pytest.approx(gigabytes, abs=0.051)
 
 
