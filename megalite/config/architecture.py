@@ -53,7 +53,7 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     if model.position_embedding_type != "rope":
         values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
     if not values["use_rope_scaling"]:
-        values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None}
+        values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None, "rope_scaling_type": None}
     return values
 
 

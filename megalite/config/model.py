@@ -31,7 +31,13 @@ class RopeScaling(Spelled):
     rotary_seq_len_interpolation_factor: float = option(
         1.0, "positions are divided by it before rotation (linear scaling)", ge=1
     )
-    use_rope_scaling: bool = option(False, "scale the rotary frequencies as Llama 3.1 does")
+    use_rope_scaling: bool = option(False, "scale the rotary frequencies")
+    rope_scaling_type: str = option(
+        "llama3",
+        "of --use-rope-scaling: llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
+        choices=("llama3", "yarn"),
+        only_with="use_rope_scaling",
+    )
     rope_scaling_factor: float = option(
         8.0, "factor of --use-rope-scaling for the low frequencies", ge=1, only_with="use_rope_scaling"
     )
@@ -40,9 +46,9 @@ class RopeScaling(Spelled):
     )
 
     @property
-    def llama3_factor(self) -> float | None:
-        """By which low frequencies are slowed down, None: by nothing."""
-        return self.rope_scaling_factor if self.use_rope_scaling else None
+    def kind(self) -> str | None:
+        """How frequencies are scaled, None: not."""
+        return self.rope_scaling_type if self.use_rope_scaling else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from megalite.convert.fields import Fields
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LENGTH = "original_max_position_embeddings"
-KINDS = {"default": "default", "linear": "linear", "llama3": "llama3"}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
+KINDS = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
 def read_rotary(fields: Fields) -> dict[str, Any]:
@@ -33,6 +35,19 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
             rope_scaling_factor=scaling.number("factor"),
             rope_scaling_original_length=scaling.integer(LENGTH, 8192),
         )
+    if kind == "yarn":
+        for name, usual in YARN.items():
+            scaling.only(name, usual)
+        factor = scaling.number("factor")
+        temperature = scaling.get("attention_factor")
+        if temperature is not None and abs(scaling.number("attention_factor") - 0.1 * math.log(factor) - 1.0) > 1e-6:
+            raise scaling.wrong("attention_factor", temperature, "not supported (only the paper's)")
+        found["rope_scaling"] = RopeScaling(
+            use_rope_scaling=True,
+            rope_scaling_type="yarn",
+            rope_scaling_factor=factor,
+            rope_scaling_original_length=scaling.integer(LENGTH),
+        )
     return found
 
 
@@ -42,7 +57,8 @@ def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
     ours = model.rope_scaling
     if ours.use_rope_scaling:
         length = {LENGTH: ours.rope_scaling_original_length}
-        scaling = {"rope_type": "llama3", "factor": ours.rope_scaling_factor, **LLAMA3, **length}
+        more = LLAMA3 if ours.rope_scaling_type == "llama3" else {}
+        scaling = {"rope_type": ours.rope_scaling_type, "factor": ours.rope_scaling_factor, **more, **length}
     elif ours.rotary_seq_len_interpolation_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
     return {

@@ -4,7 +4,7 @@ Channel i of the first half of the rotated channels is paired with channel i of 
 `position * base ** (-2i / rotary_dim)`; channels behind `rotary_dim` stay as they are.
 
 To read further than it was trained, a model may divide all positions (linear interpolation, arXiv 2306.15595) or slow
-down its low frequencies only (Llama 3.1, arXiv 2407.21783).
+down its low frequencies only (Llama 3.1, arXiv 2407.21783; YaRN, arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ Rotation = tuple[Tensor, Tensor]
 # Waves that turn fewer than 1 time in the length of the first training are slowed down fully, those that turn more than
 # 4 times not at all.
 LLAMA3_SLOW_TURNS, LLAMA3_FAST_TURNS = 1.0, 4.0
+# YaRN's two numbers of turns, between which channels are blended.
+YARN_SLOW_TURNS, YARN_FAST_TURNS = 1.0, 32.0
 
 
 class Rotary:
@@ -29,7 +31,7 @@ class Rotary:
     def __init__(self, config: ModelConfig) -> None:
         self.dim, self.base = config.rotary_dim, config.rotary_base
         self.interpolation = config.rope_scaling.rotary_seq_len_interpolation_factor
-        self.scaling = config.rope_scaling.llama3_factor
+        self.kind, self.factor = config.rope_scaling.kind, config.rope_scaling.rope_scaling_factor
         self.first_length = config.rope_scaling.rope_scaling_original_length
         self._positions: Tensor | None = None
         self._rotation: Rotation | None = None
@@ -49,10 +51,14 @@ class Rotary:
         exact = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact) / self.dim
         frequencies = self.base**-exponents
-        if self.scaling is not None:
-            frequencies = slow_down(frequencies, self.scaling, self.first_length)
+        temperature = 1.0
+        if self.kind == "llama3":
+            frequencies = slow_down(frequencies, self.factor, self.first_length)
+        elif self.kind == "yarn":
+            frequencies = slow_down_by_channel(frequencies, self.factor, self.first_length, self.base)
+            temperature = 0.1 * math.log(self.factor) + 1.0  # of queries and keys alike: 1 / t of the paper for both
         angles = positions.t()[:, :, None, None, None].to(exact) / self.interpolation * frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return (angles.cos() * temperature).to(dtype), (angles.sin() * temperature).to(dtype)
 
 
 def slow_down(frequencies: Tensor, factor: float, length: int = 8192) -> Tensor:
@@ -63,6 +69,20 @@ def slow_down(frequencies: Tensor, factor: float, length: int = 8192) -> Tensor:
     turns = length / (2 * math.pi) * frequencies
     kept = ((turns - LLAMA3_SLOW_TURNS) / (LLAMA3_FAST_TURNS - LLAMA3_SLOW_TURNS)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
+
+
+def slow_down_by_channel(frequencies: Tensor, factor: float, length: int, base: float) -> Tensor:
+    """YaRN: as `slow_down`, blended evenly over the whole channels between two numbers of turns in `length`."""
+    channels = len(frequencies)
+
+    def channel_of(turns: float) -> float:
+        return channels * math.log(length / (turns * 2 * math.pi)) / math.log(base)
+
+    low = max(0, math.floor(channel_of(YARN_FAST_TURNS)))
+    high = min(2 * channels - 1, math.ceil(channel_of(YARN_SLOW_TURNS)))
+    ramp = torch.arange(channels, dtype=frequencies.dtype, device=frequencies.device) - low
+    slowed = (ramp / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies * (1 - slowed + slowed / factor)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -30,6 +30,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -52,6 +53,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-rope-of-another-length": (
         "Llama",
         GATED | rope(LLAMA3_ROPE | {"rope_theta": 20.0, "original_max_position_embeddings": 16}),
+    ),
+    "llama-yarn": ("Llama", GATED | rope(YARN_ROPE)),
+    "llama-yarn-blended": (
+        "Llama",
+        GATED | rope(YARN_ROPE | {"rope_theta": 2.0, "original_max_position_embeddings": 96}),
     ),
     "llama-linear-rope": ("Llama", GATED | rope(LINEAR_ROPE)),
     "mistral-window": ("Mistral", GATED | dict(sliding_window=5, head_dim=16)),

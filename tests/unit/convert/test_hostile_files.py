@@ -67,8 +67,8 @@ def test_the_little_llama_is_whole(directory: Path) -> None:
         ({"hidden_act": "relu"}, "config.json: hidden_act 'relu' not supported (silu, gelu)"),
         ({"mlp_bias": True}, "config.json: attention_bias"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "config.json: rope_scaling: rope_type 'yarn' not supported",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "config.json: rope_scaling: rope_type 'longrope' not supported",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": -1}},

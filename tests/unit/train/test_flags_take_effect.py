@@ -57,6 +57,7 @@ ROWS = [
     ("--position-embedding-type rope --kv-channels 16", "--use-rope-scaling"),
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-factor 32"),
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-original-length 16"),
+    ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-type yarn"),
     ("", "--window-size 4"),
     ("", "--use-parallel-residual"),
     ("", "--normalization RMSNorm"),
