@@ -81,7 +81,10 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             nesterov="its update weighs the newest gradient by itself",
         ),
         "muon": OptimizerSpec(
-            lambda settings: (_WIDE, _WIDE), whole=_blocks_matrix, nesterov="its momentum is Nesterov's already"
+            lambda settings: (_WIDE, _WIDE),
+            whole=_blocks_matrix,
+            correction="predict",
+            nesterov="its momentum is Nesterov's already",
         ),
         "soap": OptimizerSpec(
             lambda settings: (_WIDE, _WIDE),
