@@ -131,7 +131,7 @@ def test_every_layout_is_the_delayed_reference(full: bool) -> None:
         losses = expected.run(4)
         for layout in layouts if full else layouts[number % 2 :][:1]:
             argv = [*BASE, *TIED, *flags(optimizer, method, 2), *layout]
-            compare(expected, losses, argv, 4, 4, 1e-11 if optimizer in ("muon", "lion") else 1e-12)
+            compare(expected, losses, argv, 4, 4, 1e-13)  # of all cases the farthest was 2.3e-15 off
 
 
 def test_pipedream_corrects_each_stage_by_its_own_delay(full: bool) -> None:
