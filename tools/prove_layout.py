@@ -53,6 +53,11 @@ def _run(argv: list[str]) -> int:
         return preflight(rest, args.preflight)
     if args.steps < 3:
         raise ConfigError(f"--steps={args.steps}: must be >= 3: a step, a checkpoint and a step after it")
+    if args.keep is not None:
+        try:  # now, not after minutes
+            Path(args.keep).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--keep={args.keep}: {error.strerror}; give a directory that can be written") from None
     config, world_size = resolve(rest, args.num_devices)
     small = shrink(config, world_size, steps=args.steps, most_ranks=args.max_ranks)
     from proof_run import prove  # torch comes with it: not before the configuration is known to be right

@@ -144,3 +144,8 @@ def test_random_configurations_pass(full: bool) -> None:
             except BaseException:
                 print(f"seed {seed}, configuration {number}: {case.command}")
                 raise
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prove_layout.main([*TINY, "--keep", __file__]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --keep={__file__}: File exists; give a directory")
