@@ -66,16 +66,12 @@ class TrainingStep:
         built = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), device)
         numbers = Hyperparameters(update.lr, update.weight_decay, 1.0, iteration=1)
         self.updater = Updater(
-            built.buffers,
-            built.optimizer,
+            built,
             policy=lambda update: numbers,
             scaler=LossScaler(),
-            shared=built.shared,
-            delay=built.delay,
             clip_grad=update.clip_grad,
             nonfinite="stop",
             max_skipped=50,
-            num_slots=built.num_slots,
             version=0,
             update_of=lambda microbatch: microbatch // self.size,
         )

@@ -109,8 +109,7 @@ class GradSink:
         self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
-        """grad += a @ b for a 2-D view of `grad`: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the
-        backend can."""
+        """grad += a @ b: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the backend can."""
         fresh = self.fresh
         if fresh:
             self._open()

@@ -67,8 +67,7 @@ def _is_dead(folder: Path) -> bool:
 
 
 def remove_forgotten(root: Path) -> None:
-    """Removes files of shared memory whose makers were killed before they could: a file has its name for an instant
-    only, and who has mapped it keeps it."""
+    """Removes shared-memory files of makers that were killed: a live one's file has a name for an instant only."""
     for path in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if _is_ours(path, stat.S_ISREG) and time.time() - path.lstat().st_mtime > FORGOTTEN_SECONDS:

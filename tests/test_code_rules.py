@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from source_tree import PRODUCT, ROOT, SOURCES, calls, check, everything, functions, imports, room_of, sources
 
-MAY_ASK = ("megalite.train.build", "megalite.observe.startup_table")
+MAY_ASK = ("megalite.train.build", "megalite.planner.startup_table")
 LAUNCH = "megalite.launch.launcher"
 # Library modules log; these print, because that is what they are for.
 PRINTERS = {
@@ -26,6 +26,7 @@ PRINTERS = {
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.
 AT_IMPORT = re.compile(
     r"(\w+\.)*(getLogger|compile|fields?|option|required|frozenset|tuple|dtype|partial|float|getattr|namedtuple|NewType)"
+    r"|flush_schedule"
     r"|(\w+\.)*[A-Z]\w*|[A-Z_]+\.(items|keys|values)"
 )
 # Who may name a schedule or an optimizer: the table and the options of optimizers (default, aliases), published runs,

@@ -18,7 +18,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("how a run is put together, and what a step is", "", "pretrain_gpt"),
     ("", "megalite/train", "run build trainer update"),
     ("a pipeline as data: actions, a program, two schedules, the messages that passes insert", "megalite/schedule",
-     "action placement program shape schedules/one_f_one_b schedules/no_flush "
+     "action stage_placement program definition schedules/one_f_one_b schedules/no_flush "
      "schedules/pipedream_2bw schedules/registry passes"),
     ("who runs it", "megalite/parallel/pipeline", "executor stage shared_params"),
     ("parallel axes as values, and what goes over them", "megalite/comm", "world mesh collectives autograd p2p"),

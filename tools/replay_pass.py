@@ -13,7 +13,8 @@ import torch
 from megalite.checkpoint import committed, step_of
 from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, LoggingConfig
-from megalite.observe import METRICS_FILE, Record, describe_layout, read_metrics
+from megalite.observe import METRICS_FILE, Record, read_metrics
+from megalite.planner import describe_layout
 from megalite.train import OpenRun, open_run
 from preflight import Digests, Seen
 from replay_documents import DocumentLoss, TokenLosses, middle_of, outstanding

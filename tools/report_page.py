@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.observe import Record, in_units
+from megalite.observe import Record
+from megalite.planner import in_units
 
 Point = tuple[float, float]
 

@@ -36,8 +36,8 @@ from megalite.comm.mesh import Axis, ContextAxes, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (
+    FlatPiece,
     LocalParameter,
-    Piece,
     Rectangle,
     Statistic,
     TensorShard,

@@ -22,16 +22,12 @@ _REDUCE_TAG, _GATHER_TAG = 711, 712
 
 
 class Exchange:
-    """Messages under way; `wait` returns when they have arrived and been added up."""
+    """Messages under way; `wait`, which is called once, returns when they have arrived and been added up."""
 
     def __init__(self, arriving: Sequence[Any], leaving: Sequence[Any], finish: Callable[[], None]) -> None:
         self._arriving, self._leaving, self._finish = arriving, leaving, finish
-        self._done = False
 
     def wait(self) -> None:
-        if self._done:
-            return
-        self._done = True
         for work in self._arriving:
             work.wait()
         self._finish()

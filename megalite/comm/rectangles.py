@@ -47,7 +47,7 @@ class LocalParameter(NamedTuple):
     placement: Placement
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """Elements `start .. stop` of parameter number `parameter` of a list, which lie from `at` on in a flat tensor."""
 
     parameter: int
@@ -85,8 +85,7 @@ class Statistic(NamedTuple):
 
 @dataclass(frozen=True)
 class Rectangle:
-    """`offset .. offset + shape` inside a row-major local tensor, and `start .. start + numel` of the flat range
-    that covers it."""
+    """`offset .. offset + shape` of a row-major local tensor: `start .. start + numel` of it, flattened."""
 
     offset: Shape
     shape: Shape
@@ -126,29 +125,18 @@ def range_to_rectangles(shape: Shape, start: int, stop: int) -> list[Rectangle]:
     return pieces
 
 
-def crop(rectangle: Rectangle, valid_shape: Shape) -> tuple[Shape, Shape] | None:
-    """(offset, shape) of what remains of a rectangle inside `valid_shape`, or None where nothing does."""
-    extents = tuple(
-        min(start + extent, valid) - start
-        for start, extent, valid in zip(rectangle.offset, rectangle.shape, valid_shape, strict=True)
-    )
-    return None if any(extent <= 0 for extent in extents) else (rectangle.offset, extents)
-
-
 def shards_of_range(
     name: str, placement: Placement, local_shape: Shape, flat: Tensor, start: int, *, replica: int = 0
 ) -> list[TensorShard]:
-    """TensorShards for `flat`, the values `start .. start + len(flat)` of a parameter of `local_shape` (views,
-    padding left out)."""
+    """TensorShards for `flat`, a parameter's values from `start` on (views, padding left out)."""
     valid = placement.valid_shape(local_shape)
     shards = []
     for rectangle in range_to_rectangles(local_shape, start, start + flat.numel()):
-        kept = crop(rectangle, valid)
-        if kept is None:
-            continue
+        inside = tuple(slice(0, max(0, end - at)) for end, at in zip(valid, rectangle.offset, strict=True))
         begin = rectangle.start - start
-        values = flat[begin : begin + rectangle.numel].view(rectangle.shape)
-        values = values[tuple(slice(0, extent) for extent in kept[1])]
-        offset = tuple(a + b for a, b in zip(placement.offset, kept[0], strict=True))
+        values = flat[begin : begin + rectangle.numel].view(rectangle.shape)[inside]
+        if not values.numel():
+            continue
+        offset = tuple(a + b for a, b in zip(placement.offset, rectangle.offset, strict=True))
         shards.append(TensorShard(name, placement.global_shape, offset, values, replica))
     return shards

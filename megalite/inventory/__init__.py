@@ -19,7 +19,15 @@ from megalite.inventory.activation_bytes import (
     micro_tokens,
     weight_only_bytes,
 )
-from megalite.inventory.buckets import BucketPlan, Entry, Run, Slot, bucket_limit, layer_of, plan_buckets
+from megalite.inventory.buckets import (
+    BucketPlan,
+    BufferParameter,
+    ParameterRange,
+    Segment,
+    bucket_limit,
+    layer_of,
+    plan_buckets,
+)
 from megalite.inventory.families import AXIS_FAMILIES
 from megalite.inventory.layers import (
     FLOPS_CONVENTION,

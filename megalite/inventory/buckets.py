@@ -9,7 +9,7 @@ never ask which one it was:
     whole_tensor    each parameter lies in one slice (bin-packed by size): what Muon needs
                     [ w3 w1 pad | w2 pad ]                            |-- rank 0 --|-- rank 1 --|
 
-Inside a flat bucket the parameters are sorted by `Kind`, so that an optimizer sees few long segments instead of
+Inside a flat bucket the parameters are sorted by `ElementKind`, so that an optimizer sees few long segments instead of
 hundreds of small tensors.
 """
 
@@ -27,7 +27,7 @@ ALIGNMENT = 64
 elementwise update rounds the same way wherever a slice begins (stage 1 is bitwise stage 0)."""
 
 
-class Kind(NamedTuple):
+class ElementKind(NamedTuple):
     """What the optimizer and the norm must know of an element; equal kinds lie together."""
 
     no_decay: bool
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class BufferParameter:
     """A parameter to be placed: `index` is its position in forward order."""
 
     index: int
@@ -55,16 +55,16 @@ class Entry:
         return math.prod(self.shape)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ElementKind:
         place = self.placement
-        return Kind(not place.decay, place.sharded, place.partial)
+        return ElementKind(not place.decay, place.sharded, place.partial)
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterRange:
     """A parameter's place: elements `start .. start + numel` of the flat buffer."""
 
-    entry: Entry
+    entry: BufferParameter
     start: int
 
     @property
@@ -73,7 +73,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """A range of the buffer whose elements are of one kind (gaps of alignment included; they are zero forever).
 
     slots: the parameters inside, in order. whole: exactly one parameter, to be updated as a matrix.
@@ -81,8 +81,8 @@ class Run:
 
     start: int
     stop: int
-    kind: Kind
-    slots: tuple[Slot, ...]
+    kind: ElementKind
+    slots: tuple[ParameterRange, ...]
     whole: bool = False
 
 
@@ -92,13 +92,13 @@ class BucketPlan:
 
     start: int
     stop: int
-    runs: tuple[Run, ...]
+    segments: tuple[Segment, ...]
     tied: bool = False
     layer: str = ""
 
     @property
-    def slots(self) -> list[Slot]:
-        return [slot for run in self.runs for slot in run.slots]
+    def slots(self) -> list[ParameterRange]:
+        return [slot for segment in self.segments for slot in segment.slots]
 
     def slice_of(self, rank: int, shards: int) -> tuple[int, int]:
         """(start, stop) of the elements that `rank` owns."""
@@ -124,7 +124,7 @@ def bucket_limit(bucket_size: int | None, shards: int, *, on_cpu: bool, overlap:
 
 
 def plan_buckets(
-    entries: Sequence[Entry],
+    entries: Sequence[BufferParameter],
     *,
     zero_stage: int,
     shards: int,
@@ -145,19 +145,19 @@ def plan_buckets(
     start = 0
     for group in _group(entries, limit, tied, by_layer):
         place = _place_whole if group[0].whole else _place_flat
-        runs, stop = place(group, start, shards)
+        segments, stop = place(group, start, shards)
         layer = layer_of(group[0].name) if by_layer else ""
-        plans.append(BucketPlan(start, stop, tuple(runs), tied=group[0].name in tied, layer=layer))
+        plans.append(BucketPlan(start, stop, tuple(segments), tied=group[0].name in tied, layer=layer))
         start = stop
     return plans
 
 
 def _group(
-    entries: Sequence[Entry], bucket_size: int | None, tied: frozenset[str], by_layer: bool
-) -> list[list[Entry]]:
+    entries: Sequence[BufferParameter], bucket_size: int | None, tied: frozenset[str], by_layer: bool
+) -> list[list[BufferParameter]]:
     """Entries of one bucket, bucket after bucket. Whole tensors never share a bucket with flat ones."""
-    groups: list[list[Entry]] = []
-    open_groups: dict[tuple[bool, bool, str], list[Entry]] = {}
+    groups: list[list[BufferParameter]] = []
+    open_groups: dict[tuple[bool, bool, str], list[BufferParameter]] = {}
     filled: dict[tuple[bool, bool, str], int] = {}
     backward = sorted(entries, key=lambda entry: (entry.name in tied, -entry.index))
     for entry in backward:
@@ -172,35 +172,36 @@ def _group(
     return groups
 
 
-def _place_flat(group: Sequence[Entry], start: int, shards: int) -> tuple[list[Run], int]:
+def _place_flat(group: Sequence[BufferParameter], start: int, shards: int) -> tuple[list[Segment], int]:
     ordered = sorted(group, key=lambda entry: entry.kind.order)
     at = start
-    pieces: list[tuple[Kind, list[Slot]]] = []
+    pieces: list[tuple[ElementKind, list[ParameterRange]]] = []
     for entry in ordered:
         if not pieces or pieces[-1][0] != entry.kind:
             pieces.append((entry.kind, []))
-        pieces[-1][1].append(Slot(entry, at))
+        pieces[-1][1].append(ParameterRange(entry, at))
         at = align(at + entry.numel)
     stop = start + align(at - start, shards * ALIGNMENT)
     bounds = [slots[0].start for _, slots in pieces] + [stop]
-    runs = [Run(bounds[i], bounds[i + 1], kind, tuple(slots)) for i, (kind, slots) in enumerate(pieces)]
-    return runs, stop
+    segments = [Segment(bounds[i], bounds[i + 1], kind, tuple(slots)) for i, (kind, slots) in enumerate(pieces)]
+    return segments, stop
 
 
-def _place_whole(group: Sequence[Entry], start: int, shards: int) -> tuple[list[Run], int]:
+def _place_whole(group: Sequence[BufferParameter], start: int, shards: int) -> tuple[list[Segment], int]:
     """Longest first onto the least loaded slice: at most 4/3 of the best possible balance (Graham 1969)."""
     loads = [0] * shards
-    placed: list[tuple[int, int, Entry]] = []
+    placed: list[tuple[int, int, BufferParameter]] = []
     for entry in sorted(group, key=lambda entry: (-entry.numel, entry.index)):
         owner = loads.index(min(loads))
         placed.append((owner, loads[owner], entry))
         loads[owner] += align(entry.numel)
     size = max(loads)
-    runs = []
+    segments = []
     for owner, offset, entry in sorted(placed, key=lambda item: item[:2]):
         begin = start + owner * size + offset
-        runs.append(Run(begin, begin + align(entry.numel), entry.kind, (Slot(entry, begin),), whole=True))
-    return runs, start + shards * size
+        only = (ParameterRange(entry, begin),)
+        segments.append(Segment(begin, begin + align(entry.numel), entry.kind, only, whole=True))
+    return segments, start + shards * size
 
 
 def align(count: int, unit: int = ALIGNMENT) -> int:

@@ -1,6 +1,4 @@
-"""The table of model families. A family is a function from the configuration to layer specs; gpt and llama share the
-block.
-"""
+"""The table of model families: functions from the configuration to layer specs. gpt and llama share the block."""
 
 from __future__ import annotations
 
@@ -18,10 +16,7 @@ from megalite.parallel.tensor import LayerContext
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer that is not built yet.
-
-    name: 'embedding', 'layers.3' or 'head'. build: makes it, uninitialised.
-    """
+    """A layer ('embedding', 'layers.3', 'head') that is not built yet. build: makes it, uninitialised."""
 
     name: str
     build: Callable[[LayerContext], nn.Module]
@@ -30,21 +25,15 @@ class LayerSpec:
 def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
     """Embedding, L pre-norm blocks, head: everything that differs between gpt and llama is in the configuration."""
     rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-    blocks = [LayerSpec(f"layers.{i}", partial(_build_block, config, i, rotary)) for i in range(config.num_layers)]
+    blocks = [LayerSpec(f"layers.{i}", partial(Block, config, i, rotary=rotary)) for i in range(config.num_layers)]
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", partial(Head, config))]
-
-
-def _build_block(config: ModelConfig, index: int, rotary: Rotary | None, ctx: LayerContext) -> Block:
-    return Block(config, index, ctx, rotary)
 
 
 MODELS: Mapping[str, Callable[[ModelConfig], list[LayerSpec]]] = {"gpt": decoder_layers, "llama": decoder_layers}
 
 
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
-    """The model's layers in order; nothing is built. Raises ConfigError for an unknown family or an unresolved
-    vocabulary.
-    """
+    """The model's layers in order, not built. Raises ConfigError: unknown family, unresolved vocabulary."""
     if config.model_type not in MODELS:
         raise ConfigError(f"--model-type={config.model_type}: unknown family; use one of {', '.join(MODELS)}")
     if config.vocab_size < 1:
@@ -57,9 +46,7 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 def build_stack(
     config: ModelConfig, specs: Sequence[LayerSpec], ctx: LayerContext, *, init_seed: int | None = None
 ) -> LayerStack:
-    """Builds a stage from its slice of specs, filled from (`init_seed`, logical names); None leaves the memory as it
-    is.
-    """
+    """Builds a stage from its specs, filled from (`init_seed`, logical names); None: memory as it is."""
     stack = LayerStack(config, [(spec.name, spec.build(ctx)) for spec in specs])
     if init_seed is not None:
         initialize(stack, seed=init_seed)

@@ -4,7 +4,6 @@
     hooks           how a run is watched without the trainer knowing who watches
     observers       who writes metrics.jsonl, the profiler, the search for a slow rank; which rank has which observers
     console, tracking       one line per log interval; TensorBoard and Weights & Biases
-    startup_table   the table that a run prints before its first step
     live_memory     the measured peak next to the predicted one
     pipeline_trace  what the pipeline really did, in the forms that plans are drawn in
 
@@ -15,5 +14,4 @@ from megalite.observe.hooks import Hooks
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, make_hooks, read_metrics
 from megalite.observe.pipeline_trace import PipelineTracer
-from megalite.observe.startup_table import describe_layout, format_table, in_units, start_up_table
 from megalite.observe.stats import Record, StepStats, evaluation_record, perplexity

@@ -23,9 +23,8 @@ from megalite.comm import all_gather_json
 from megalite.config import BatchRamp
 from megalite.inventory import stage_layer_ranges
 from megalite.observe.hooks import Hook, TrainerView
-from megalite.observe.startup_table import in_units
 from megalite.observe.stats import Record, StepStats
-from megalite.planner import RankMemory, program_of, rank_memory
+from megalite.planner import RankMemory, in_units, program_of, rank_memory
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Update rules, learning-rate schedules, loss scaling.
 
-Public names: `OPTIMIZERS` (table), `OptimizerSettings`, `LearningRateSchedule`, `WeightDecaySchedule` (pure functions
+Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions
 of consumed samples), `LossScaler`, `DynamicLossScaler`, `CORRECTIONS` (table: what is done about the `Delay` of
 gradients: `staleness.py`).
 
@@ -11,5 +11,5 @@ Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness
 from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.optim.optimizers import OPTIMIZERS
 from megalite.optim.precision import DynamicLossScaler, LossScaler
-from megalite.optim.rule import OptimizerSettings, UpdateRule
+from megalite.optim.rule import UpdateRule
 from megalite.optim.staleness import CORRECTIONS, LAST_STEP, Delay

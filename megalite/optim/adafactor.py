@@ -21,9 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, LocalParameter, Piece, Rectangle, Statistic, all_reduce_, device_of, range_to_rectangles
+from megalite.comm import (
+    Axis,
+    FlatPiece,
+    LocalParameter,
+    Rectangle,
+    Statistic,
+    all_reduce_,
+    device_of,
+    range_to_rectangles,
+)
+from megalite.config import OptimizerConfig
 from megalite.inventory import NO_AXES
-from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule
+from megalite.optim.rule import ParamGroup, UpdateRule
 
 DECAY_EXPONENT = 0.8
 CLIP = 1.0
@@ -95,13 +105,13 @@ class Adafactor(UpdateRule):
     `cut_axes`, of which one at most is longer than 1, what cuts parameters).
     """
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups)
         self.shard_axis: Axis = groups[0]["shard_axis"]
         cutting = [axis for axis in groups[0]["cut_axes"] if axis.size > 1]
         assert len(cutting) < 2, "statistics of a matrix that two axes cut"
         self.cut_axis = cutting[0] if cutting else Axis.single("cut")
-        self.scale_parameter = settings.adafactor_scale_parameter
+        self.scale_parameter = settings.args.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
         self.count = torch.zeros((), dtype=torch.float32)
         for group in groups:
@@ -148,7 +158,7 @@ class Adafactor(UpdateRule):
             _own(p, piece).add_(_own(p.grad, piece), alpha=-rate)
         self._factors = []
 
-    def _pieces(self) -> Iterator[tuple[ParamGroup, Tensor, Piece]]:
+    def _pieces(self) -> Iterator[tuple[ParamGroup, Tensor, FlatPiece]]:
         for group in self.param_groups:
             for p, pieces in zip(group["params"], group["pieces"], strict=True):
                 yield from ((group, p, piece) for piece in pieces)
@@ -166,7 +176,7 @@ class Adafactor(UpdateRule):
             sums = torch.where(cut, parts, sums)
         return [(total / t.numel) ** 0.5 for total, t in zip(sums.tolist(), self.tracked, strict=True)]
 
-    def _square(self, p: Tensor, piece: Piece) -> Tensor:
+    def _square(self, p: Tensor, piece: FlatPiece) -> Tensor:
         """Adds the squared gradient to the statistics; returns the parameter's own sum of squares."""
         tracked = self.tracked[piece.parameter]
         for rectangle, values in _rectangles(p.grad, piece, tracked.parameter):
@@ -175,7 +185,7 @@ class Adafactor(UpdateRule):
                 mean.sums[mean.place(rectangle)] += squared if mean.over is None else squared.sum(mean.over)
         return _sum_of_squares(_own(p, piece))
 
-    def _divide(self, p: Tensor, piece: Piece) -> Tensor:
+    def _divide(self, p: Tensor, piece: FlatPiece) -> Tensor:
         """Turns the gradient into the update, in place; returns its sum of squares."""
         tracked = self.tracked[piece.parameter]
         for rectangle, values in _rectangles(p.grad, piece, tracked.parameter):
@@ -209,7 +219,7 @@ def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
         x.copy_(there)
 
 
-def _own(flat: Tensor | None, piece: Piece) -> Tensor:
+def _own(flat: Tensor | None, piece: FlatPiece) -> Tensor:
     """What a piece covers of a flat tensor."""
     assert flat is not None
     return flat[piece.at : piece.at + piece.stop - piece.start]
@@ -220,7 +230,7 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     return norm.to(torch.float64).square()
 
 
-def _rectangles(flat: Tensor | None, piece: Piece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:
+def _rectangles(flat: Tensor | None, piece: FlatPiece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:
     """The rectangles of a parameter that a piece of a flat tensor covers, and their values."""
     for rectangle in range_to_rectangles(parameter.shape, piece.start, piece.stop):
         begin = rectangle.start - piece.start

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_kernel
 
+from megalite.config import OptimizerConfig
 from megalite.optim.pieces import pieces
-from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule, moment_like
+from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -23,8 +24,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class AdamW(UpdateRule):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over flat tensors."""
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
-        super().__init__(groups, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps)
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
+        super().__init__(groups, betas=(settings.args.adam_beta1, settings.args.adam_beta2), eps=settings.args.adam_eps)
         self.dtypes = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
 
     @torch.no_grad()

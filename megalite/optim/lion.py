@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule, moment_like
+from megalite.config import OptimizerConfig
+from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
 
 
 class Lion(UpdateRule):
@@ -15,8 +16,8 @@ class Lion(UpdateRule):
     many times above. Elementwise: it runs on any flat slice.
     """
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
-        super().__init__(groups, betas=(settings.lion_beta1, settings.lion_beta2))
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
+        super().__init__(groups, betas=(settings.args.lion_beta1, settings.args.lion_beta2))
         self.exp_avg_dtype = settings.exp_avg_dtype
 
     @torch.no_grad()

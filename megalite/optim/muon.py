@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal. Whole matrices only; everything else gets AdamW.
 
     m = momentum * m + g                  the buffer, one value an element: half of Adam's state
-    u = g + momentum * m                  Nesterov (or u = m)
+    u = g + momentum * m                  Nesterov's
     p = p - lr * (scale * orthogonal(u) + weight_decay * p)
 
 `orthogonal` replaces the singular values of u by about 1, with five Newton-Schulz steps (Jordan et al. 2024,
@@ -15,9 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalite.config import OptimizerConfig
 from megalite.inventory import Placement
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
-from megalite.optim.rule import OptimizerSettings, ParamGroup, ScaleMode
+from megalite.optim.rule import ParamGroup
 
 
 class Muon(MatrixRule):
@@ -25,22 +26,22 @@ class Muon(MatrixRule):
 
     matrix_moments = ("momentum_buffer",)
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
-        self.settings = settings
+        self.args = settings.args
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
-        settings = self.settings
-        buffer = self.state[p]["momentum_buffer"].mul_(settings.muon_momentum).add_(grad)
-        update = grad + settings.muon_momentum * buffer if settings.muon_use_nesterov else buffer
+        args = self.args
+        buffer = self.state[p]["momentum_buffer"].mul_(args.muon_momentum).add_(grad)
+        update = grad + args.muon_momentum * buffer
         whole, dim, axis = gather_matrix(update, placement, group.get("cut_axes", ()))
-        update = own_part(orthogonalise(whole, settings.muon_num_ns_steps), dim, axis)
+        update = own_part(orthogonalise(whole), dim, axis)
         rows, columns = placement.global_shape[-2:]
-        scale = settings.muon_extra_scale_factor * matrix_scale(rows, columns, settings.muon_scale_mode)
+        scale = args.muon_extra_scale_factor * matrix_scale(rows, columns, args.muon_scale_mode)
         p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update.to(p.dtype), alpha=-group["lr"] * scale)
 
 
-def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
+def matrix_scale(rows: int, columns: int, mode: str) -> float:
     """Factor that the orthogonal update of a matrix `[rows, columns]` is multiplied by.
 
     spectral: `sqrt(max(rows, columns))`, which with an extra factor of 0.2 has AdamW's usual size, so that AdamW's
@@ -53,7 +54,7 @@ def matrix_scale(rows: int, columns: int, mode: ScaleMode) -> float:
     return float(max(1.0, ratio) ** 0.5 if mode == "shape_scaling" else ratio**0.5)
 
 
-def orthogonalise(x: Tensor, steps: int) -> Tensor:
+def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
     """`[..., rows, columns]` with all singular values brought to about 1 (0.7 to 1.2), signs and directions kept.
 
     Odd quintic Newton-Schulz iteration, in bf16 on a GPU (its errors are far below what the iteration leaves), in the

@@ -10,19 +10,20 @@ from collections.abc import Callable
 
 import torch
 
+from megalite.config import OptimizerConfig
 from megalite.errors import ConfigError
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.adamw import AdamW
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
-from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule
+from megalite.optim.rule import ParamGroup, UpdateRule
 from megalite.optim.sgd import SGD
 from megalite.optim.soap import Soap
 
 AnyOptimizer = UpdateRule | torch.optim.Optimizer
 
 
-def adamw(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer:
+def adamw(groups: list[ParamGroup], settings: OptimizerConfig) -> AnyOptimizer:
     """AdamW: torch's fused kernel, or NVIDIA apex's FusedAdam.
 
     Raises ConfigError where the real apex (with its CUDA extension) is wanted and not installed.
@@ -32,8 +33,9 @@ def adamw(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer
     try:
         from apex.optimizers import FusedAdam
 
-        betas = (settings.adam_beta1, settings.adam_beta2)
-        built: AnyOptimizer = FusedAdam(groups, lr=0.0, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+        args = settings.args
+        betas = (args.adam_beta1, args.adam_beta2)
+        built: AnyOptimizer = FusedAdam(groups, lr=0.0, betas=betas, eps=args.adam_eps, adam_w_mode=True)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"--optimizer-impl=apex: NVIDIA apex with its CUDA extension is not usable here ({error}); "
@@ -42,7 +44,7 @@ def adamw(groups: list[ParamGroup], settings: OptimizerSettings) -> AnyOptimizer
     return built
 
 
-OPTIMIZERS: dict[str, Callable[[list[ParamGroup], OptimizerSettings], AnyOptimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[ParamGroup], OptimizerConfig], AnyOptimizer]] = {
     "adam": adamw,
     "sgd": SGD,
     "lion": Lion,

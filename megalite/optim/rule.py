@@ -7,42 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 ParamGroup = dict[str, Any]
 """Tensors and what is said of them (`parallel.zero.param_groups`), and the `lr` and `weight_decay` of the next step."""
-
-ScaleMode = Literal["spectral", "shape_scaling", "unit_rms_norm"]
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Settings of every optimizer of the table (flags of the same names)."""
-
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    sgd_momentum: float = 0.9
-    lion_beta1: float = 0.95
-    lion_beta2: float = 0.98
-    muon_momentum: float = 0.95
-    muon_use_nesterov: bool = True
-    muon_num_ns_steps: int = 5
-    muon_scale_mode: ScaleMode = "spectral"
-    muon_extra_scale_factor: float = 0.2
-    soap_beta1: float = 0.95
-    soap_beta2: float = 0.95
-    soap_eps: float = 1e-8
-    soap_precondition_frequency: int = 10
-    soap_max_precond_dim: int = 10000
-    adafactor_scale_parameter: bool = False
-    exp_avg_dtype: torch.dtype = torch.float32
-    exp_avg_sq_dtype: torch.dtype = torch.float32
-    optimizer_impl: str = "torch"
 
 
 class UpdateRule:
@@ -72,11 +43,11 @@ class UpdateRule:
         return False
 
     def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
-        """What a step adds to `p.view(-1)[piece]` if the next gradient is as its moments expect. Only where `foresees`
-        says so, after a step at least."""
+        """What a step adds to `p.view(-1)[piece]` if the next gradient is as expected; see `foresees`."""
         raise NotImplementedError
 
 
-def moment_like(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """A moment of zeros; fp32 means as wide as the master."""
-    return torch.zeros_like(p, dtype=p.dtype if dtype == torch.float32 else dtype)
+def moment_like(p: Tensor, kept: str) -> Tensor:
+    """A moment of zeros. kept: `fp32` (as wide as the master), `bf16` or `fp16`."""
+    dtypes = {"fp32": p.dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.zeros_like(p, dtype=dtypes[kept])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.optim.rule import OptimizerSettings, ParamGroup, UpdateRule
+from megalite.config import OptimizerConfig
+from megalite.optim.rule import ParamGroup, UpdateRule
 
 
 class SGD(UpdateRule):
@@ -14,8 +15,8 @@ class SGD(UpdateRule):
     With `nesterov` in a group: `p -= lr (g' + momentum m)`.
     """
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
-        super().__init__(groups, momentum=settings.sgd_momentum)
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
+        super().__init__(groups, momentum=settings.args.sgd_momentum)
 
     @torch.no_grad()
     def step(self) -> None:

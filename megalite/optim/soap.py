@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Statistic
+from megalite.config import OptimizerConfig
 from megalite.inventory import NO_AXES, Placement
 from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
-from megalite.optim.rule import OptimizerSettings, ParamGroup
+from megalite.optim.rule import ParamGroup
 
 EMPTY = 1e-7
 """A direction with so small a part of the largest eigenvalue has seen no gradient: what is there is rounding."""
@@ -87,14 +88,13 @@ class Soap(MatrixRule):
 
     matrix_moments = MOMENTS
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerSettings) -> None:
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
-        self.soap_betas, self.eps = (settings.soap_beta1, settings.soap_beta2), settings.soap_eps
-        self.frequency = settings.soap_precondition_frequency
+        self.args = args = settings.args
         self.sides: dict[Tensor, list[Side]] = {}
         for group in self.param_groups:
             for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
-                self.sides[p] = _sides(p, placement, settings.soap_max_precond_dim)
+                self.sides[p] = _sides(p, placement, args.soap_max_precond_dim)
 
     def statistics(self) -> Iterator[Statistic]:
         """Preconditioners and bases: whole on every rank that holds a part of the matrix."""
@@ -107,7 +107,8 @@ class Soap(MatrixRule):
                         yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, NO_AXES, whole=True)
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
-        state, (beta1, beta2), axes, sides = self.state[p], self.soap_betas, group.get("cut_axes", ()), self.sides[p]
+        state, axes, sides = self.state[p], group.get("cut_axes", ()), self.sides[p]
+        beta1, beta2 = self.args.soap_beta1, self.args.soap_beta2
         steps = int(state["step"])
         gradient, dim, axis = gather_matrix(grad, placement, axes)
         if steps == 0:
@@ -120,10 +121,10 @@ class Soap(MatrixRule):
         mean = mean.lerp(gradient, 1.0 - beta1)
         square = square.lerp(_into(sides, gradient).square(), 1.0 - beta2)
         correction = (1.0 - beta2**steps) ** 0.5 / (1.0 - beta1**steps)
-        update = _out_of(sides, _into(sides, mean) / (square.sqrt() + self.eps))
+        update = _out_of(sides, _into(sides, mean) / (square.sqrt() + self.args.soap_eps))
         for side in sides:
             side.take(gradient, beta2)
-            if steps % self.frequency == 0:
+            if steps % self.args.soap_precondition_frequency == 0:
                 square = side.reorder(square, side.turn())
         update = own_part(update, dim, axis)
         p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * correction)

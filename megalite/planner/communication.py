@@ -46,30 +46,24 @@ class CommGroup:
         inside, between = self.hardware.intra_node.latency, self.hardware.inter_node.latency
         return (self.per_node - 1) * inside + math.ceil(math.log2(max(1, self.nodes))) * between
 
-    def _measured(self, operation: str, nbytes: float) -> float | None:
-        """Seconds by what a profile found inside a node; nbytes: what one rank sends."""
-        link = self.hardware.measured.get(operation) if self.nodes == 1 else None
-        return link.latency + nbytes / link.bandwidth if link is not None else None
-
-    def gather(self, nbytes: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter whose whole tensor has `nbytes`."""
+    def _seconds(self, operation: str, nbytes: float, modelled: float) -> float:
+        """What a profile found inside a node, else `modelled`. nbytes: what one rank sends."""
         if self.size == 1 or nbytes == 0:
             return 0.0
-        measured = self._measured("gather", nbytes * (self.size - 1) / self.size)
-        if measured is not None:
-            return measured
-        return self._ring_latency() + nbytes * (self.size - 1) / self.size / self.bandwidth
+        link = self.hardware.measured.get(operation) if self.nodes == 1 else None
+        return link.latency + nbytes / link.bandwidth if link is not None else modelled
+
+    def gather(self, nbytes: float) -> float:
+        """Seconds of an all-gather or a reduce-scatter of a whole tensor of `nbytes`."""
+        sent = nbytes * (self.size - 1) / self.size
+        return self._seconds("gather", sent, self._ring_latency() + sent / self.bandwidth)
 
     def all_reduce(self, nbytes: float) -> float:
         """Seconds of an all-reduce of `nbytes`."""
-        if self.size == 1 or nbytes == 0:
-            return 0.0
-        measured = self._measured("all_reduce", 2 * nbytes * (self.size - 1) / self.size)
-        if measured is not None:
-            return measured
-        ring = 2 * self._ring_latency() + 2 * nbytes * (self.size - 1) / self.size / self.bandwidth
+        sent = 2 * nbytes * (self.size - 1) / self.size
+        ring = 2 * self._ring_latency() + sent / self.bandwidth
         tree = 2 * self._tree_latency() + 2 * nbytes / self.bandwidth
-        return min(ring, tree)
+        return self._seconds("all_reduce", sent, min(ring, tree))
 
     def exchange(self, nbytes: float) -> float:
         """Seconds in which each rank sends `nbytes` to the others together."""
@@ -77,10 +71,5 @@ class CommGroup:
 
     def send(self, nbytes: float) -> float:
         """Seconds of a message to the next member; the slowest of the hops counts."""
-        if self.size == 1:
-            return 0.0
-        measured = self._measured("send", nbytes)
-        if measured is not None:
-            return measured
         link = self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node
-        return link.latency + nbytes / link.bandwidth
+        return self._seconds("send", nbytes, link.latency + nbytes / link.bandwidth)

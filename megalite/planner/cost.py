@@ -57,8 +57,7 @@ class TimeSource(Protocol):
     """Where times come from: `Roofline`, or `megalite.planner.profile.Profile`."""
 
     def layers(self, config: Config) -> Sequence[LayerTimes]:
-        """Times of one micro-batch through each layer of [embedding, block 0, ..., head], with its tensor-parallel
-        messages."""
+        """Times of one micro-batch through each of [embedding, block 0, ..., head], with its messages."""
         ...
 
     def optimizer_step(self, config: Config, elements: float) -> float:

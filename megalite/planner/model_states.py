@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import (
     WORD_EMBEDDINGS,
     BucketPlan,
+    BufferParameter,
     ElementBytes,
-    Entry,
     Shape,
     first_alike,
     plan_buckets,
@@ -27,8 +27,7 @@ from megalite.inventory import (
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO stages 2 and 3), host is off the
-    device."""
+    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO 2 and 3); host is off the device."""
 
     weights: int = 0
     gradients: int = 0
@@ -40,8 +39,7 @@ class StateBytes:
 
     def __add__(self, other: StateBytes) -> StateBytes:
         """Two stages of a rank: their states add up, and so does what each may hold for a moment."""
-        names = ("weights", "gradients", "master", "moments", "scratch", "gathered", "host")
-        return StateBytes(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return StateBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def held(self) -> int:
@@ -50,8 +48,7 @@ class StateBytes:
 
 
 def stage_elements(config: Config, items: range) -> int:
-    """Elements of the parameters of a stage on one tensor-parallel rank. items: indices into [embedding, block 0, ...,
-    head]."""
+    """Parameters of a stage on one tensor-parallel rank. items: indices into [embedding, block 0, ..., head]."""
     tp = config.parallel.tensor_model_parallel_size
     return sum(math.prod(p.local_shape(tp)) for _, p in stage_parameters(config.model, items))
 
@@ -117,7 +114,7 @@ def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu:
         shape = parameter.local_shape(tp)
         whole = needs_whole is not None and needs_whole(name, len(shape))
         place = parameter.place(tp, sequence_parallel=parallel.sequence_parallel)
-        entries.append(Entry(index, name, shape, place, whole))
+        entries.append(BufferParameter(index, name, shape, place, whole))
     plans = plan_buckets(
         entries,
         zero_stage=parallel.zero_stage,
@@ -132,24 +129,19 @@ def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu:
 
 def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
     numel = plan.stop - plan.start
-    share, whole = numel // owners, plan.runs[0].whole
+    share, whole = numel // owners, plan.segments[0].whole
     elements, states = [0 if whole else share] * owners, [0] * owners
-    for run in plan.runs if whole else ():
-        entry, rule = run.slots[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
-        owner = (run.start - plan.start) // share
+    for segment in plan.segments if whole else ():
+        entry, rule = segment.slots[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
+        owner = (segment.start - plan.start) // share
         elements[owner] += entry.numel
         states[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
-    return _Bucket(
-        numel, plan.tied, whole, max(elements), max(states), sum(_statistics(slot.entry) for slot in plan.slots)
-    )
+    statistics = sum(_statistics(slot.entry.shape, slot.entry.placement.decay) for slot in plan.slots)
+    return _Bucket(numel, plan.tied, whole, max(elements), max(states), statistics)
 
 
-def _statistics(entry: Entry) -> int:
+def _statistics(shape: Shape, matrix: bool) -> int:
     """Numbers that Adafactor keeps of a parameter: a row and a column of a matrix."""
-    return _row_and_column_sums(entry.shape, entry.placement.decay)
-
-
-def _row_and_column_sums(shape: Shape, matrix: bool) -> int:
     numel = math.prod(shape)
     return numel // shape[-1] + numel // shape[-2] if matrix and len(shape) >= 2 else numel
 
@@ -165,7 +157,7 @@ def checkpoint_bytes(config: Config) -> int:
         shape = parameter.shape
         state = wide if rule.whole is not None and rule.whole(name, len(shape)) else flat
         total += math.prod(shape) * (wide + state)
-        total += wide * _row_and_column_sums(shape, parameter.decay) if rule.statistics else 0
+        total += wide * _statistics(shape, parameter.decay) if rule.statistics else 0
     return total
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megalite.config import Config
@@ -88,8 +88,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """makespan: seconds from the first forward to the last backward (asynchronous: of one batch in the steady state).
-    ends: of each rank. busy: seconds of work of all ranks."""
+    """makespan: seconds from the first forward to the last backward, or of a batch of a pipeline that never drains.
+
+    ends: of each rank. busy: seconds of work of all ranks.
+    """
 
     makespan: float
     ends: tuple[float, ...]
@@ -115,7 +117,7 @@ def predict(
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts)
     steady = steady_state(config, program, costs.simulator_costs())
     m = config.num_microbatches(world_size)
-    steady = SteadyState(steady.makespan, steady.ends, m * sum(costs.work(s) for s in range(len(cuts))))
+    steady = replace(steady, busy=m * sum(times.forward + times.backward for times in costs.times))
     reduce, gather = costs.reduction(program, steady)
     elements = max(costs.owned_elements(program, rank) for rank in range(program.num_ranks))
     step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
@@ -204,12 +206,9 @@ class _Stages:
     def data_group(self) -> CommGroup:
         return CommGroup(self.hardware, self.shards, self.config.parallel.tensor_model_parallel_size)
 
-    def times(self, stage: int) -> LayerTimes:
-        """F, I, W of one micro-batch, recomputation and ZeRO's traffic of every micro-batch included."""
-        return self._times[stage]
-
     @cached_property
-    def _times(self) -> tuple[LayerTimes, ...]:
+    def times(self) -> tuple[LayerTimes, ...]:
+        """F, I, W of one micro-batch of each stage, with recomputation and ZeRO's traffic of every micro-batch."""
         return tuple(self._stage_times(stage) for stage in range(len(self.cuts)))
 
     def _stage_times(self, stage: int) -> LayerTimes:
@@ -224,8 +223,8 @@ class _Stages:
         if zero < 2 or self.shards == 1:
             return times
         size, group = ElementBytes.of(self.config), self.data_group
-        scatter = group.gather(self.elements(stage) * size.gradient)
-        weights = group.gather(self.elements(stage) * size.compute) if zero == 3 else 0.0
+        scatter = group.gather(self.elements[stage] * size.gradient)
+        weights = group.gather(self.elements[stage] * size.compute) if zero == 3 else 0.0
         if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
             weights /= max(1, self.config.num_microbatches(self.world_size))
         hide = overlap if self.config.parallel.overlap_param_gather else 0.0
@@ -234,14 +233,9 @@ class _Stages:
         backward = max(0.0, weights + scatter - hide * times.backward)
         return times + LayerTimes(forward, backward)
 
-    def work(self, stage: int) -> float:
-        times = self.times(stage)
-        return times.forward + times.backward
-
     def simulator_costs(self) -> Costs:
         exact: dict[tuple[int, str], float] = {}
-        for stage in range(len(self.cuts)):
-            times = self.times(stage)
+        for stage, times in enumerate(self.times):
             exact[stage, FORWARD] = times.forward
             exact[stage, BACKWARD] = times.backward
             exact[stage, BACKWARD_INPUT] = times.backward_input
@@ -252,15 +246,13 @@ class _Stages:
         tp, pp = self.config.parallel.tensor_model_parallel_size, self.config.parallel.pipeline_model_parallel_size
         return CommGroup(self.hardware, pp, tp * self.dp).send(boundary_bytes(self.config))
 
-    def elements(self, stage: int) -> int:
-        return self._elements[stage]
-
     @cached_property
-    def _elements(self) -> tuple[int, ...]:
+    def elements(self) -> tuple[int, ...]:
+        """Of the parameters of each stage."""
         return tuple(stage_elements(self.config, cut) for cut in self.cuts)
 
     def rank_elements(self, program: Program, rank: int) -> int:
-        return sum(self.elements(stage) for stage, _ in program.placement.stages_of(rank))
+        return sum(self.elements[stage] for stage, _ in program.placement.stages_of(rank))
 
     def owned_elements(self, program: Program, rank: int) -> float:
         return self.rank_elements(program, rank) / (self.shards if self.config.parallel.zero_stage else 1)
@@ -283,13 +275,13 @@ class _Stages:
             stages = [stage for stage, _ in program.placement.stages_of(rank)]
             number = max(1, math.ceil(elements / bucket)) if bucket else 1
             share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
-            window = share * min(self.times(stage).backward for stage in stages)
+            window = share * min(self.times[stage].backward for stage in stages)
             if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
                 window = self.hardware.overlap * max(0.0, steady.makespan - steady.makespan / program.num_microbatches)
             late = max(late, steady.ends[rank] + max(0.0, take - window))
             back = group.gather(elements * size.compute) if zero in (1, 2) else 0.0
             hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
-            slowest = max(slowest, back - hide * sum(self.times(stage).forward for stage in stages))
+            slowest = max(slowest, back - hide * sum(self.times[stage].forward for stage in stages))
         return max(0.0, late - steady.makespan), slowest
 
     def replicas(self, program: Program) -> float:

@@ -65,8 +65,7 @@ class MemoryHeadroom:
         return len(blocks_of(self.config.model, cut))
 
     def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
-        """Whether the stages of `rank` fit. numbers: recomputed layers of every stage; None: as the configuration has
-        it."""
+        """Whether the stages of `rank` fit. numbers: recomputed layers of each stage; None: the configuration's."""
         config = self.config
         if numbers is not None:
             config = recomputing(config, numbers, [self.blocks(cut) for cut in cuts])
@@ -162,8 +161,7 @@ def recut(room: MemoryHeadroom, times: Sequence[LayerTimes], *, flexible: bool) 
 def _seconds(
     room: MemoryHeadroom, times: Sequence[LayerTimes], stage: int, begin: int, count: int, flexible: bool
 ) -> float | None:
-    """Of one micro-batch in a stage with `count` layers from `begin` on, whose rank's other stages are as long; None:
-    does not fit."""
+    """Of one micro-batch in a stage of `count` layers from `begin` on (the rank's others as long), if it fits."""
     stages, last = room.program.num_stages, room.config.model.num_layers + 1
     rank = room.program.placement.rank_of(stage)
 

@@ -44,12 +44,12 @@ from megalite.schedule.action import (
     forward,
     parse_action,
 )
+from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
-from megalite.schedule.placement import StagePlacement
 from megalite.schedule.program import BatchRange, PeakActivations, Program
 from megalite.schedule.schedules.registry import (
     ALIASES,
@@ -61,7 +61,7 @@ from megalite.schedule.schedules.registry import (
     schedule_problems,
     schedule_warnings,
 )
-from megalite.schedule.shape import Schedule, ScheduleShape
 from megalite.schedule.simulate import Costs, Span, Time, Timeline, simulate
+from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.text_format import dump_program, load_program, parse_program
 from megalite.schedule.validate import ValidationReport, validate

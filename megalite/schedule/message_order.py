@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from megalite.schedule.action import RECV_KINDS, SEND_KINDS, Action
 from megalite.schedule.passes import matching_recv, receives
-from megalite.schedule.placement import StagePlacement
 from megalite.schedule.simulate import dependencies, produced
+from megalite.schedule.stage_placement import StagePlacement
 
 MODELS = ("pair", "direction", "rank")
 

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
 from megalite.errors import ScheduleError
-from megalite.schedule.placement import StagePlacement
+from megalite.schedule.stage_placement import StagePlacement
 
 
 @dataclass(frozen=True)

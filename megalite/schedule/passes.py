@@ -31,8 +31,8 @@ from megalite.schedule.action import (
     UNSHARD,
     Action,
 )
-from megalite.schedule.placement import StagePlacement
 from megalite.schedule.program import BatchRange, Program
+from megalite.schedule.stage_placement import StagePlacement
 
 
 def lower(program: Program, *, unshard: bool = False) -> Program:

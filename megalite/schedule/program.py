@@ -27,7 +27,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megalite.schedule.action import OVERLAP, UPDATE_KINDS, Action, step
-from megalite.schedule.placement import StagePlacement
+from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.template import Template
 
 

@@ -26,8 +26,8 @@ from megalite.schedule.action import (
     Action,
 )
 from megalite.schedule.memory import live_versions, peak_activations
-from megalite.schedule.placement import StagePlacement
 from megalite.schedule.program import BatchSpec, Program
+from megalite.schedule.stage_placement import StagePlacement
 
 Time = Fraction | float
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from megalite.errors import ScheduleError
 from megalite.schedule.action import COMMUNICATION_KINDS, COMPUTE_KINDS, UPDATE_KINDS, Action, parse_action
 from megalite.schedule.memory import activation_counts
-from megalite.schedule.placement import StagePlacement
 from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.validate import validate
 
 _INSERTED = COMMUNICATION_KINDS | UPDATE_KINDS

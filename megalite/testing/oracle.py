@@ -21,7 +21,7 @@ from torch.func import functional_call
 from megalite.comm import ParallelMesh
 from megalite.config import parse
 from megalite.gradient import GradSink, attach_sink, sink_of
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import layer_of, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn import placement_of
@@ -83,8 +83,7 @@ class Pupil:
     def gradients(
         self, weights: dict[str, Tensor], batch: Sequence[Microbatch], part: slice = slice(None)
     ) -> tuple[float, dict[str, Tensor]]:
-        """What a part of a batch's samples adds to its loss at these weights (mean over samples, or over tokens), and
-        to its gradient."""
+        """What a part of a batch adds to its loss (mean over samples, or over tokens), and to its gradient."""
         used = {name: self._leaf(w) for name, w in weights.items()}
         by_path: dict[str, Tensor] = {self.paths[name]: leaf for name, leaf in used.items()}
         tokens = [float(sample.loss_mask.sum()) for sample in batch]
@@ -145,7 +144,7 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together
     pupil = Pupil(argv)
     cuts = stage_layer_ranges(pupil.config, build_program("pipedream", stages, 4))
     stage_of = {pupil.specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
-    lag = {name: stages - 1 - stage_of[_layer(name)] for name in pupil.parameters}
+    lag = {name: stages - 1 - stage_of[layer_of(name)] for name in pupil.parameters}
     history, losses = [pupil.weights()], []
     with pupil.data.train_loader(0) as loader:
         for step in range(steps):
@@ -166,11 +165,6 @@ def gradient_of(leaf: Tensor) -> Tensor:
     sink = sink_of(leaf)
     assert sink is not None
     return sink.grad
-
-
-def _layer(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
 def halves_away_from_zero(master: Tensor) -> Tensor:

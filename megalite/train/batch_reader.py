@@ -17,27 +17,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalite.comm import Axis, all_reduce_
+from megalite.data import BatchLoader
 from megalite.microbatch import Microbatch
-
-
-class BatchSource(Protocol):
-    """What it reads from: this replica's micro-batches of the next global batch."""
-
-    def next_batch(self, global_batch_size: int) -> list[Microbatch]: ...
-
-    def skip(self, samples: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One global batch: its number, its first micro-batch's global number, this replica's micro-batches and their
-    weights."""
+    """One global batch: its number, that of its first micro-batch, this replica's micro-batches and weights."""
 
     number: int
     first: int
@@ -58,7 +49,7 @@ class BatchReader:
 
     def __init__(
         self,
-        loader: BatchSource | None,
+        loader: BatchLoader | None,
         *,
         dp_size: int,
         cut: Callable[[Microbatch], Microbatch],
@@ -78,8 +69,7 @@ class BatchReader:
         self._batches: dict[int, GlobalBatch] = {}
 
     def plan(self, number: int, *, first: int, samples: int) -> None:
-        """Announces batch `number`: its micro-batches are numbered from `first`, it holds `samples` samples over all
-        replicas."""
+        """Announces batch `number` of `samples` samples over all replicas, micro-batches numbered from `first`."""
         self._plan[number] = (first, samples)
 
     def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:

@@ -5,16 +5,15 @@ config, world -> mesh -> schedule program -> layer specs -> partition -> stages 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from megalite.comm import Axis, ParallelMesh, TensorSpec
-from megalite.config import OPTIMIZER_SPECS, Config, flat
+from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import AXIS_FAMILIES, boundary_shape, lowered_program
 from megalite.models import LayerSpec, build_stack, layer_specs
@@ -25,7 +24,6 @@ from megalite.optim import (
     Delay,
     DynamicLossScaler,
     LossScaler,
-    OptimizerSettings,
     UpdateRule,
 )
 from megalite.parallel.pipeline import SharedGradient, Stage, StageKey, holders
@@ -62,10 +60,10 @@ def wide_dtype(config: Config) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ProgramCache:
-    """The pipeline programs of a run: one for each number of micro-batches (ramp-up), flush ones for the first
-    steps."""
+    """The pipeline programs of a run: one for each number of micro-batches, flush ones for the first steps."""
 
     config: Config
+    _cache: dict[tuple[str, int], Program] = field(default_factory=dict, init=False, repr=False)
 
     def program(self, num_microbatches: int, iteration: int) -> Program:
         """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
@@ -84,10 +82,6 @@ class ProgramCache:
             validate(program, _proved(program, of_file=self.config.parallel.pipeline_schedule_file is not None))
             self._cache[key] = program
         return self._cache[key]
-
-    @cached_property
-    def _cache(self) -> dict[tuple[str, int], Program]:
-        return {}
 
 
 def _proved(program: Program, *, of_file: bool) -> list[int] | None:
@@ -157,12 +151,12 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     tied_at = holders(placement) if tied_apart else []
-    delay = _delay(config, program, rank)
+    delay = Delay(program.staleness[rank], config.parallel.pipeline_flush_steps, config.training.iterations_to_skip)
     optimizer = ShardedOptimizer(
         [made for stage in buffers.values() for made in stage],
         make_optimizer=optimizer_factory(config, delay),
         norm_axis=_norm_axis(config, mesh, program),
-        offload_fraction=offload_fraction(config),
+        offload_fraction=config.optimizer.offload.fraction,
         store_param_remainders=config.optimizer.store_param_remainders,
     )
     return Model(
@@ -175,11 +169,6 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         program.update_per_microbatch,
         delay,
     )
-
-
-def _delay(config: Config, program: Program, rank: int) -> Delay:
-    skipped = frozenset(config.training.iterations_to_skip)
-    return Delay(program.staleness[rank] if program.staleness else 0, config.parallel.pipeline_flush_steps, skipped)
 
 
 def _build_module(
@@ -238,28 +227,16 @@ def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
 
 
 def optimizer_factory(config: Config, delay: Delay | None = None) -> MakeOptimizer:
-    """Parameter groups -> the update rule of `--optimizer` with its settings, corrected for the delay of its
-    gradients."""
-    settings = config.optimizer
-    names = {f.name for f in dataclasses.fields(OptimizerSettings)}
-    values = {name: value for name, value in flat(settings).items() if name in names}
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        values[name] = DTYPES[values[name]]
-    chosen = OptimizerSettings(**values)
-    correction = config.staleness
+    """Parameter groups -> the update rule of `--optimizer`, corrected for the delay of its gradients."""
+    settings, correction = config.optimizer, config.staleness
 
     def make(groups: list[ParamGroup]) -> Any:
-        rule = OPTIMIZERS[settings.optimizer](groups, chosen)
+        rule = OPTIMIZERS[settings.optimizer](groups, settings)
         if delay is None or not isinstance(rule, UpdateRule):
             return rule
         return CORRECTIONS[correction.method](rule, delay, correction.lookahead)
 
     return make
-
-
-def offload_fraction(config: Config) -> float:
-    """Part of the masters and moments that lives in host memory."""
-    return config.optimizer.offload.fraction
 
 
 def build_scaler(config: Config) -> LossScaler:

@@ -16,8 +16,8 @@ from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import stage_layer_ranges
 from megalite.launch import check_devices
-from megalite.observe import METRICS_FILE, format_table, start_up_table
-from megalite.planner import checkpoint_bytes
+from megalite.observe import METRICS_FILE
+from megalite.planner import checkpoint_bytes, format_table, start_up_table
 from megalite.progress import ProgressBar
 from megalite.schedule import Program, render_text, simulate
 from megalite.train.build import ProgramCache
@@ -66,8 +66,7 @@ def check_local_memory(config: Config, world_size: int, program: Program, cuts: 
 
 
 def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[Config, list[str]]:
-    """What the start of a run checks. Returns the configuration as the start settles it, and notes of what was not
-    checked."""
+    """What the start of a run checks. Returns the settled configuration, and notes of what was not checked."""
     save, notes = config.checkpoint.save, []
     if save is not None and not config.training.skip_train:
         check_writable(save)

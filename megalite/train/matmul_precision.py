@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,29 +88,19 @@ def _time_and_error(shapes: list[tuple[int, int, int]], mode: str, device: torch
     """(seconds, largest relative error) of products of these shapes in one mode."""
     generator = torch.Generator().manual_seed(0)
     seconds, worst = 0.0, 0.0
-    with _mode(mode):
-        for n, k, m in shapes:
-            a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((n, k), (k, m)))
-            sample = a[:64].double() @ b.double()
+    torch.set_float32_matmul_precision(mode)  # whoever asks sets the one that is chosen
+    for n, k, m in shapes:
+        a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((n, k), (k, m)))
+        sample = a[:64].double() @ b.double()
+        result = a @ b
+        error = (result[:64].double() - sample).norm() / sample.norm()
+        worst = max(worst, float(error))
+        times = []
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
             result = a @ b
-            error = (result[:64].double() - sample).norm() / sample.norm()
-            worst = max(worst, float(error))
-            times = []
-            for _ in range(ROUNDS):
-                begin = time.perf_counter()
-                result = a @ b
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - begin)
-            seconds += min(times)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        seconds += min(times)
     return seconds, worst
-
-
-@contextmanager
-def _mode(mode: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(mode)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -21,8 +21,7 @@ from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
 from megalite.inventory import stage_layer_ranges
-from megalite.observe import in_units
-from megalite.planner import RankMemory, program_of, rank_memory, shared_memory_bytes
+from megalite.planner import RankMemory, in_units, program_of, rank_memory, shared_memory_bytes
 from megalite.schedule import Program
 
 logger = logging.getLogger(__name__)

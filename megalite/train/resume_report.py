@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import SECTIONS, Config, Option, effective, flat, options_of, show
-from megalite.observe import Record, describe_layout
+from megalite.observe import Record
+from megalite.planner import describe_layout
 from megalite.train.param_schedules import ResolvedSchedules
 from megalite.train.starting_point import StartingPoint
 

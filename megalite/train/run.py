@@ -7,7 +7,7 @@ config, world -> mesh -> program, stages, optimizer (build.py) -> executor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ from megalite.config import Config
 from megalite.data import Survey, survey_differences
 from megalite.errors import DataError
 from megalite.inventory import stage_layer_ranges
-from megalite.observe import PipelineTracer, Record, format_table, make_hooks, start_up_table
-from megalite.optim import LossScaler
+from megalite.observe import PipelineTracer, Record, make_hooks
 from megalite.parallel.pipeline import Executor
+from megalite.planner import format_table, start_up_table
 from megalite.train import matmul_precision
 from megalite.train.batch_reader import BatchReader
-from megalite.train.build import Model, ProgramCache, build_model, build_scaler, wide_dtype
+from megalite.train.build import ProgramCache, build_model, build_scaler, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.memory_check import check_memory
-from megalite.train.param_schedules import ParamSchedules, resolve_schedules
+from megalite.train.param_schedules import resolve_schedules
 from megalite.train.resume_report import resume_report
 from megalite.train.run_data import RunData, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
@@ -70,11 +70,12 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     config, tokenizer = resolve_tokenizer(config)
     world.report_phase("start-up: process groups")
     mesh = make_mesh(config, world)
-    schedules = ProgramCache(config)
-    program = schedules.full(world.size)
+    programs = ProgramCache(config)
+    program = programs.full(world.size)
     cuts = stage_layer_ranges(config, program)
     if world.is_first:
-        table = start_up_table(config, world.size, program=program, cuts=cuts, device=describe_device(world.device))
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+        table = start_up_table(config, world.size, program=program, cuts=cuts, device=device)
         logger.info("\n%s", format_table(table))
     check_memory(config, world, mesh.world, program, cuts)
     world.report_phase("start-up: run directory")
@@ -111,7 +112,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
             facts = report.record
             if world.is_first:
                 logger.info("\n%s", format_table(report.rows))
-        trainer = assemble_trainer(config, world, mesh, data, schedules, model, scaler, state, progress, facts)
+        trainer = assemble_trainer(world, data, programs, state, progress, facts)
         mesh.complete()
         yield OpenRun(trainer, state, directory)
 
@@ -157,24 +158,16 @@ def appended_data(began_with: tuple[int, ...], requests: tuple[int, ...]) -> lis
     ]
 
 
-def describe_device(device: torch.device) -> str:
-    """Name of a GPU, or `CPU`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def assemble_trainer(
-    config: Config,
     world: World,
-    mesh: ParallelMesh,
     data: RunData,
-    schedules: ProgramCache,
-    model: Model,
-    scaler: LossScaler,
+    programs: ProgramCache,
     state: RunState,
     progress: TrainingProgress,
-    start_facts: Record | None = None,
+    start_facts: Record | None,
 ) -> Trainer:
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
+    config, model, scaler, mesh = state.config, state.model, state.scaler, data.mesh
     reader = BatchReader(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
         dp_size=mesh.size("dp"),
@@ -184,7 +177,7 @@ def assemble_trainer(
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),
     )
-    updater = make_updater(config, state.schedules, model, scaler, reader, progress)
+    updater = make_updater(state, reader, progress)
 
     def scale_of(batch: int) -> float:
         """2BW begins a batch before or after the update of the one before it, by stage and by what is saved; what that
@@ -206,28 +199,22 @@ def assemble_trainer(
         executor=executor,
         updater=updater,
         batch_reader=reader,
-        program=schedules.program,
+        program=programs.program,
         batch_sizes=config.batch_size_schedule(world.size),
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank, start_facts),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         finish_save=state.checkpointer.wait,
-        evaluate=make_validator(config, mesh, data, model, channel, updater, world.device),
+        evaluate=Validator(data, model, channel, updater.newest_version),
         save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )
 
 
-def make_updater(
-    config: Config,
-    schedules: ParamSchedules,
-    model: Model,
-    scaler: LossScaler,
-    reader: BatchReader,
-    progress: TrainingProgress,
-) -> Updater:
+def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress) -> Updater:
     """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of rate and decay."""
+    config, model, schedules = state.config, state.model, state.schedules
     update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else reader.number_of
 
     def policy(update: int) -> Hyperparameters:
@@ -237,50 +224,12 @@ def make_updater(
         return Hyperparameters(rate, decay, batch.loss_scale, progress.iteration + 1)
 
     return Updater(
-        model.buffers,
-        model.optimizer,
+        model,
         policy=policy,
-        scaler=scaler,
-        shared=model.shared,
-        delay=model.delay,
+        scaler=state.scaler,
         clip_grad=config.optimizer.clip_grad,
         nonfinite=config.training.nonfinite,
         max_skipped=config.training.loss_scaling.max_skipped_updates,
-        num_slots=model.num_slots,
         version=progress.microbatches if model.update_per_microbatch else progress.updates,
         update_of=update_of,
-        norm_is_global=not model.update_per_microbatch,
     )
-
-
-def make_validator(
-    config: Config,
-    mesh: ParallelMesh,
-    data: RunData,
-    model: Model,
-    channel: Channel,
-    updater: Updater,
-    device: torch.device,
-) -> Callable[[int, bool], list[Record]]:
-    """(iteration, final) -> records of the validation split, at the end also of the test split."""
-    validator = Validator(
-        model.stages,
-        model.placement,
-        channel,
-        mesh,
-        device=device,
-        newest_version=updater.newest_version,
-        masters=lambda version: model.optimizer.masters_as_weights(version % model.num_slots),
-        token_bytes=data.token_bytes(),
-        cut=data.cut,
-    )
-
-    def evaluate(iteration: int, final: bool) -> list[Record]:
-        splits = {"valid": data.datasets.valid, "test": data.datasets.test if final else None}
-        return [
-            validator.evaluate(kind, iteration, data.evaluation(dataset), data.evaluation_batches(dataset))
-            for kind, dataset in splits.items()
-            if dataset is not None and config.training.eval_iters > 0
-        ]
-
-    return evaluate

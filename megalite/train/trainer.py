@@ -123,6 +123,7 @@ class Trainer:
         return 0
 
     def _loop(self, exits: ExitPolicy) -> str:
+        training = self.config.training
         while self.iteration < self.train_iters:
             number = self.iteration + 1
             self.report_phase(f"iteration {number}")
@@ -130,7 +131,8 @@ class Trainer:
             if reason is ExitReason.SAVE_FAILED and self.finish_save is not None:
                 self.finish_save()  # raises on all ranks, with the reason
             stops = reason is not None or number == self.train_iters
-            evaluates, saves = self._evaluates_after(number), stops or self._saves_after(number)
+            evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
+            saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             stats = self.train_step(drain=stops or evaluates or saves)
             self.hooks.after_step(self, stats)
             if evaluates and number < self.train_iters:
@@ -156,9 +158,7 @@ class Trainer:
         actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
         if self.tracer is not None:
             self.tracer.before(number, program, batch)
-        for action in self.executor.run(
-            actions, self.batch_reader
-        ):  # those that concern weights: REDUCE, NORM, STEP ...
+        for action in self.executor.run(actions, self.batch_reader):  # those that concern weights: REDUCE, STEP ...
             self.updater.execute(action)
         if self.tracer is not None:
             self.tracer.after(number, program)
@@ -246,14 +246,6 @@ class Trainer:
 
     # evaluation and checkpoints
 
-    def _evaluates_after(self, number: int) -> bool:
-        interval = self.config.training.eval_interval
-        return interval is not None and number % interval == 0 and self.config.training.eval_iters > 0
-
-    def _saves_after(self, number: int) -> bool:
-        interval = self.config.checkpoint.save_interval
-        return interval is not None and number % interval == 0 and self.save is not None
-
     def _is_stuck(self) -> bool:
         """Whether a save can wait: the weights have not moved since the one before, and may have diverged."""
         stuck = self.updater.stuck
@@ -280,6 +272,10 @@ class Trainer:
         path = self.save(self.progress)
         self._last_saved = self.iteration
         self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
+
+
+def _is_due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0
 
 
 def progress_to_meta(progress: TrainingProgress) -> dict[str, Any]:

@@ -14,17 +14,17 @@ REDUCE, NORM and STEP, and in which slot the new weights go to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from megalite.comm import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.optim import Delay, LossScaler
-from megalite.parallel.pipeline import Events, SharedGradient, StageKey
-from megalite.parallel.zero import ParameterBuffers, PendingNorm, ShardedOptimizer
+from megalite.optim import LossScaler
+from megalite.parallel.pipeline import Events, StageKey
+from megalite.parallel.zero import PendingNorm
 from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action
+from megalite.train.build import Model
 
 
 @dataclass(frozen=True)
@@ -48,56 +48,35 @@ class UpdateResult:
     skipped: bool
 
 
-class Policy(Protocol):
-    """Numbers of update u, asked for when its STEP is reached."""
-
-    def __call__(self, update: int) -> Hyperparameters: ...
-
-
 class Updater(Events):
     """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
 
     policy       update -> learning rate, weight decay, loss scale of that batch
     nonfinite    'stop' or 'skip'
     max_skipped  so many consecutive skips at the smallest loss scale end the run; `stuck` counts them
-    num_slots    weight versions that live at once
     version      number of updates that the newest weights have seen
     update_of    global number of a micro-batch -> the update that its gradient belongs to
     """
 
     def __init__(
         self,
-        buffers: Mapping[StageKey, Sequence[ParameterBuffers]],
-        optimizer: ShardedOptimizer,
+        model: Model,
         *,
-        policy: Policy,
+        policy: Callable[[int], Hyperparameters],
         scaler: LossScaler,
-        shared: SharedGradient,
-        delay: Delay,
         clip_grad: float,
         nonfinite: str,
         max_skipped: int,
-        num_slots: int,
         version: int,
         update_of: Callable[[int], int],
-        norm_is_global: bool = True,
     ) -> None:
         # Reductions of stages that several ranks hold in another order (Chimera) must be issued in one order.
-        self._buffers = dict(sorted(buffers.items()))
+        self._buffers = dict(sorted(model.buffers.items()))
         self._everything = [family for stage in self._buffers.values() for family in stage]
-        self._optimizer = optimizer
-        self._policy = policy
-        self._scaler = scaler
-        self._shared = shared
-        self._delay = delay
-        self._clip_grad = clip_grad
-        self._nonfinite = nonfinite
-        self._max_skipped = max_skipped
+        self._model, self._policy, self._scaler = model, policy, scaler
+        self._clip_grad, self._nonfinite, self._max_skipped = clip_grad, nonfinite, max_skipped
         self.stuck = 0
-        self._num_slots = num_slots
-        self._version = version
-        self._update_of = update_of
-        self._norm_is_global = norm_is_global
+        self._version, self._update_of = version, update_of
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, Handle] = {}
         self._norm: PendingNorm | None = None
@@ -136,7 +115,7 @@ class Updater(Events):
         if self._is_last(REDUCE, stage):
             self._select(update)
             tied = [gradient for family in self._everything for gradient in family.gradients.tied()]
-            self._tied[update] = self._shared.start_sum(tied)
+            self._tied[update] = self._model.shared.start_sum(tied)
 
     def _send_norm(self, stage: StageKey, update: int) -> None:
         if self._is_last(NORM, stage):
@@ -151,22 +130,23 @@ class Updater(Events):
         pending, self._norm = self._norm or self._start_norm(update), None
         numbers = self._policy(update)
         norm = float(pending.wait()) / numbers.loss_scale
-        slot = (self._version + 1) % self._num_slots
-        self._delay.begin(numbers.iteration)
+        slot = (self._version + 1) % self._model.num_slots
+        delay = self._model.delay
+        delay.begin(numbers.iteration)
         if finite := self._is_usable(norm, update):
-            self._delay.learning_rate, self._delay.weight_decay = numbers.learning_rate, numbers.weight_decay
+            delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
             clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
             fault_point("opt_step", update=update)
-            self._optimizer.step(
+            self._model.optimizer.step(
                 lr=numbers.learning_rate,
                 weight_decay=numbers.weight_decay,
                 grad_scale=clip / numbers.loss_scale,
                 version=slot,
             )
-        elif self._num_slots > 1:
-            self._optimizer.write_weights(slot)  # the version number advances, the weights do not
+        elif self._model.num_slots > 1:
+            self._model.optimizer.write_weights(slot)  # the version number advances, the weights do not
         self._version += 1
-        shown = norm if finite and self._norm_is_global else None
+        shown = norm if finite and not self._model.update_per_microbatch else None
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
         for family in self._everything:
             family.gradients.begin_batch()
@@ -201,11 +181,10 @@ class Updater(Events):
             family.gradients.start_tied_reduce()
         for family in self._everything:
             family.gradients.finish_reduce()
-        return self._optimizer.start_grad_norm()
+        return self._model.optimizer.start_grad_norm()
 
     def _is_usable(self, norm: float, update: int) -> bool:
-        """Whether the step is taken: all gradients of all ranks are finite. Raises RuntimeFailure where a run ends for
-        want of that."""
+        """Whether the gradients of all ranks are finite. Raises RuntimeFailure where the run ends if they are not."""
         finite = math.isfinite(norm)
         self.stuck = 0 if finite else self.stuck + self._scaler.at_minimum
         self._scaler.update(found_non_finite=not finite)

@@ -4,18 +4,18 @@ weights."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Channel, ParallelMesh, all_reduce_
+from megalite.comm import Channel, all_reduce_
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly, Stage, StageKey, forward_program
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly, forward_program
 from megalite.progress import LINES, ProgressBar
-from megalite.schedule import StagePlacement
+from megalite.train.build import Model
+from megalite.train.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
@@ -26,47 +26,35 @@ not there has a loss mask of zeros."""
 
 
 class Validator:
-    """Evaluates splits.
+    """Evaluates splits. newest_version: which weight version to use."""
 
-    newest_version: which weight version to use. masters: a context in which its weights are the masters. token_bytes:
-    int `[V]`, bytes of text that each token spells; None where the tokenizer cannot say. cut: takes this rank's part of
-    a sequence.
-    """
+    def __init__(self, data: RunData, model: Model, channel: Channel, newest_version: Callable[[], int]) -> None:
+        self._data, self._model, self._channel, self._newest_version = data, model, channel, newest_version
+        self._mesh, self._device = data.mesh, data.device
+        spelled = data.token_bytes()
+        self._token_bytes = None if spelled is None else spelled.to(data.device)
 
-    def __init__(
-        self,
-        stages: Mapping[StageKey, Stage],
-        placement: StagePlacement,
-        channel: Channel,
-        mesh: ParallelMesh,
-        *,
-        device: torch.device,
-        newest_version: Callable[[], int],
-        masters: Callable[[int], AbstractContextManager[None]],
-        token_bytes: Tensor | None = None,
-        cut: Callable[[Microbatch], Microbatch],
-    ) -> None:
-        self._stages = dict(stages)
-        self._placement = placement
-        self._channel = channel
-        self._mesh = mesh
-        self._device = device
-        self._cut = cut
-        self._newest_version = newest_version
-        self._masters = masters
-        self._token_bytes = None if token_bytes is None else token_bytes.to(device)
+    def __call__(self, iteration: int, final: bool) -> list[Record]:
+        """Records of the validation split, at the end also of the test split. Collective over the world."""
+        splits = {"valid": self._data.datasets.valid, "test": self._data.datasets.test if final else None}
+        return [
+            self.evaluate(kind, iteration, self._data.evaluation(dataset), self._data.evaluation_batches(dataset))
+            for kind, dataset in splits.items()
+            if dataset is not None and self._data.config.training.eval_iters > 0
+        ]
 
-    def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int | None = None) -> Record:
-        """A `"valid"` or `"test"` record of all batches. Collective over the world."""
+    def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int) -> Record:
+        """A `"valid"` or `"test"` record of all batches."""
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._train(False)
         bar = ProgressBar(f"evaluating {kind}", "batches", lines=LINES if self._mesh.world.is_first else 0)
         try:
-            with self._masters(self._newest_version()):
+            slot = self._newest_version() % self._model.num_slots
+            with self._model.optimizer.masters_as_weights(slot):
                 for number, microbatches in enumerate(batches):
                     bar(number, num_batches)
-                    local = [self._cut(mb.to(self._device)) for mb in microbatches]
+                    local = [self._data.cut(mb.to(self._device)) for mb in microbatches]
                     losses = self._losses(local)
                     if self._mesh.coordinate("tp") == 0 and losses:
                         total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
@@ -88,11 +76,11 @@ class Validator:
 
     def _losses(self, microbatches: list[Microbatch]) -> list[Tensor]:
         """Summed losses of the micro-batches on the rank that computed them; an empty list elsewhere."""
-        program = forward_program(self._placement, len(microbatches))
+        program = forward_program(self._model.placement, len(microbatches))
         version = self._newest_version()
-        stages = {key: ForwardOnly(stage, version) for key, stage in self._stages.items() if key[1] == 0}
+        stages = {key: ForwardOnly(stage, version) for key, stage in self._model.stages.items() if key[1] == 0}
         rank = self._mesh.coordinate("pp")
-        executor = Executor(rank, stages, self._placement, self._channel, Events())
+        executor = Executor(rank, stages, self._model.placement, self._channel, Events())
         actions = program.actions_for_batch(rank, program.batch(0, last=True))
         updates = list(executor.run(actions, _Fixed(microbatches)))
         assert not updates, "an evaluation changes no weights"
@@ -100,7 +88,7 @@ class Validator:
         return list(executor.take_losses().values())
 
     def _train(self, mode: bool) -> None:
-        for stage in self._stages.values():
+        for stage in self._model.stages.values():
             for module in stage.modules:
                 module.train(mode)
 

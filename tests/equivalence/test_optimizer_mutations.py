@@ -14,7 +14,8 @@ from torch import Tensor
 from equivalence.layouts import OPTIMIZERS, RAMPS, TINY, Layout, compare, train, train_body
 from megalite.comm.rectangles import Statistic, TensorShard
 from megalite.comm.world import World
-from megalite.optim import DynamicLossScaler, LearningRateSchedule, OptimizerSettings
+from megalite.config import OptimizerConfig
+from megalite.optim import DynamicLossScaler, LearningRateSchedule
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.lion import Lion
 from megalite.parallel.zero.master_shards import MasterShard
@@ -91,8 +92,9 @@ def decay_on_the_other_group() -> Any:
 def moment_with_the_other_beta() -> Any:
     right = Lion.__init__
 
-    def init(self: Lion, groups: Any, settings: OptimizerSettings) -> None:
-        right(self, groups, replace(settings, lion_beta1=settings.lion_beta2, lion_beta2=settings.lion_beta1))
+    def init(self: Lion, groups: Any, settings: OptimizerConfig) -> None:
+        args = replace(settings.args, lion_beta1=settings.args.lion_beta2, lion_beta2=settings.args.lion_beta1)
+        right(self, groups, replace(settings, args=args))
 
     return patch.object(Lion, "__init__", init)
 

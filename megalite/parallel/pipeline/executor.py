@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -69,24 +69,11 @@ class Events:
 
 @dataclass(frozen=True)
 class ActionTiming:
-    """One action as it was executed: seconds of a monotonic clock. It starts when its input has arrived: waiting is
-    idleness, not work.
-    """
+    """An executed action, in seconds of one clock; it starts when its input has arrived: waiting is idleness."""
 
     action: Action
     start: float
     end: float
-
-
-@dataclass
-class _State:
-    """Everything that lives across actions (and across batches)."""
-
-    posted: dict[tuple[str, int, int, int], IncomingMessage] = field(default_factory=dict)
-    ready: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
-    outgoing: dict[tuple[str, int, int, int], Tensor] = field(default_factory=dict)
-    batches: dict[int, tuple[Microbatch, Tensor]] = field(default_factory=dict)
-    forwards: Counter[int] = field(default_factory=Counter)
 
 
 class Executor:
@@ -114,7 +101,12 @@ class Executor:
         self._events = events
         self._synchronize = synchronize
         self._arrival = 0.0
-        self._state = _State()
+        # What lives across actions, and across batches: messages and tensors by (F or B, stage, replica, micro-batch).
+        self._posted: dict[tuple[str, int, int, int], IncomingMessage] = {}
+        self._ready: dict[tuple[str, int, int, int], Tensor] = {}
+        self._outgoing: dict[tuple[str, int, int, int], Tensor] = {}
+        self._batches: dict[int, tuple[Microbatch, Tensor]] = {}
+        self._forwards: Counter[int] = Counter()
         self._losses: dict[int, Tensor] = {}
         self._handlers: dict[str, Callable[[Action, MicrobatchSource], None]] = {
             FORWARD: self._forward,
@@ -156,8 +148,7 @@ class Executor:
     def finish(self) -> None:
         """Waits until all messages are sent. Raises RuntimeFailure if the pipeline did not drain."""
         self._channel.flush()
-        state = self._state
-        waiting = [*state.posted, *state.ready, *state.outgoing]
+        waiting = [*self._posted, *self._ready, *self._outgoing]
         in_flight = sum(stage.num_in_flight for stage in self.stages.values())
         if waiting or in_flight:
             raise RuntimeFailure(
@@ -192,7 +183,7 @@ class Executor:
     def _send(self, action: Action, source: MicrobatchSource) -> None:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)
         target = action.stage + step
-        x = self._state.outgoing.pop((kind, target, action.replica, action.microbatch))
+        x = self._outgoing.pop((kind, target, action.replica, action.microbatch))
         self._channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: MicrobatchSource) -> None:
@@ -200,36 +191,36 @@ class Executor:
         spec = self.stages[action.stage_key].spec
         label = MessageLabel(kind, action.stage, action.microbatch)
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
-        self._state.posted[kind, action.stage, action.replica, action.microbatch] = incoming
+        self._posted[kind, action.stage, action.replica, action.microbatch] = incoming
 
     # tensors on their way
 
     def _take(self, kind: str, action: Action) -> Tensor:
         slot = (kind, action.stage, action.replica, action.microbatch)
-        if slot in self._state.ready:
-            return self._state.ready.pop(slot)
-        if slot not in self._state.posted:
+        if slot in self._ready:
+            return self._ready.pop(slot)
+        if slot not in self._posted:
             raise RuntimeFailure(f"pipeline rank {self.rank}: {action} has no input: the schedule never received it")
-        x = self._state.posted.pop(slot).wait()
+        x = self._posted.pop(slot).wait()
         if self.trace is not None:
             self._arrival = self._clock()
         return x
 
     def _pass_on(self, kind: str, x: Tensor, action: Action, *, to: int) -> None:
         here = self.placement.rank_of(to, action.replica) == self.rank
-        table = self._state.ready if here else self._state.outgoing
+        table = self._ready if here else self._outgoing
         table[kind, to, action.replica, action.microbatch] = x
 
     def _batch(self, action: Action, source: MicrobatchSource) -> tuple[Microbatch, Tensor]:
         """The action's micro-batch; kept until its forward has been run by every stage of its replica on this rank."""
-        state, number = self._state, action.microbatch
-        if number not in state.batches:
-            state.batches[number] = source.get(number)
-        state.forwards[number] += 1
-        if state.forwards[number] < sum(replica == action.replica for _, replica in self.stages):
-            return state.batches[number]
-        del state.forwards[number]
-        return state.batches.pop(number)
+        number = action.microbatch
+        if number not in self._batches:
+            self._batches[number] = source.get(number)
+        self._forwards[number] += 1
+        if self._forwards[number] < sum(replica == action.replica for _, replica in self.stages):
+            return self._batches[number]
+        del self._forwards[number]
+        return self._batches.pop(number)
 
 
 def _reduces_next(actions: Sequence[Action], index: int) -> bool:

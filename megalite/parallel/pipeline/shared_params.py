@@ -36,8 +36,7 @@ class SharedGradient:
         self._axis = axis
 
     def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
-        """Every copy's gradient becomes the sum over all copies of all ranks, in place, when the handle is waited
-        for."""
+        """Every copy's gradient becomes the sum over all copies, in place, when the handle is waited for."""
         if not local_copies:
             return Done()
         total, *others = local_copies

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, Handle, all_gather, all_reduce_, reduce_scatter_into
+from megalite.comm import Axis, Done, Handle, all_gather
 from megalite.gradient import WeightGradQueue, add_widened, sink_of
 from megalite.inventory import chunk_length
+from megalite.parallel.tensor.linear import start_sum
 from megalite.parallel.tensor.products import product_dtype
 
 
@@ -159,13 +160,7 @@ class _FusedCrossEntropy(Function):
         dx, dweight = ctx.saved_tensors
         reducing: Handle = Done()
         if dx is not None:
-            whole = dx * dtotal
-            if ctx.sequence:
-                dx = whole.new_empty((len(whole) // ctx.axis.size, whole.shape[1]))
-                reducing = reduce_scatter_into(dx, whole, ctx.axis, async_op=True)
-            else:
-                dx = whole
-                reducing = all_reduce_(dx, ctx.axis, async_op=True)
+            dx, reducing = start_sum(dx * dtotal, ctx.axis, sequence=ctx.sequence)
         if dweight is not None and ctx.sink is not None:
             sink = ctx.sink
             ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)))

@@ -22,9 +22,7 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 def vocab_parameter(
     vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: LayerContext
 ) -> nn.Parameter:
-    """`[padded/t, h]`: this rank's rows of a `[V, h]` matrix. Rows from V on are padding: zero, never stored, never
-    trained.
-    """
+    """`[padded/t, h]`: this rank's rows of `[V, h]`. Rows from V on are padding: zero, never stored or trained."""
     local = padded_size // ctx.tp.size
     place = Placement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.names, init_std=init_std)
     return new_parameter((local, hidden_size), place, ctx)

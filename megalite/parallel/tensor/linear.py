@@ -142,12 +142,7 @@ class _ColumnLinear(Function):
         if ctx.needs_input_grad[0]:
             partial = input_gradient(dy, weight, ctx.layer.product_dtype)
             gathering.wait()
-            if ctx.sequence:
-                dx = x.new_empty(x.shape)
-                reducing = reduce_scatter_into(dx, partial, axis, async_op=True)
-            else:
-                dx = partial
-                reducing = all_reduce_(dx, axis, async_op=True)
+            dx, reducing = start_sum(partial, axis, sequence=ctx.sequence)
         gathering.wait()
         dweight, dbias = weight_gradients(ctx, whole, dy, weight, bias)
         reducing.wait()
@@ -205,10 +200,16 @@ def _remember(
     ctx.save_for_backward(x, weight, bias)
 
 
+def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, Handle]:
+    """The sum over the axis, whole or (sequence) this rank's part along dim 0, once the handle has been waited for."""
+    if not sequence:
+        return partial, all_reduce_(partial, axis, async_op=True)
+    part = partial.new_empty((len(partial) // axis.size, *partial.shape[1:]))
+    return part, reduce_scatter_into(part, partial, axis, async_op=True)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x weight^T + bias, `[..., in]` -> `[..., out]` (a stacked weight's parts one after the other), multiplied in
-    `dtype`.
-    """
+    """x weight^T + bias, `[..., in]` -> `[..., out]` (a stacked weight's parts in a row), multiplied in `dtype`."""
     if weight.dim() > 2:
         weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if x.dtype == dtype:

@@ -12,6 +12,7 @@ are never copied. On a CPU the copies are made all the same, so that the path ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,47 +86,29 @@ class ActivationOffload:
         self._last: _Layer | None = None
         self._open: list[Any] = []
         for i, layer in enumerate(layers):
-            layer.register_forward_pre_hook(_Enter(self, first=i == 0))
-            layer.register_forward_hook(_Leave(self), always_call=True)
+            layer.register_forward_pre_hook(partial(self._enter, i == 0))
+            layer.register_forward_hook(self._leave, always_call=True)
 
-    def enter(self, *, first: bool) -> None:
+    def _enter(self, first: bool, layer: nn.Module, args: Any) -> None:
         """A layer's forward begins."""
-        layer = _Layer(None if first else self._last, self._stream)
-        self._last = layer
+        saved_here = self._last = _Layer(None if first else self._last, self._stream)
 
         def pack(tensor: Tensor) -> Any:
             base = tensor if tensor._base is None else tensor._base
             if isinstance(base, nn.Parameter):
                 return _Weight(tensor, tensor._version)
-            return layer.save(tensor)
+            return saved_here.save(tensor)
 
         def unpack(saved: Any) -> Tensor:
             if isinstance(saved, _Weight):
                 if saved.tensor._version != saved.version:
                     raise RuntimeError("a weight has been modified by an inplace operation before its backward")
                 return saved.tensor
-            return layer.load(saved)
+            return saved_here.load(saved)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         self._open.append(hooks)
 
-    def leave(self) -> None:
-        """A layer's forward ends."""
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         self._open.pop().__exit__(None, None, None)
-
-
-class _Enter:
-    def __init__(self, offload: ActivationOffload, *, first: bool) -> None:
-        self.offload, self.first = offload, first
-
-    def __call__(self, layer: nn.Module, args: Any) -> None:
-        self.offload.enter(first=self.first)
-
-
-class _Leave:
-    def __init__(self, offload: ActivationOffload) -> None:
-        self.offload = offload
-
-    def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self.offload.leave()

@@ -120,8 +120,7 @@ class FlatWeights:
 
 @torch.no_grad()
 def move_parameter(parameter: nn.Parameter, flat: Tensor) -> None:
-    """Makes the parameter a view of `flat` (same values, if it has any), the same object as before, with the version
-    counter of `flat`."""
+    """Makes the parameter, as the same object, a view of `flat` with its values and the version counter of `flat`."""
     if not parameter.is_meta:
         flat.copy_(parameter.reshape(-1))
     view = nn.Parameter(flat.view(parameter.shape), requires_grad=parameter.requires_grad)

@@ -1,6 +1,6 @@
 """The master weights that this rank owns, as the optimizer sees them: long flat tensors of one kind, or whole matrices.
 
-    bucket      [ decayed weights                    | biases and norms      ]    runs of one kind
+    bucket      [ decayed weights                    | biases and norms      ]    segments of one kind
     rank 0      [ master shard             ]
     rank 1                                 [ shard   | master shard          ]    its slice, cut where the kind changes
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import TensorShard, shards_of_range
-from megalite.inventory import Run, Slot
+from megalite.inventory import ParameterRange, Segment
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.param_remainders import ParamRemainders
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
@@ -27,7 +27,7 @@ from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 class MasterShard:
     """Elements `start .. stop` of a family's flat buffer: one tensor of the optimizer.
 
-    run: of the bucket that they lie in.
+    segment: of the bucket that they lie in.
     tensor: the one fp32 (or wider) copy; the compute weights themselves where they already have that dtype and one
         version.
     offloaded: master and moments are in host memory.
@@ -36,7 +36,7 @@ class MasterShard:
 
     buffers: ParameterBuffers
     bucket: Bucket
-    run: Run
+    segment: Segment
     start: int
     stop: int
     tensor: Tensor
@@ -65,9 +65,9 @@ class MasterShard:
         if self.remainders is not None:
             self.remainders.split()
 
-    def pieces(self) -> Iterator[tuple[Slot, int, int]]:
+    def pieces(self) -> Iterator[tuple[ParameterRange, int, int]]:
         """(slot, start, stop) of every parameter's part of the shard, in elements of the flat buffer."""
-        for slot in self.run.slots:
+        for slot in self.segment.slots:
             start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
             if start < stop:
                 yield slot, start, stop
@@ -96,7 +96,7 @@ def cut_master_shards(
     masters: list[MasterShard] = []
     moved = 0
     for bucket in buffers.buckets:
-        whole = any(run.whole for run in bucket.plan.runs)
+        whole = any(segment.whole for segment in bucket.plan.segments)
         offload = not whole and moved < offload_fraction * owned
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
@@ -108,16 +108,16 @@ def cut_master_shards(
             master = remainders.masters
         elif separate:
             master = master.to(buffers.main_dtype, copy=True)
-        for run in bucket.plan.runs:
-            start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
+        for segment in bucket.plan.segments:
+            start, stop = max(segment.start, bucket.owned_start), min(segment.stop, bucket.owned_stop)
             if start >= stop:
                 continue
             values = master[start - bucket.owned_start : stop - bucket.owned_start]
-            if run.whole:
-                entry = run.slots[0].entry
+            if segment.whole:
+                entry = segment.slots[0].entry
                 stop = start + entry.numel
                 values = values[: entry.numel].view(entry.shape)
-            masters.append(MasterShard(buffers, bucket, run, start, stop, values, offload, remainders))
+            masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders))
     return masters
 
 

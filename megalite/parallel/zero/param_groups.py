@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megalite.comm import Axis, LocalParameter, Piece
+from megalite.comm import Axis, FlatPiece, LocalParameter
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
@@ -44,29 +44,24 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
     """One group for each combination of weight decay and whole matrices."""
     groups: dict[tuple[bool, bool], list[MasterShard]] = {}
     for master in masters:
-        groups.setdefault((master.run.kind.no_decay, master.run.whole), []).append(master)
+        groups.setdefault((master.segment.kind.no_decay, master.segment.whole), []).append(master)
     numbers = {(id(p.bucket), p.parameter.name): number for number, p in enumerate(parameters)}
     return [
         {
             "params": [m.tensor for m in members],
             "decay": not no_decay,
             "whole": whole,
-            "placements": [m.run.slots[0].entry.placement for m in members] if whole else [],
+            "placements": [m.segment.slots[0].entry.placement for m in members] if whole else [],
             "parameters": [p.parameter for p in parameters],
             "pieces": [list(_pieces_of(m, numbers)) for m in members],
-            "shard_axis": _shard_axis(members[0].buffers),
+            "shard_axis": members[0].buffers.axes.shard if members[0].buffers.options.stage else Axis.single("shard"),
             "cut_axes": members[0].buffers.axes.cut,
         }
         for (no_decay, whole), members in groups.items()
     ]
 
 
-def _pieces_of(master: MasterShard, numbers: Mapping[tuple[int, str], int]) -> Iterator[Piece]:
+def _pieces_of(master: MasterShard, numbers: Mapping[tuple[int, str], int]) -> Iterator[FlatPiece]:
     for slot, start, stop in master.pieces():
         number = numbers[id(master.bucket), slot.entry.name]
-        yield Piece(number, start - slot.start, stop - slot.start, start - master.start)
-
-
-def _shard_axis(buffers: ParameterBuffers) -> Axis:
-    """The ranks that own other slices of the same parameters."""
-    return buffers.axes.shard if buffers.options.stage else Axis.single("shard")
+        yield FlatPiece(number, start - slot.start, stop - slot.start, start - master.start)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 
 class ParamRemainders:
-    """The masters of one bucket's owned slice. masters: fp32; has memory between `join` (or the start) and `split`
-    only."""
+    """The fp32 masters of a bucket's owned slice, in memory between `join` (or the start) and `split` only."""
 
     def __init__(self, weights: Tensor) -> None:
         assert weights.dtype == torch.bfloat16, "only a bf16 weight is the upper half of an fp32 number"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis, FamilyAxes
-from megalite.inventory import Entry, Placement, plan_buckets
+from megalite.inventory import BufferParameter, Placement, plan_buckets
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.flat_weights import Fill, FlatWeights
 from megalite.parallel.zero.host_memory import prefer_own_pages
@@ -75,7 +75,7 @@ class ParameterBuffers:
         self.device = device or (first[0][1].device if first else torch.device("cpu"))
         assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a family have one dtype"
         entries = [
-            Entry(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p.dim()))
+            BufferParameter(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p.dim()))
             for i, (name, p) in enumerate(first)
         ]
         self.buckets = self._make_buckets(entries, tied)
@@ -105,7 +105,7 @@ class ParameterBuffers:
             keep=keep_gradients,
         )
 
-    def _make_buckets(self, entries: Sequence[Entry], tied: frozenset[str]) -> list[Bucket]:
+    def _make_buckets(self, entries: Sequence[BufferParameter], tied: frozenset[str]) -> list[Bucket]:
         axis, options = self.axes.shard, self.options
         plans = plan_buckets(
             entries,

@@ -1,4 +1,4 @@
-"""Sums of a stage's gradients over the ranks that hold copies of its parameters, while the backward runs."""
+"""Sums of a stage's gradients over the ranks that hold copies of its parameters, while the backward segments."""
 
 from __future__ import annotations
 
@@ -141,8 +141,7 @@ class GradientReducer:
             bucket.select(index)
 
     def begin_batch(self, microbatches: int | None = None) -> None:
-        """The gradient is zero again. With the number of micro-batches that this stage will run, `arm` need not be
-        called."""
+        """The gradient is zero again. With the number of micro-batches to come, `arm` need not be called."""
         self._order.begin_batch()
         for bucket in self._buckets:
             bucket.begin_batch(microbatches)
@@ -160,8 +159,7 @@ class GradientReducer:
                 self._order.start(bucket)
 
     def tied(self) -> list[Tensor]:
-        """The gradients to be summed with the other stage that holds the same parameters, before
-        `start_tied_reduce`."""
+        """The gradients to be summed with the other holder of the parameters, before `start_tied_reduce`."""
         tied = [bucket for bucket in self._buckets if bucket.plan.tied]
         for bucket in tied:
             bucket.close()
@@ -187,9 +185,9 @@ class GradientReducer:
         for axis in self._axes.cut:
             pieces = []
             for bucket in self._buckets:
-                for run in bucket.plan.runs:
-                    start, stop = max(run.start, bucket.owned_start), min(run.stop, bucket.owned_stop)
-                    if axis.name in run.kind.partial and start < stop:
+                for segment in bucket.plan.segments:
+                    start, stop = max(segment.start, bucket.owned_start), min(segment.stop, bucket.owned_stop)
+                    if axis.name in segment.kind.partial and start < stop:
                         pieces.append(bucket.gradient.reduced[start - bucket.owned_start : stop - bucket.owned_start])
             if pieces:
                 packed = torch.cat(pieces)

@@ -125,8 +125,7 @@ class ShardedOptimizer:
         return self.start_grad_norm().wait()
 
     def start_grad_norm(self) -> PendingNorm:
-        """This rank's share of `grad_norm` is on its way; `wait` gives the norm. The gradients may be scaled
-        meanwhile."""
+        """Sends this rank's share of `grad_norm`; `wait` gives the norm. Gradients may be scaled meanwhile."""
         device = self.buffers[0].device if self.buffers else torch.device("cpu")
         gradients = [master.gradient for master in self._counted]
         norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
@@ -146,7 +145,7 @@ class ShardedOptimizer:
         buffers = master.buffers
         if buffers.replica or (master.bucket.plan.tied and not buffers.counts_tied):
             return False
-        alike = buffers.axes.alike(master.run.kind.sharded, everywhere=not buffers.options.stage)
+        alike = buffers.axes.alike(master.segment.kind.sharded, everywhere=not buffers.options.stage)
         return all(axis.is_first for axis in alike if _within(axis, self.norm_axis))
 
     @torch.no_grad()
@@ -241,7 +240,7 @@ class ShardedOptimizer:
 
     def _replica(self, master: MasterShard) -> int:
         buffers = master.buffers
-        return replica_of(buffers, master.bucket, master.run.kind.sharded, everywhere=not buffers.options.stage)
+        return replica_of(buffers, master.bucket, master.segment.kind.sharded, everywhere=not buffers.options.stage)
 
     def _set_step_count(self, count: float) -> None:
         self.step_count.fill_(count)

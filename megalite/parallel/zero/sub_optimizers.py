@@ -10,7 +10,7 @@ device's update, and behind one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -163,29 +163,19 @@ class RemainderOptimizer(DeviceOptimizer):
 def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> list[DeviceOptimizer]:
     """What is on the device first, each family in one piece, or a bucket at a time where something exists for the step
     only (masters that are put together, gradients that are widened); then one a bucket for the host."""
-    here = [m for m in masters if not m.offloaded]
-    plain = [m for m in here if m.remainders is None and m.bucket.gradient_dtype == m.tensor.dtype]
-    widened = [m for m in here if m.remainders is None and m.bucket.gradient_dtype != m.tensor.dtype]
-    joined = [m for m in here if m.remainders is not None]
-    away = [m for m in masters if m.offloaded]
-    return [
-        *(DeviceOptimizer(group, make_optimizer) for group in _grouped(plain, _family)),
-        *(DeviceOptimizer(group, make_optimizer) for group in _grouped(widened, _bucket)),
-        *(RemainderOptimizer(group, make_optimizer) for group in _grouped(joined, _bucket)),
-        *(HostOptimizer(group, make_optimizer) for group in _grouped(away, _bucket)),
-    ]
-
-
-def _family(master: MasterShard) -> Hashable:
-    return master.buffers.axes.name, master.tensor.dtype
-
-
-def _bucket(master: MasterShard) -> Hashable:
-    return id(master.bucket)
-
-
-def _grouped(masters: Iterable[MasterShard], key: Callable[[MasterShard], Hashable]) -> list[list[MasterShard]]:
-    groups: dict[Hashable, list[MasterShard]] = {}
+    groups: dict[tuple[int, type[DeviceOptimizer], Hashable], list[MasterShard]] = {}
     for master in masters:
-        groups.setdefault(key(master), []).append(master)
-    return list(groups.values())
+        groups.setdefault(_place(master), []).append(master)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [kind(group, make_optimizer) for (_, kind, _), group in ordered]
+
+
+def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
+    """(Turn, class, group) of the sub-optimizer that a master belongs to."""
+    if master.offloaded:
+        return 3, HostOptimizer, id(master.bucket)
+    if master.remainders is not None:
+        return 2, RemainderOptimizer, id(master.bucket)
+    if master.bucket.gradient_dtype != master.tensor.dtype:
+        return 1, DeviceOptimizer, id(master.bucket)
+    return 0, DeviceOptimizer, (master.buffers.axes.name, master.tensor.dtype)

@@ -12,6 +12,7 @@ stages 1 and 2 the same hooks wait for the gather of updated weights that runs b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,27 +74,38 @@ class BucketWeights:
                 self.wait()
 
 
+Weights = Sequence[BucketWeights]
+
+
 class Unsharder:
     """Keeps the weights that are in use, and those that come next, on this rank."""
 
     def __init__(self, *, prefetch: bool) -> None:
         self.prefetch = prefetch
         self._present: list[BucketWeights] = []
-        self._last: Sequence[BucketWeights] = []
-        self._in_backward: Sequence[BucketWeights] | None = None
+        self._last: Weights = []
+        self._in_backward: Weights | None = None
 
-    def attach(self, layers: Sequence[nn.Module], weights: Sequence[Sequence[BucketWeights]]) -> None:
+    def attach(self, layers: Sequence[nn.Module], weights: Sequence[Weights]) -> None:
         """Hooks the layers of a stage (in forward order); weights[i]: what layer i uses."""
         for i, layer in enumerate(layers):
             if not any(w.sharded for w in weights[i]):
                 continue
             before = weights[i - 1] if i > 0 else []
             after = weights[i + 1] if i + 1 < len(layers) else []
-            layer.register_forward_pre_hook(_Use(self, weights[i], after))
+            layer.register_forward_pre_hook(partial(self._before_forward, weights[i], after))
             if any(w.released_after_use for w in weights[i]):
-                layer.register_forward_hook(_UseInBackward(self, weights[i], before))
+                layer.register_forward_hook(partial(self._after_forward, weights[i], before))
 
-    def use(self, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights], *, backward: bool = False) -> None:
+    def _before_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any) -> None:
+        self.use(wanted, ahead)
+
+    def _after_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any, output: Tensor) -> None:
+        """The gradient of the output, when it comes, brings the weights back."""
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(lambda gradient: self.use(wanted, ahead, backward=True))
+
+    def use(self, wanted: Weights, ahead: Weights, *, backward: bool = False) -> None:
         """Makes `wanted` readable and starts to gather `ahead`."""
         recomputed = wanted is self._in_backward and not backward
         self._in_backward = wanted if backward else None
@@ -120,32 +132,8 @@ class Unsharder:
         bucket.start_gather(async_op=async_op)
         self._present.append(bucket)
 
-    def _give_back(self, keep: Sequence[BucketWeights]) -> None:
+    def _give_back(self, keep: Weights) -> None:
         for bucket in self._present:
             if bucket not in keep and not bucket.pinned:
                 bucket.free()
         self._present = [bucket for bucket in self._present if bucket.resident]
-
-
-class _Use:
-    """Forward pre-hook of a layer."""
-
-    def __init__(self, unsharder: Unsharder, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights]) -> None:
-        self.unsharder, self.wanted, self.ahead = unsharder, wanted, ahead
-
-    def __call__(self, layer: nn.Module, args: Any) -> None:
-        self.unsharder.use(self.wanted, self.ahead)
-
-
-class _UseInBackward:
-    """Forward hook of a layer: the gradient of its output, when it comes, brings the weights back."""
-
-    def __init__(self, unsharder: Unsharder, wanted: Sequence[BucketWeights], ahead: Sequence[BucketWeights]) -> None:
-        self.unsharder, self.wanted, self.ahead = unsharder, wanted, ahead
-
-    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        if torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(self._before_backward)
-
-    def _before_backward(self, gradient: Tensor) -> None:
-        self.unsharder.use(self.wanted, self.ahead, backward=True)

@@ -13,28 +13,18 @@ and the gradient of a chunk is reduced while the next one computes.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import loop
 
 
-def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`; chunk c is stage c*p + rank."""
+    p, m, v, _ = shape
     for chunk in range(v):
         yield from (forward(chunk * p + rank, k) for k in range(m))
     for chunk in reversed(range(v)):
         yield from (backward(chunk * p + rank, k) for k in range(m))
-
-
-def build(shape: ScheduleShape) -> Program:
-    p, m, v, _ = shape
-    return flush_program(
-        "breadth-first",
-        loop(p, v),
-        m,
-        lambda rank, m: rank_order(rank, p, m, v),
-        lambda rank, m: PeakActivations(m * v),
-    )
 
 
 def problems(shape: ScheduleShape) -> list[str]:
@@ -47,11 +37,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "breadth-first",
     "Breadth-first: looped GPipe, made for sharded weights",
     "Lamy-Poirier 2023, arXiv:2211.05953",
-    build,
+    lambda shape: loop(shape.p, shape.v),
+    rank_order,
+    lambda rank, shape: PeakActivations(shape.m * shape.v),
     problems,
     num_chunks=None,
     min_chunks=2,

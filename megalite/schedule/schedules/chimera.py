@@ -18,13 +18,14 @@ held.
 """
 
 from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.placement import bidirectional
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import bidirectional
 
 
-def rank_order(rank: int, p: int, m: int, f: int) -> list[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> list[Action]:
     """One batch of `rank`: of every p micro-batches, the first p/(2f) go to replica 0, the next to replica 1, ..."""
+    p, m, _, f = shape
     share = p // (2 * f)
     slots: list[tuple[int, Action]] = []
     for stage, replica in bidirectional(p, f).stages_of(rank):
@@ -37,21 +38,11 @@ def rank_order(rank: int, p: int, m: int, f: int) -> list[Action]:
     return [action for _, action in sorted(slots)]
 
 
-def peak(rank: int, p: int, f: int) -> PeakActivations:
+def peak(rank: int, shape: ScheduleShape) -> PeakActivations:
     """Least at the ends of a pipeline pair, most in its middle."""
+    p, _, _, f = shape
     within, length = rank % (p // f), p // f
     return PeakActivations(p - p // (2 * f) + 1 + min(within, length - 1 - within))
-
-
-def build(shape: ScheduleShape) -> Program:
-    p, m, _, f = shape
-    return flush_program(
-        "chimera",
-        bidirectional(p, f),
-        m,
-        lambda rank, m: rank_order(rank, p, m, f),
-        lambda rank, m: peak(rank, p, f),
-    )
 
 
 def problems(shape: ScheduleShape) -> list[str]:
@@ -70,11 +61,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     return reasons
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "chimera",
     "Chimera: f pairs of opposite pipelines, 2f copies of the weights",
     "Li and Hoefler 2021, arXiv:2107.06925",
-    build,
+    lambda shape: bidirectional(shape.p, shape.f),
+    rank_order,
+    peak,
     problems,
     paired=True,
     idle=lambda f, i, w, v: (f + i + w) / 2,

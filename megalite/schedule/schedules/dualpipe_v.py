@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from megalite.schedule.action import Action, backward, backward_input, backward_weight, forward, overlap
-from megalite.schedule.placement import vee
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import vee
 
 
 class _Chunks:
@@ -50,8 +50,9 @@ class _Chunks:
         return self.put_off.popleft()
 
 
-def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`."""
+    p, m, _, _ = shape
     do = _Chunks((rank, 2 * p - 1 - rank))
     # 1, 2. Fill: the way down, then both ways.
     for _ in range(2 * (p - rank - 1)):
@@ -90,17 +91,6 @@ def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
         yield do.w()
 
 
-def build(shape: ScheduleShape) -> Program:
-    p = shape.p
-    return flush_program(
-        "dualpipe-v",
-        vee(p),
-        shape.m,
-        lambda rank, m: rank_order(rank, p, m),
-        lambda rank, m: PeakActivations(2 * p + 1),
-    )
-
-
 def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= 2 * shape.p:
         return []
@@ -110,11 +100,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "dualpipe-v",
     "DualPipeV: forward and backward in pairs on a V of two chunks",
     "DeepSeek-AI 2024, arXiv:2412.19437",
-    build,
+    lambda shape: vee(shape.p),
+    rank_order,
+    lambda rank, shape: PeakActivations(2 * shape.p + 1),
     problems,
     num_chunks=2,
     splits_backward=True,

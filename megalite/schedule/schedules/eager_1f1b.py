@@ -9,27 +9,17 @@ Same bubble as 1F1B while messages are free. With a hop time tC, 1F1B pays it at
 times in all. The price: rank r holds min(m, 2(p-r)-1) micro-batches.
 """
 
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.definition import flush_schedule
+from megalite.schedule.program import PeakActivations
 from megalite.schedule.schedules.one_f_one_b import one_f_one_b
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.stage_placement import loop
 
-
-def build(shape: ScheduleShape) -> Program:
-    p = shape.p
-    return flush_program(
-        "eager-1f1b",
-        loop(p),
-        shape.m,
-        lambda rank, m: one_f_one_b(rank, m, warmup=2 * (p - 1 - rank)),
-        lambda rank, m: PeakActivations(min(m, 2 * (p - rank) - 1)),
-    )
-
-
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "eager-1f1b",
     "Eager 1F1B: twice the warm-up, so that messages hide behind computation",
     "Zhuang et al. 2023, arXiv:2211.05322",
-    build,
+    lambda shape: loop(shape.p),
+    lambda rank, shape: one_f_one_b(rank, shape.m, warmup=2 * (shape.p - 1 - rank)),
+    lambda rank, shape: PeakActivations(min(shape.m, 2 * (shape.p - rank) - 1)),
     in_flight=lambda shape: min(shape.m, 2 * shape.p - 1),
 )

@@ -12,25 +12,23 @@ forwards, so gradients are summed in the same order as without a pipeline.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import loop
 
 
-def rank_order(rank: int, m: int) -> Iterator[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`, which holds stage `rank`."""
-    yield from (forward(rank, k) for k in range(m))
-    yield from (backward(rank, k) for k in range(m))
+    yield from (forward(rank, k) for k in range(shape.m))
+    yield from (backward(rank, k) for k in range(shape.m))
 
 
-def build(shape: ScheduleShape) -> Program:
-    return flush_program("gpipe", loop(shape.p), shape.m, rank_order, lambda rank, m: PeakActivations(m))
-
-
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "gpipe",
     "GPipe: all forwards, then all backwards",
     "Huang et al. 2019, arXiv:1811.06965",
-    build,
+    lambda shape: loop(shape.p),
+    rank_order,
+    lambda rank, shape: PeakActivations(shape.m),
     in_flight=lambda shape: shape.m,
 )

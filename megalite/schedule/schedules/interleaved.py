@@ -13,18 +13,20 @@ activations.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import loop
 
 
-def warmup_chunks(rank: int, p: int, m: int, v: int) -> int:
+def warmup_chunks(rank: int, shape: ScheduleShape) -> int:
     """Chunk-forwards before the first backward's forward."""
+    p, m, v, _ = shape
     return min(m * v, 2 * (p - 1 - rank) + (v - 1) * p)
 
 
-def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`; chunk c is stage c*p + rank."""
+    p, m, v, _ = shape
 
     def place(turn: int) -> tuple[int, int]:
         group, within = divmod(turn, p * v)
@@ -39,23 +41,12 @@ def rank_order(rank: int, p: int, m: int, v: int) -> Iterator[Action]:
         chunk, microbatch = place(turn)
         return backward((v - 1 - chunk) * p + rank, microbatch)
 
-    warmup, total = warmup_chunks(rank, p, m, v), m * v
+    warmup, total = warmup_chunks(rank, shape), m * v
     yield from (forward_turn(turn) for turn in range(warmup))
     for turn in range(total):
         if warmup + turn < total:
             yield forward_turn(warmup + turn)
         yield backward_turn(turn)
-
-
-def build(shape: ScheduleShape) -> Program:
-    p, m, v, _ = shape
-    return flush_program(
-        "interleaved",
-        loop(p, v),
-        m,
-        lambda rank, m: rank_order(rank, p, m, v),
-        lambda rank, m: PeakActivations(min(m * v, warmup_chunks(rank, p, m, v) + 1)),
-    )
 
 
 def problems(shape: ScheduleShape) -> list[str]:
@@ -67,11 +58,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "interleaved",
     "Interleaved 1F1B: v chunks per rank, bubble divided by v",
     "Narayanan et al. 2021, arXiv:2104.04473",
-    build,
+    lambda shape: loop(shape.p, shape.v),
+    rank_order,
+    lambda rank, shape: PeakActivations(min(shape.m * shape.v, warmup_chunks(rank, shape) + 1)),
     problems,
     aliases=("interleaved-1f1b",),
     num_chunks=None,

@@ -13,9 +13,9 @@ it can.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import loop
 
 
 def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
@@ -28,21 +28,12 @@ def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
         yield backward(stage, k)
 
 
-def build(shape: ScheduleShape) -> Program:
-    p = shape.p
-    return flush_program(
-        "1f1b",
-        loop(p),
-        shape.m,
-        lambda rank, m: one_f_one_b(rank, m, warmup=p - 1 - rank),
-        lambda rank, m: PeakActivations(min(m, p - rank)),
-    )
-
-
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "1f1b",
     "1F1B: one forward, one backward in turn, a flush per batch",
     "Narayanan et al. 2021, arXiv:2006.09503",
-    build,
+    lambda shape: loop(shape.p),
+    lambda rank, shape: one_f_one_b(rank, shape.m, warmup=shape.p - 1 - rank),
+    lambda rank, shape: PeakActivations(min(shape.m, shape.p - rank)),
     aliases=("pipedream-flush", "dapple"),
 )

@@ -12,10 +12,10 @@ Because a decision to stop is taken one batch ahead, the forwards may not run fu
 """
 
 from megalite.schedule.action import Action
-from megalite.schedule.placement import loop
+from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
 from megalite.schedule.schedules.no_flush import window
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.stage_placement import loop
 
 
 def build(shape: ScheduleShape) -> Program:

@@ -20,10 +20,10 @@ is exact and free. Rank r finishes its backwards r tB before rank 0. Its share o
 """
 
 from megalite.schedule.action import Action
-from megalite.schedule.placement import loop
+from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
 from megalite.schedule.schedules.no_flush import window
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.stage_placement import loop
 
 
 def norm_delay(rank: int, p: int, m: int) -> int:

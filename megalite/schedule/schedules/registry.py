@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from megalite.errors import ScheduleError
+from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import Program
 from megalite.schedule.schedules import (
     breadth_first,
@@ -20,7 +21,6 @@ from megalite.schedule.schedules import (
     zb_h2,
     zb_v,
 )
-from megalite.schedule.shape import Schedule, ScheduleShape
 
 _MODULES = (
     gpipe,

@@ -13,9 +13,9 @@ per rank: (p-r) whole ones and r of which only what W needs is left.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward_input, backward_weight, forward
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import loop
 
 
 def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[Action]:
@@ -31,17 +31,6 @@ def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[A
     yield from (backward_weight(stage, k) for k in range(max(m - delay, 0), m))
 
 
-def build(shape: ScheduleShape) -> Program:
-    p = shape.p
-    return flush_program(
-        "zb-h1",
-        loop(p),
-        shape.m,
-        lambda rank, m: split_one_f_one_b(rank, m, warmup=p - 1 - rank, delay=rank),
-        lambda rank, m: PeakActivations(p - rank, rank),
-    )
-
-
 def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
@@ -51,11 +40,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "zb-h1",
     "ZB-H1: split backward, a third of 1F1B's bubble, same memory",
     "Qi et al. 2024, arXiv:2401.10241",
-    build,
+    lambda shape: loop(shape.p),
+    lambda rank, shape: split_one_f_one_b(rank, shape.m, warmup=shape.p - 1 - rank, delay=rank),
+    lambda rank, shape: PeakActivations(shape.p - rank, rank),
     problems,
     splits_backward=True,
     idle=lambda f, i, w, v: max(0.0, f + i - w),

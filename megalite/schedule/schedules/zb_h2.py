@@ -9,21 +9,10 @@ which the next batch would fill if the optimizer did not make all ranks wait. Ra
 and 2r of which only what W needs is left.
 """
 
-from megalite.schedule.placement import loop
-from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
 from megalite.schedule.schedules.zb_h1 import split_one_f_one_b
-from megalite.schedule.shape import Schedule, ScheduleShape
-
-
-def build(shape: ScheduleShape) -> Program:
-    p = shape.p
-    return flush_program(
-        "zb-h2",
-        loop(p),
-        shape.m,
-        lambda rank, m: split_one_f_one_b(rank, m, warmup=2 * (p - 1 - rank), delay=2 * rank),
-        lambda rank, m: PeakActivations(2 * (p - rank) - 1, 2 * rank),
-    )
+from megalite.schedule.stage_placement import loop
 
 
 def problems(shape: ScheduleShape) -> list[str]:
@@ -36,11 +25,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "zb-h2",
     "ZB-H2: split backward, no gaps inside a rank, twice the memory",
     "Qi et al. 2024, arXiv:2401.10241",
-    build,
+    lambda shape: loop(shape.p),
+    lambda rank, shape: split_one_f_one_b(rank, shape.m, warmup=2 * (shape.p - 1 - rank), delay=2 * rank),
+    lambda rank, shape: PeakActivations(2 * (shape.p - rank) - 1, 2 * rank),
     problems,
     splits_backward=True,
     idle=lambda f, i, w, v: max(0.0, f + i - 2 * w),

@@ -12,9 +12,9 @@ any rank when tF = tI = tW; every rank holds p micro-batches of activations. It 
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward_input, backward_weight, forward
-from megalite.schedule.placement import vee
-from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.shape import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
+from megalite.schedule.stage_placement import vee
 
 
 class _Chunks:
@@ -41,8 +41,9 @@ class _Chunks:
             yield action
 
 
-def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`. With m < 2p-1 it is the schedule of 2p-1 micro-batches with the missing ones left out."""
+    p, m, _, _ = shape
     do = _Chunks((rank, 2 * p - 1 - rank), m)
     n = max(2 * p - 1, m)
     # 1. Fill: forwards of the way down, then of both ways.
@@ -78,17 +79,6 @@ def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
         yield from do.w(0)
 
 
-def build(shape: ScheduleShape) -> Program:
-    p = shape.p
-    return flush_program(
-        "zb-v",
-        vee(p),
-        shape.m,
-        lambda rank, m: rank_order(rank, p, m),
-        lambda rank, m: PeakActivations(min(2 * m, 2 * p)),
-    )
-
-
 def warnings(shape: ScheduleShape) -> list[str]:
     least = 2 * shape.p - 1
     if shape.m >= least:
@@ -99,11 +89,13 @@ def warnings(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "zb-v",
     "ZB-V: split backward on a V of two chunks, no gaps, memory of 1F1B",
     "Qi et al. 2024, arXiv:2405.15362",
-    build,
+    lambda shape: vee(shape.p),
+    rank_order,
+    lambda rank, shape: PeakActivations(min(2 * shape.m, 2 * shape.p)),
     warnings=warnings,
     aliases=("zbv",),
     num_chunks=2,

@@ -22,7 +22,7 @@ from megalite.comm.p2p import Channel
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
-from megalite.schedule.placement import loop
+from megalite.schedule.stage_placement import loop
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 

@@ -16,14 +16,12 @@ from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.inventory.placement import Placement
-from megalite.optim import OPTIMIZERS, OptimizerSettings
+from megalite.optim import OPTIMIZERS
 from megalite.optim.muon import orthogonalise
 from megalite.testing.update_rules import RULES
 
 
-def run(
-    name: str, steps: int, settings: OptimizerSettings, *, matrix: bool = False, **group: Any
-) -> tuple[Tensor, Any]:
+def run(name: str, steps: int, settings: OptimizerConfig, *, matrix: bool = False, **group: Any) -> tuple[Tensor, Any]:
     """Trains one tensor on gradients drawn from a fixed seed; (its values, the optimizer)."""
     generator = torch.Generator().manual_seed(1)
     shape = (6, 4) if matrix else (24,)
@@ -44,8 +42,8 @@ def gradients(steps: int, shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]
 
 
 def test_bf16_moments_halve_the_state_and_stay_close() -> None:
-    exact, full = run("adam", 20, OptimizerSettings())
-    mixed = OptimizerSettings(exp_avg_dtype=torch.bfloat16)
+    exact, full = run("adam", 20, OptimizerConfig(lr=1.0))
+    mixed = OptimizerConfig(lr=1.0, exp_avg_dtype="bf16")
     close, half = run("adam", 20, mixed)
     state = half.state[half.param_groups[0]["params"][0]]
     assert state["exp_avg"].dtype == torch.bfloat16 and state["exp_avg_sq"].dtype == torch.float32
@@ -60,7 +58,7 @@ def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch
     start = torch.randn(24, generator=generator)
     pieces, whole = start.clone(), start.clone()
     options: Any = dict(betas=(0.9, 0.99), eps=1e-8)
-    mine = adamw.AdamW([{"params": [pieces]}], OptimizerSettings(adam_beta2=0.99))
+    mine = adamw.AdamW([{"params": [pieces]}], OptimizerConfig(lr=1.0, args=OptimizerArgs(adam_beta2=0.99)))
     mine.param_groups[0].update(lr=0.1, weight_decay=0.3)
     theirs = torch.optim.AdamW([whole], lr=0.1, weight_decay=0.3, fused=True, **options)
     for step in range(5):
@@ -76,7 +74,7 @@ def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch
 
 
 def test_lion_follows_the_paper() -> None:
-    settings = OptimizerSettings(lion_beta1=0.9, lion_beta2=0.99)
+    settings = OptimizerConfig(lr=1.0, args=OptimizerArgs(lion_beta1=0.9, lion_beta2=0.99))
     got, _ = run("lion", 3, settings)
     p, draws = gradients(3, (24,))
     m = torch.zeros(24)
@@ -97,7 +95,7 @@ def test_orthogonalise_brings_singular_values_to_one(shape: tuple[int, ...]) -> 
 
 
 def test_muon_moves_matrices_orthogonally_and_the_rest_as_adamw() -> None:
-    settings = OptimizerSettings(muon_momentum=0.9, muon_extra_scale_factor=0.2)
+    settings = OptimizerConfig(lr=1.0, args=OptimizerArgs(muon_momentum=0.9, muon_extra_scale_factor=0.2))
     got, _ = run("muon", 3, settings, matrix=True)
     p, draws = gradients(3, (6, 4))
     m = torch.zeros(6, 4)
@@ -119,9 +117,8 @@ def test_soap_is_the_papers(shape: tuple[int, ...], max_dim: int) -> None:
     args = OptimizerArgs(soap_precondition_frequency=2, soap_max_precond_dim=max_dim, soap_beta1=0.9)
     config, theirs, mine = OptimizerConfig(lr=0.1, optimizer="soap", args=args), start.clone(), start.clone()
     paper = RULES["soap"]({name: theirs}, frozenset({name}), config)
-    settings = OptimizerSettings(soap_precondition_frequency=2, soap_max_precond_dim=max_dim, soap_beta1=0.9)
     placements = [Placement(shape, (0,) * len(shape))]
-    rule = OPTIMIZERS["soap"]([{"params": [mine], "decay": True, "whole": True, "placements": placements}], settings)
+    rule = OPTIMIZERS["soap"]([{"params": [mine], "decay": True, "whole": True, "placements": placements}], config)
     rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
     for step in range(10):
         g = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -135,7 +132,8 @@ def test_soap_is_the_papers(shape: tuple[int, ...], max_dim: int) -> None:
 @pytest.mark.parametrize(("rank", "frequency"), [(2, 1), (7, 1), (3, 4)])
 def test_soap_does_not_follow_rounding(rank: int, frequency: int) -> None:
     """Gradients of few tokens: what they leave out of a basis is not decided by the last digit."""
-    settings = OptimizerSettings(soap_precondition_frequency=frequency, soap_eps=1e-5)
+    args = OptimizerArgs(soap_precondition_frequency=frequency, soap_eps=1e-5)
+    settings = OptimizerConfig(lr=1.0, args=args)
 
     def train(noise: float) -> torch.Tensor:
         generator, rounding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
@@ -153,7 +151,7 @@ def test_soap_does_not_follow_rounding(rank: int, frequency: int) -> None:
 
 
 def test_soap_with_no_basis_is_adam_one_step_late() -> None:
-    settings = OptimizerSettings(soap_max_precond_dim=0, soap_beta1=0.9, soap_beta2=0.999)
+    settings = OptimizerConfig(lr=1.0, args=OptimizerArgs(soap_max_precond_dim=0, soap_beta1=0.9, soap_beta2=0.999))
     got, _ = run("soap", 4, settings, matrix=True)
     p, draws = gradients(4, (6, 4))
     m, v = torch.zeros(6, 4), torch.zeros(6, 4)
@@ -165,7 +163,7 @@ def test_soap_with_no_basis_is_adam_one_step_late() -> None:
 
 
 def test_sgd_is_torch_sgd() -> None:
-    got, _ = run("sgd", 4, OptimizerSettings(sgd_momentum=0.8))
+    got, _ = run("sgd", 4, OptimizerConfig(lr=1.0, args=OptimizerArgs(sgd_momentum=0.8)))
     p, draws = gradients(4, (24,))
     theirs = torch.optim.SGD([p], lr=0.1, momentum=0.8, weight_decay=0.01)
     for g in draws:
@@ -178,10 +176,11 @@ def test_no_rule_of_the_table_imports_the_compiler() -> None:
     """torch.optim.Optimizer does: 70 MB and most of a second on every rank."""
     code = (
         "import sys, torch\n"
-        "from megalite.optim import OPTIMIZERS, OptimizerSettings\n"
+        "from megalite.config import OptimizerConfig\n"
+        "from megalite.optim import OPTIMIZERS\n"
         "p = torch.zeros(4); p.grad = torch.ones(4)\n"
         "for row in ('adam', 'sgd', 'lion', 'muon', 'soap'):\n"
-        "    OPTIMIZERS[row]([{'params': [p], 'decay': True, 'whole': False}], OptimizerSettings()).step()\n"
+        "    OPTIMIZERS[row]([{'params': [p], 'decay': True, 'whole': False}], OptimizerConfig(lr=1.0)).step()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
@@ -192,7 +191,7 @@ def test_apex_is_asked_for_by_name_and_missing() -> None:
     if importlib.util.find_spec("apex") is not None:
         pytest.skip("apex is installed")
     with pytest.raises(ConfigError, match="--optimizer-impl=apex"):
-        run("adam", 1, OptimizerSettings(optimizer_impl="apex"))
+        run("adam", 1, OptimizerConfig(lr=1.0, optimizer_impl="apex"))
 
 
 @pytest.mark.parametrize("name", ["muon", "soap"])
@@ -211,6 +210,6 @@ def test_the_table_without_torch_says_what_is_kept() -> None:
         if rule.statistics:  # counted in tests/unit/planner/test_states.py
             continue
         for matrix in (False, True) if rule.whole is not None else (False,):
-            p, optimizer = run(name, 1, OptimizerSettings(), matrix=matrix)
+            p, optimizer = run(name, 1, OptimizerConfig(lr=1.0), matrix=matrix)
             kept = [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
             assert len(kept) == (rule.most_moments(settings) if matrix else len(rule.moments(settings))), (name, matrix)

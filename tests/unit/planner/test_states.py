@@ -14,7 +14,7 @@ from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import WeightGradQueue
-from megalite.inventory.buckets import Entry, plan_buckets
+from megalite.inventory.buckets import BufferParameter, plan_buckets
 from megalite.inventory.layers import stage_parameters
 from megalite.models import build_stack, layer_specs
 from megalite.optim import Delay
@@ -130,7 +130,7 @@ def test_a_meta_instantiation_of_a_large_layout_gives_the_same_bytes(
     )
     options = zero_options(config)
     plans = plan_buckets(
-        [Entry(i, n, tuple(p.shape), p.placement) for i, (n, p) in enumerate(named)],
+        [BufferParameter(i, n, tuple(p.shape), p.placement) for i, (n, p) in enumerate(named)],
         zero_stage=zero,
         shards=dp,
         bucket_size=options.bucket_size,

@@ -24,7 +24,7 @@ from megalite.planner.search_space import SEARCHED
 from megalite.planner.uneven import MemoryHeadroom, deal, recomputing, recut, smallest_numbers
 from megalite.schedule import SCHEDULES, build_program, compact_layout, partition, partition_of, schedule_problems
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from megalite.schedule.placement import loop
+from megalite.schedule.stage_placement import loop
 
 BASE = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --global-batch-size 16 --train-iters 2 "

@@ -10,7 +10,7 @@ import pytest
 from megalite.errors import ScheduleError
 from megalite.schedule import Partition, partition
 from megalite.schedule.partition import parse_layout
-from megalite.schedule.placement import bidirectional, loop, vee
+from megalite.schedule.stage_placement import bidirectional, loop, vee
 
 
 def every_cut(count: int, stages: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from schedule_shapes import build_shape, random_shapes
 from megalite.errors import ScheduleError
 from megalite.schedule import Action, lower, parse_action
 from megalite.schedule.action import backward, forward, overlap
-from megalite.schedule.placement import bidirectional, loop, vee
+from megalite.schedule.stage_placement import bidirectional, loop, vee
 
 
 @pytest.mark.parametrize(

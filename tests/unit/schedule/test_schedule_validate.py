@@ -170,8 +170,8 @@ def test_declared_figures_must_hold() -> None:
 
 def test_2bw_below_its_bound_needs_unborn_weights() -> None:
     """m = p-2, forced past the table's refusal: the validator finds the same bound as the paper's arithmetic."""
+    from megalite.schedule.definition import ScheduleShape
     from megalite.schedule.schedules.pipedream_2bw import SCHEDULE
-    from megalite.schedule.shape import ScheduleShape
 
     for p in range(3, 8):
         validate(SCHEDULE.build(ScheduleShape(p, p - 1)))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
-from megalite.optim import OPTIMIZERS, OptimizerSettings
+from megalite.config import OptimizerConfig
+from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.streamed_gradient import StreamedGradient
 from megalite.parallel.zero.sub_optimizers import HostOptimizer
@@ -33,7 +34,7 @@ def body(
     buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerConfig(lr=1.0)),
         norm_axis=mesh.world,
         offload_fraction=fraction,
     )
@@ -96,7 +97,7 @@ def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.
     )
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerConfig(lr=1.0)),
         norm_axis=mesh.world,
         offload_fraction=1.0,
     )

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
+from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import sink_of
 from megalite.inventory.placement import Placement
-from megalite.optim import OPTIMIZERS, OptimizerSettings
+from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.testing import run_ranks, run_single
 
@@ -56,7 +57,7 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
     """Three steps on given gradients; this rank's masters and moments as (name, whole shape, offset, values)."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size, dp_replicate=replicate)
     row = OPTIMIZERS[name.removesuffix("*")]
-    settings = OptimizerSettings(adam_eps=1e-5, adafactor_scale_parameter=name.endswith("*"))
+    settings = OptimizerConfig(lr=1.0, args=OptimizerArgs(adam_eps=1e-5, adafactor_scale_parameter=name.endswith("*")))
     parameters = make_parameters(mesh["tp"])
     buffers = ParameterBuffers(
         [parameters],

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
-from megalite.optim import OPTIMIZERS, OptimizerSettings
+from megalite.config import OptimizerConfig
+from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.param_remainders import join_bits, split_bits
 from megalite.testing import run_ranks
@@ -50,7 +51,7 @@ def body(world: World, stage: int, remainders: bool) -> tuple[dict[str, Tensor],
     buffers.weights.attach(list(layers))
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerSettings()),
+        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerConfig(lr=1.0)),
         norm_axis=mesh.world,
         store_param_remainders=remainders,
     )

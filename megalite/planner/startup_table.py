@@ -1,7 +1,7 @@
 """The table that a run prints before its first step.
 
 Plain arithmetic on the configuration: `--dry-run` prints the same table without a rank being started, and no torch is
-needed. The bytes are the planner's (`megalite.planner.memory`).
+needed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megalite.config import Config, has_delay
 from megalite.inventory import FLOPS_CONVENTION, count_parameters, flops_per_iteration
-from megalite.planner import RankMemory, rank_memory
+from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megalite.schedule.program import Program
+from megalite.schedule.action import Action
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.stage_placement import StagePlacement
 
 
 class ScheduleShape(NamedTuple):
@@ -54,3 +56,31 @@ class Schedule:
     zero_excluded: Mapping[int, str] = field(default_factory=dict)
     idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
     in_flight: Callable[[ScheduleShape], float] = lambda shape: min(shape.m, shape.p)
+
+
+def flush_schedule(
+    name: str,
+    title: str,
+    paper: str,
+    placement: Callable[[ScheduleShape], StagePlacement],
+    rank_order: Callable[[int, ScheduleShape], Iterable[Action]],
+    peak: Callable[[int, ScheduleShape], PeakActivations],
+    problems: Callable[[ScheduleShape], list[str]] = lambda shape: [],
+    **facts: Any,
+) -> Schedule:
+    """A schedule whose every batch ends with an empty pipeline.
+
+    rank_order, peak: (rank, shape) -> the computations of one batch with local ids; the activations it declares.
+    facts: further fields of `Schedule`.
+    """
+
+    def build(shape: ScheduleShape) -> Program:
+        return flush_program(
+            name,
+            placement(shape),
+            shape.m,
+            lambda rank, m: rank_order(rank, shape._replace(m=m)),
+            lambda rank, m: peak(rank, shape._replace(m=m)),
+        )
+
+    return Schedule(name, title, paper, build, problems, **facts)

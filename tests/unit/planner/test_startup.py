@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 from megalite.config import Config
-from megalite.observe.startup_table import format_table, in_units, start_up_table
+from megalite.planner.startup_table import format_table, in_units, start_up_table
 from megalite.schedule import build_program, lower
 from tests.unit.observe.fake_trainer import tiny_config
 
@@ -36,3 +38,8 @@ def test_the_table_says_what_will_run() -> None:
 def test_units() -> None:
     assert [in_units(n, "B") for n in (0, 999, 1000, 1234567, 5e18)] == ["0 B", "999 B", "1 kB", "1.23 MB", "5e+03 PB"]
     assert in_units(12) == "12"
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys; from megalite.planner import start_up_table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
