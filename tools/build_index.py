@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import run_tool
-from megalite.config import parse_with_origins
+from megalite.config import parse
 from megalite.data import cache_directory
 from megalite.errors import ConfigError
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     from megalite.train import offer_of, open_datasets, resolve_tokenizer  # torch comes with it
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    config = parse_with_origins(flags, world_size=world, read_offer=offer_of).config
+    config = parse(flags, world_size=world, read_offer=offer_of)
     started = time.monotonic()
     config, tokenizer = resolve_tokenizer(config)
     datasets = open_datasets(config, world, tokenizer)

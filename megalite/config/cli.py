@@ -43,9 +43,15 @@ class Parsed:
     warnings: tuple[str, ...]
 
 
-def parse(argv: Sequence[str], *, world_size: int | None = None, check_files: bool = True) -> Config:
+def parse(
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    check_files: bool = True,
+    read_offer: ReadOffer | None = None,
+) -> Config:
     """The configuration alone of `parse_with_origins`."""
-    return parse_with_origins(argv, world_size=world_size, check_files=check_files).config
+    return parse_with_origins(argv, world_size=world_size, check_files=check_files, read_offer=read_offer).config
 
 
 def parse_with_origins(
