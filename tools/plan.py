@@ -42,6 +42,7 @@ from plan_fit import explain, remedy
 from plan_plot import check, draw
 from what_if import QUESTIONS, sweep, table
 
+MOST_DEVICES = 1_000_000
 NOTHING_LEGAL = "no layout that keeps what the files and flags give of it is legal; --free all searches that too"
 
 
@@ -135,6 +136,8 @@ def _check(args: argparse.Namespace) -> None:
     """The tool's own flags, before anything is worked out."""
     if args.num_devices < 1 or args.top < 1:
         raise ConfigError(f"--num-devices={args.num_devices} --top={args.top}: both must be 1 or more")
+    if args.num_devices > MOST_DEVICES:
+        raise ConfigError(f"--num-devices={args.num_devices}: at most {MOST_DEVICES:,} can be planned for")
     if args.plot is not None:
         if args.what_if is None:
             raise ConfigError(f"--plot={args.plot}: draws a sweep; add --what-if {'|'.join(sorted(QUESTIONS))}")

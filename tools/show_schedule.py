@@ -46,6 +46,7 @@ from megalite.schedule import (
 from schedule_figures import comparison, figures, summary
 
 ASYNCHRONOUS_BATCHES = 4
+MOST_CELLS = 2**14
 """Batches drawn when a schedule does not drain after each: enough to see the steady state."""
 
 
@@ -86,6 +87,12 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 def _program(name: str, args: argparse.Namespace) -> Program:
     # Schedules that have no choice of chunks ignore the flag in a comparison, where it is meant for the others.
+    ranks, microbatches = args.pipeline_model_parallel_size, args.num_microbatches
+    if ranks * microbatches > MOST_CELLS:
+        raise ConfigError(
+            f"--num-microbatches={microbatches}: on {ranks:,} ranks these are {ranks * microbatches:,} forwards, at "
+            f"most {MOST_CELLS:,} can be shown; show fewer, a schedule repeats itself"
+        )
     chunks = args.virtual_pipeline_model_parallel_size
     if args.compare and find_schedule(name).num_chunks is not None:
         chunks = None

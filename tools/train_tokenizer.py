@@ -22,6 +22,8 @@ from megalite.data import input_units, read_unit, stdlib_corpus
 from megalite.errors import ConfigError
 from tokenizer_training import MODEL_TYPES, train_bpe, train_sentencepiece
 
+MOST_IDS = 10_000_000
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
@@ -39,6 +41,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.vocab_size < 2:
         raise ConfigError(f"--vocab-size={args.vocab_size}: must be at least 2")
+    if args.vocab_size > MOST_IDS:
+        raise ConfigError(f"--vocab-size={args.vocab_size}: at most {MOST_IDS:,}")
     return args
 
 

@@ -144,7 +144,7 @@ class RunLock:
         return self._me is not None and holder is not None and holder.token == self._me.token
 
     def _refuse_directory(self) -> None:
-        if self.path.is_dir():
+        if os.path.isdir(self.path):  # `Path.is_dir` raises where a name is too long
             raise CheckpointError(f"{self._flag}: {LOCK_FILE} is a directory, and the lock's name; move it away")
 
     def _create(self, me: LockHolder) -> bool:

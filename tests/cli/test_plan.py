@@ -81,6 +81,7 @@ def test_errors_are_one_line_with_status_two() -> None:
         "--tensor-model-parallel-size=3": ["--tensor-model-parallel-size", "3"],
         "--plot=a.svg: draws a sweep": ["--plot", "a.svg"],
         "--write-config=none/a.yaml: no such folder": ["--write-config", "none/a.yaml"],
+        "--num-devices=1000000000: at most 1,000,000": ["--num-devices", "1000000000"],
         "--top: invalid int value": ["--top", "many"],
         "--plot=a.gif: not a kind of picture": ["--plot", "a.gif", "--what-if", "upgrades"],
     }

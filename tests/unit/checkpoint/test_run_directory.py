@@ -234,3 +234,8 @@ def test_a_lock_that_was_taken_over_is_not_removed_by_its_former_holder(tmp_path
     assert not lock.held
     lock.release()
     assert (tmp_path / "run.lock").exists()
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^--save=.*: cannot be created \(File name too long\); choose another"):
+        RunLock(tmp_path / ("n" * 300)).acquire()

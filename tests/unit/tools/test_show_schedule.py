@@ -94,6 +94,10 @@ def test_refusals_end_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path
         ("--output", "none/a.txt"): "error: --output=none/a.txt: cannot be written (No such file or directory); "
         "choose another\n",
         ("--schedul", "1f1b"): "error: unknown flag --schedul; did you mean --schedule?\n",
+        tuple(
+            shape(4, 10**6)
+        ): "error: --num-microbatches=1000000: on 4 ranks these are 4,000,000 forwards, at most 16,384 "
+        "can be shown; show fewer, a schedule repeats itself\n",
         tuple(shape(4, 0)): "error: --schedule=1f1b: micro-batches per batch = 0, must be 1 or more\n",
     }
     for flags, line in wrong.items():
