@@ -30,7 +30,8 @@ class Fields:
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if type(value) is not int or not 0 < value < LARGEST:
-            raise self._missing(key) if value is None else self.wrong(key, value, "is not a positive integer")
+            what = f"is not a positive integer{f' below {LARGEST:,}' if type(value) is int and value > 0 else ''}"
+            raise self._missing(key) if value is None else self.wrong(key, value, what)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

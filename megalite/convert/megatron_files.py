@@ -160,7 +160,8 @@ class MegatronSource:
 def _iteration(directory: Path, ckpt_step: int | None) -> Path:
     """The directory that holds the ranks' directories. Raises CheckpointError."""
     if not directory.is_dir():
-        raise CheckpointError(f"--load={directory}: no such directory")
+        what = "is a file; give the directory that holds mp_rank_XX" if directory.exists() else "no such directory"
+        raise CheckpointError(f"--load={directory}: {what}")
     if _has_ranks(directory):
         if ckpt_step is not None:
             raise CheckpointError(f"--ckpt-step={ckpt_step}: --load={directory} is one iteration; drop one of the two")

@@ -240,6 +240,8 @@ class Adafactor(Rule):
     The relative step of the paper with `adafactor_scale_parameter`. A weight decay of AdamW's kind is added.
     """
 
+    magnified = 10.0  # where AdamW has its eps, this has 1e-30: a small row is divided by no more than itself
+
     def update(self, name: str, p: Tensor, g: Tensor, lr: float, weight_decay: float) -> None:
         self.note_noise(name, g)
         decay = 1 - self.count**-0.8

@@ -46,6 +46,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 LONG_BATCH = 4096
 """Micro-batches times stages."""
+MANY_LAYERS = 1000
+"""Building more takes seconds, which are announced."""
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -111,7 +113,7 @@ class Model:
 
 def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
     """Builds, initialises and shards this rank's stages. `cuts[s]`: indices of stage s in the list of layers."""
-    specs = layer_specs(config.model)
+    specs = _announced(layer_specs(config.model), mesh)
     placement = program.placement
     rank = mesh.coordinate("pp")
     num_slots = program.weight_versions[rank]
@@ -169,6 +171,12 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         program.update_per_microbatch,
         delay,
     )
+
+
+def _announced(specs: list[LayerSpec], mesh: ParallelMesh) -> list[LayerSpec]:
+    if len(specs) > MANY_LAYERS and mesh.world.is_first:
+        logger.info("building a model of %s layers, which takes a while", f"{len(specs):,}")
+    return specs
 
 
 def _build_module(

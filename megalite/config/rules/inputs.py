@@ -44,7 +44,7 @@ def _tokenizer(config: Config) -> Iterator[str]:
     elif kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and source.tokenizer_model is None:
         yield f"--tokenizer-type={kind}: needs --tokenizer-model"
     elif kind == "NullTokenizer" and config.model.vocab_size < 2:
-        yield f"--tokenizer-type={kind}: needs --vocab-size"
+        yield f"--vocab-size={config.model.vocab_size}: --tokenizer-type={kind} needs at least 2 ids; give their number"
     files = {
         "--tokenizer-model": (source.tokenizer_model, ("ByteTokenizer", "NullTokenizer")),
         "--vocab-file": (source.vocab_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),

@@ -259,7 +259,7 @@ ONE_LINE = [
     (
         "--data-parallel-size 2",
         4,
-        "--data-parallel-size: follows from the number of ranks: all / (tensor x pipeline parallel size)",
+        "--data-parallel-size: follows from the number of ranks: all / (tensor x pipeline x context parallel size)",
     ),
     (
         "--local-rank 2",

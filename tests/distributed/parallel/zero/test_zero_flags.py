@@ -26,20 +26,20 @@ def losses(folder: Path, flags: str) -> tuple[list[float], dict[str, int], int]:
     """Losses of a run, bytes that its optimizer holds, layers whose activations were offloaded."""
     optimizers: list[ShardedOptimizer] = []
     entered: list[bool] = []
-    original, enter = ShardedOptimizer.__init__, ActivationOffload.enter
+    original, enter = ShardedOptimizer.__init__, ActivationOffload._enter
 
     def remember(self: ShardedOptimizer, *args: object, **kwargs: object) -> None:
         optimizers.append(self)
         original(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    def count(self: ActivationOffload, *, first: bool) -> None:
+    def count(self: ActivationOffload, first: bool, *more: object) -> None:
         entered.append(first)
-        enter(self, first=first)
+        enter(self, first, *more)  # type: ignore[arg-type]
 
     config = parse([*BASE.split(), "--save", str(folder), *flags.split()])
     with (
         mock.patch.object(ShardedOptimizer, "__init__", remember),
-        mock.patch.object(ActivationOffload, "enter", count),
+        mock.patch.object(ActivationOffload, "_enter", count),
     ):
         run_training(config, World())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
