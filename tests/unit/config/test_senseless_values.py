@@ -30,6 +30,10 @@ LINES = [
         "--global-batch-size=1000000: 1,000,000 micro-batches in one iteration of a replica, at most 65,536; use a "
         "larger --micro-batch-size, or more replicas",
     ),
+    (
+        ["--step-batch-size-schedule", "0:8 1B:1000000"],
+        "--step-batch-size-schedule='0:8 1B:1000000': 1,000,000 micro-batches in one iteration, at most 65,536",
+    ),
 ]
 
 

@@ -69,6 +69,8 @@ def test_changed_data_are_refused_with_the_numbers(change: Any, what: str, stopp
     change(stopped)
     assert main(arguments(stopped)) == 2
     assert capsys.readouterr().err == (f"error: --data-path={stopped}/corpus: {what}: {REFUSED}\n")
+    assert main(arguments(stopped, "corpus", "--dry-run")) == 2
+    assert what in capsys.readouterr().err
     assert main(arguments(stopped, "corpus", "--allow-data-change", "--exit-interval", "3")) == 0
     assert re.search(rf"\n +data +--data-path={stopped}/corpus: {re.escape(what)}\n", capsys.readouterr().out)
     assert main(arguments(stopped)) == 0, "what it continued with is now its data"
