@@ -8,8 +8,8 @@ Nothing here knows about ranks: sharding is `parallel/zero`, which hands an upda
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """
 
+from megalite.optim.loss_scaler import DynamicLossScaler, LossScaler
 from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.optim.optimizers import OPTIMIZERS
-from megalite.optim.precision import DynamicLossScaler, LossScaler
 from megalite.optim.rule import UpdateRule
 from megalite.optim.staleness import CORRECTIONS, LAST_STEP, Delay

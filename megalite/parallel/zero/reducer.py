@@ -1,4 +1,4 @@
-"""Sums of a stage's gradients over the ranks that hold copies of its parameters, while the backward segments."""
+"""Sums of a stage's gradients over the ranks that hold copies of its parameters, while the backward runs."""
 
 from __future__ import annotations
 
