@@ -23,7 +23,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("who runs it", "megalite/parallel/pipeline", "executor stage shared_params"),
     ("parallel axes as values, and what goes over them", "megalite/comm", "world mesh collectives autograd p2p"),
     ("which rectangle of its tensor a parameter is, and in which flat buffer it lies", "megalite/inventory",
-     "placement buckets"),
+     "parameter_placement buckets"),
     ("the model, as in a textbook", "megalite/nn",
      "naming init embedding block attention attention_core rope mlp activation norm head stack"),
     ("", "megalite/models", "families"),

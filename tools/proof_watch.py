@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gradient_taps import tap_gradients
 from megalite.comm import World
 from megalite.config import parse
-from megalite.inventory import Placement, layer_of
+from megalite.inventory import ParameterPlacement, layer_of, placement_of
 from megalite.microbatch import Microbatch
 from megalite.nn import LayerStack
 from megalite.observe import StepStats
@@ -282,13 +282,7 @@ class Eyes:
             self.watch.compare(STEP, shard.name, local, expected, scale, **where)
 
 
-def placement_of(parameter: Any) -> Placement:
-    """Where the parameter lies in the model."""
-    place: Placement = parameter.placement
-    return place
-
-
-def valid_part(local: Tensor, place: Placement) -> tuple[Tensor, tuple[int, ...]]:
+def valid_part(local: Tensor, place: ParameterPlacement) -> tuple[Tensor, tuple[int, ...]]:
     """(What of a local parameter lies inside the model, where it begins): padding left out."""
     shape = place.valid_shape(tuple(local.shape))
     offset = tuple(min(a, n) for a, n in zip(place.offset, place.global_shape, strict=True))

@@ -123,7 +123,7 @@ class Channel:
     """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones).
 
     Made by all ranks of the pipeline at the same time. pairs: the ranks (lower, higher) that send to each other
-    (`Placement.neighbours`).
+    (`StagePlacement.neighbours`).
     """
 
     def __init__(self, down: Axis, up: Axis, pairs: Collection[tuple[int, int]], *, headers: bool = False) -> None:

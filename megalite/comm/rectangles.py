@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megalite.inventory import Placement, Shape
+from megalite.inventory import ParameterPlacement, Shape
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LocalParameter(NamedTuple):
 
     name: str
     shape: Shape
-    placement: Placement
+    placement: ParameterPlacement
 
 
 class FlatPiece(NamedTuple):
@@ -126,7 +126,7 @@ def range_to_rectangles(shape: Shape, start: int, stop: int) -> list[Rectangle]:
 
 
 def shards_of_range(
-    name: str, placement: Placement, local_shape: Shape, flat: Tensor, start: int, *, replica: int = 0
+    name: str, placement: ParameterPlacement, local_shape: Shape, flat: Tensor, start: int, *, replica: int = 0
 ) -> list[TensorShard]:
     """TensorShards for `flat`, a parameter's values from `start` on (views, padding left out)."""
     valid = placement.valid_shape(local_shape)

@@ -18,8 +18,9 @@ from megalite.comm import Axis, TensorShard
 from megalite.config import Config, DeviceOptions, ParallelConfig
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError
+from megalite.inventory import placement_of
 from megalite.models import build_stack, layer_specs
-from megalite.nn import LayerStack, placement_of
+from megalite.nn import LayerStack
 from megalite.parallel.tensor import LayerContext
 from megalite.train import config_of, parameter_dtype
 

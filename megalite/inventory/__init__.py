@@ -1,7 +1,8 @@
 """What a model consists of, without a tensor. The trainer builds from these values and the planner counts them.
 
     layers.py       of each layer: parameters, matrix products, sums over the tensor axis; names, counts, FLOPs
-    placement.py, families.py       which rectangle of its logical tensor a parameter is, which axes its family knows
+    parameter_placement.py      which rectangle of its logical tensor a parameter is
+    families.py     which axes cut, shard and replicate the parameters of a family
     buckets.py      the flat buffers that hold parameters
     tiling.py       chunks of logits, blocks of queries, segments that are recomputed
     activation_bytes.py     bytes that a layer keeps until its backward, and that cross to the next stage
@@ -42,8 +43,8 @@ from megalite.inventory.layers import (
     parameter_shapes,
     stage_parameters,
 )
+from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape, placement_of
 from megalite.inventory.pipeline import computations, lowered_program, stage_layer_ranges
-from megalite.inventory.placement import NO_AXES, Placement, Shape
 from megalite.inventory.tiling import (
     BLOCKED_FROM,
     BLOCKED_UP_TO,

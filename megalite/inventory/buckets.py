@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megalite.inventory.placement import Placement, Shape
+from megalite.inventory.parameter_placement import ParameterPlacement, Shape
 
 ALIGNMENT = 64
 """Every parameter, segment and slice begins at a multiple of this many elements: whole vector registers, so that an
@@ -47,7 +47,7 @@ class BufferParameter:
     index: int
     name: str
     shape: Shape
-    placement: Placement
+    placement: ParameterPlacement
     whole: bool = False
 
     @property

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from megalite.config import ModelConfig
 from megalite.inventory.families import AXIS_FAMILIES
-from megalite.inventory.placement import NO_AXES, Placement, Shape
+from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -38,7 +38,8 @@ class Parameter:
     holds all of it. multiple: each rank's part of that dimension is padded to it (vocabulary).
     partial: what a rank sees only its share of, so that gradients must be summed over the tensor axis: `sequence` (its
     tokens, under sequence parallelism), `heads` (its heads), or nothing.
-    decay, init_std, init_value, family: as in `Placement`. copy_of: name of the tensor of another layer that this is.
+    decay, init_std, init_value, family: as in `ParameterPlacement`.
+    copy_of: name of the tensor of another layer that this is.
     """
 
     name: str
@@ -63,14 +64,14 @@ class Parameter:
             local[self.cut] = _share(local[self.cut], shards, self.multiple)
         return tuple(local)
 
-    def place(self, shards: int, rank: int = 0, *, sequence_parallel: bool = False) -> Placement:
+    def place(self, shards: int, rank: int = 0, *, sequence_parallel: bool = False) -> ParameterPlacement:
         """Where the part of tensor-parallel rank `rank` of `shards` lies."""
         offset = [0] * len(self.shape)
         if self.cut is not None:
             offset[self.cut] = rank * self.local_shape(shards)[self.cut]
         axes = frozenset(AXIS_FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
         shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
-        return Placement(
+        return ParameterPlacement(
             self.shape,
             tuple(offset),
             sharded=NO_AXES if self.cut is None else axes,

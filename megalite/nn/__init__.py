@@ -23,6 +23,5 @@ from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize
 from megalite.nn.kv_cache import KeyValueCache
-from megalite.nn.naming import placement_of
 from megalite.nn.rope import Rotary
 from megalite.nn.stack import LayerStack

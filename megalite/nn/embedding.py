@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megalite.comm import own_slice
 from megalite.config import ModelConfig
-from megalite.inventory import NO_AXES, Placement
+from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, new_parameter
@@ -21,7 +21,7 @@ class PositionEmbedding(nn.Module):
         self.tp, self.split = ctx.tp, ctx.sequence_split
         shape = (config.max_positions, config.hidden_size)
         partial = ctx.tp.names if self.split else NO_AXES
-        place = Placement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
+        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
         self.weight = new_parameter(shape, place, ctx)
 
     def forward(self, positions: Tensor) -> Tensor:

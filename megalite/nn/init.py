@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megalite.nn.naming import named_logical_parameters, placement_of
+from megalite.inventory import placement_of
+from megalite.nn.naming import named_logical_parameters
 
 # Elements of a block, about: part of what defines the values, so it can never change.
 BLOCK_ELEMENTS = 1 << 20
@@ -27,6 +28,7 @@ def initialize(module: nn.Module, *, prefix: str = "", seed: int) -> None:
 @torch.no_grad()
 def fill(name: str, parameter: nn.Parameter, *, seed: int) -> None:
     """Initial values of one parameter: normal weights, constant norms and biases, zero padding rows."""
+    assert hasattr(parameter, "placement"), f"{name}: every parameter of a layer is made by new_parameter"
     place = placement_of(parameter)
     if place.init_std is None:
         parameter.fill_(place.init_value)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from megalite.inventory import Placement
-
 
 def named_logical_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
     """(logical name, parameter) of every parameter once, in the order of definition.
@@ -18,10 +16,3 @@ def named_logical_parameters(module: nn.Module, prefix: str = "") -> Iterator[tu
     for path, parameter in module.named_parameters():
         own = getattr(parameter, "logical_name", None)
         yield own if own is not None else (f"{prefix}.{path}" if prefix else path), parameter
-
-
-def placement_of(parameter: nn.Parameter) -> Placement:
-    """The parameter's place in its logical tensor."""
-    place = getattr(parameter, "placement", None)
-    assert isinstance(place, Placement), "every parameter of a layer is made by new_parameter"
-    return place

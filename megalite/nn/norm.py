@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.inventory import NO_AXES, Placement
+from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor import LayerContext, new_parameter
 
 
@@ -21,11 +21,11 @@ class Norm(nn.Module):
         super().__init__()
         self.size, self.epsilon = size, config.norm_epsilon
         partial = ctx.tp.names if split_input else NO_AXES
-        place = Placement((size,), (0,), partial=partial, decay=False, init_value=1.0)
+        place = ParameterPlacement((size,), (0,), partial=partial, decay=False, init_value=1.0)
         self.weight = new_parameter((size,), place, ctx)
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
-            place = Placement((size,), (0,), partial=partial, decay=False)
+            place = ParameterPlacement((size,), (0,), partial=partial, decay=False)
             self.bias = new_parameter((size,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, all_gather
-from megalite.inventory import Placement
+from megalite.inventory import ParameterPlacement
 from megalite.optim.adamw import AdamW
 from megalite.optim.rule import ParamGroup
 
@@ -37,7 +37,7 @@ class MatrixRule(AdamW):
             self.update_matrix(p, grad, group, group["placements"][index])
             state["step"] += 1
 
-    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
+    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         """Updates a matrix, or this rank's part of it."""
         raise NotImplementedError
 
@@ -45,7 +45,9 @@ class MatrixRule(AdamW):
         return not group["whole"]  # a matrix would have to be gathered and worked out once more
 
 
-def gather_matrix(local: Tensor, placement: Placement, cut_axes: Sequence[Axis]) -> tuple[Tensor, int, Axis | None]:
+def gather_matrix(
+    local: Tensor, placement: ParameterPlacement, cut_axes: Sequence[Axis]
+) -> tuple[Tensor, int, Axis | None]:
     """(the whole matrix, the dimension that is cut, the axis that cuts it: None where none does)."""
     if not placement.sharded:
         return local, 0, None

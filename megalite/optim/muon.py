@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from megalite.inventory import Placement
+from megalite.inventory import ParameterPlacement
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
@@ -30,7 +30,7 @@ class Muon(MatrixRule):
         super().__init__(groups, settings)
         self.args = settings.args
 
-    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
+    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         args = self.args
         buffer = self.state[p]["momentum_buffer"].mul_(args.muon_momentum).add_(grad)
         update = grad + args.muon_momentum * buffer

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megalite.comm import Statistic
 from megalite.config import OptimizerConfig
-from megalite.inventory import NO_AXES, Placement
+from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
@@ -106,7 +106,7 @@ class Soap(MatrixRule):
                     for label, values in (("preconditioner", side.preconditioner), ("basis", side.basis)):
                         yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, NO_AXES, whole=True)
 
-    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: Placement) -> None:
+    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         state, axes, sides = self.state[p], group.get("cut_axes", ()), self.sides[p]
         beta1, beta2 = self.args.soap_beta1, self.args.soap_beta2
         steps = int(state["step"])
@@ -132,7 +132,7 @@ class Soap(MatrixRule):
         state["exp_avg_sq"].copy_(own_part(square, dim, axis))
 
 
-def _sides(p: Tensor, placement: Placement, max_dim: int) -> list[Side]:
+def _sides(p: Tensor, placement: ParameterPlacement, max_dim: int) -> list[Side]:
     shape, sides = placement.global_shape, []
     for dim in (-2, -1):
         if (n := shape[dim]) <= max_dim:

@@ -21,10 +21,9 @@ from torch.func import functional_call
 from megalite.comm import ParallelMesh
 from megalite.config import parse
 from megalite.gradient import GradSink, attach_sink, sink_of
-from megalite.inventory import layer_of, stage_layer_ranges
+from megalite.inventory import layer_of, placement_of, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn import placement_of
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build_program
 from megalite.testing.update_rules import RULES, decay_of, learning_rate

@@ -9,7 +9,7 @@ from torch import nn
 
 from megalite.comm import Axis, ContextAxes
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import Placement
+from megalite.inventory import ParameterPlacement
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LayerContext:
         return torch.promote_types(self.dtype, torch.float32)
 
 
-def new_parameter(local_shape: tuple[int, ...], placement: Placement, ctx: LayerContext) -> nn.Parameter:
+def new_parameter(local_shape: tuple[int, ...], placement: ParameterPlacement, ctx: LayerContext) -> nn.Parameter:
     """An uninitialised parameter of `local_shape` that knows its place (`param.placement`); deferred: no memory."""
     parameter = nn.Parameter(torch.empty(local_shape, dtype=ctx.dtype, device="meta" if ctx.deferred else ctx.device))
     parameter.placement = placement  # type: ignore[attr-defined]  # ours, on a tensor of torch's

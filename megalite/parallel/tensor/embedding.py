@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite.comm import reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import WeightGradQueue, sink_of
-from megalite.inventory import Placement
+from megalite.inventory import ParameterPlacement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -24,7 +24,7 @@ def vocab_parameter(
 ) -> nn.Parameter:
     """`[padded/t, h]`: this rank's rows of `[V, h]`. Rows from V on are padding: zero, never stored or trained."""
     local = padded_size // ctx.tp.size
-    place = Placement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.names, init_std=init_std)
+    place = ParameterPlacement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.names, init_std=init_std)
     return new_parameter((local, hidden_size), place, ctx)
 
 

@@ -36,7 +36,7 @@ from megalite.comm import (
     reduce_scatter_into,
 )
 from megalite.gradient import GradSink, sink_of, sum_widened
-from megalite.inventory import NO_AXES, Placement
+from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 
@@ -64,11 +64,13 @@ class ColumnParallelLinear(nn.Module):
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         begin = ctx.tp.rank * local
-        place = Placement((*stack, out_features, in_features), (*origin, begin, 0), ctx.tp.names, init_std=init_std)
+        place = ParameterPlacement(
+            (*stack, out_features, in_features), (*origin, begin, 0), ctx.tp.names, init_std=init_std
+        )
         self.weight = new_parameter((*stack, local, in_features), place, ctx)
         self.bias: nn.Parameter | None = None
         if bias:
-            place = Placement((*stack, out_features), (*origin, begin), ctx.tp.names, decay=False)
+            place = ParameterPlacement((*stack, out_features), (*origin, begin), ctx.tp.names, decay=False)
             self.bias = new_parameter((*stack, local), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,12 +103,14 @@ class RowParallelLinear(nn.Module):
         self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = in_features // ctx.tp.size
-        place = Placement((out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.names, init_std=init_std)
+        place = ParameterPlacement(
+            (out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.names, init_std=init_std
+        )
         self.weight = new_parameter((out_features, local), place, ctx)
         self.bias: nn.Parameter | None = None
         if bias:
             partial = ctx.tp.names if ctx.sequence_parallel else NO_AXES
-            place = Placement((out_features,), (0,), partial=partial, decay=False)
+            place = ParameterPlacement((out_features,), (0,), partial=partial, decay=False)
             self.bias = new_parameter((out_features,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalite.comm import FamilyAxes
-from megalite.inventory import AXIS_FAMILIES
+from megalite.inventory import AXIS_FAMILIES, placement_of
 from megalite.parallel.zero.options import ZeroOptions
-from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers, placement_of
+from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
 from megalite.parallel.zero.reducer import ReductionOrder
 
 
@@ -27,7 +27,7 @@ def stage_buffers(
     order = list(AXIS_FAMILIES)
     for number, version in enumerate(versions):
         for name, parameter in version:
-            family = placement_of(name, parameter).family
+            family = placement_of(parameter).family
             key = (order.index(family), parameter.dtype.itemsize, family)
             parts.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
     made: list[ParameterBuffers] = []

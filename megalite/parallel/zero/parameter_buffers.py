@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.comm import Axis, FamilyAxes
-from megalite.inventory import BufferParameter, Placement, plan_buckets
+from megalite.inventory import BufferParameter, placement_of, plan_buckets
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.flat_weights import Fill, FlatWeights
 from megalite.parallel.zero.host_memory import prefer_own_pages
@@ -30,7 +30,7 @@ class ParameterBuffers:
 
     Args:
         versions: for each weight version the (logical name, parameter) of one dtype in forward order; the same names
-            and shapes in each. Each parameter carries `.placement` (`megalite.inventory.placement.Placement`) and may
+            and shapes in each. Each parameter carries `.placement` (`inventory.ParameterPlacement`) and may
             carry `.sink_uses` (contributions a micro-batch, 1).
         axes: of the family: what cuts parameters (and sums partial gradients), what ZeRO shards over, what holds copies
             of the shards.
@@ -75,7 +75,7 @@ class ParameterBuffers:
         self.device = device or (first[0][1].device if first else torch.device("cpu"))
         assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a family have one dtype"
         entries = [
-            BufferParameter(i, name, tuple(p.shape), placement_of(name, p), whole is not None and whole(name, p.dim()))
+            BufferParameter(i, name, tuple(p.shape), placement_of(p), whole is not None and whole(name, p.dim()))
             for i, (name, p) in enumerate(first)
         ]
         self.buckets = self._make_buckets(entries, tied)
@@ -138,12 +138,3 @@ class ParameterBuffers:
             "gradients": self.gradients.memory(),
             "scratch": self.scratch.most_bytes,
         }
-
-
-def placement_of(name: str, parameter: Tensor) -> Placement:
-    """The parameter's `.placement`; a parameter without one is whole, replicated, and decays if it is a matrix."""
-    placement: Placement | None = getattr(parameter, "placement", None)
-    if placement is None:
-        shape = tuple(parameter.shape)
-        return Placement(shape, (0,) * len(shape), decay=len(shape) > 1)
-    return placement

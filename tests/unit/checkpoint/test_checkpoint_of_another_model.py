@@ -13,7 +13,7 @@ from megalite.checkpoint.compatibility import check_model
 from megalite.comm.rectangles import TensorShard, shards_of_range
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
-from megalite.inventory.placement import Placement
+from megalite.inventory.parameter_placement import ParameterPlacement
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=100)
 
@@ -53,7 +53,7 @@ def vocabulary(words: int, width: int, tp: int, dp: int, padded: int, *, fill: b
         table = torch.zeros(padded, width)
         table[:words] = logical if fill else 0
         flat = table[t * rows : (t + 1) * rows].reshape(-1).clone()
-        placement = Placement((words, width), (t * rows, 0), frozenset({"tp"}))
+        placement = ParameterPlacement((words, width), (t * rows, 0), frozenset({"tp"}))
         bounds = [flat.numel() * d // dp for d in range(dp + 1)]
         for d in range(dp):
             part = flat[bounds[d] : bounds[d + 1]]

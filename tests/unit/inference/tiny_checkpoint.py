@@ -16,8 +16,8 @@ from megalite.config.saved import to_dict
 from megalite.config.training import Precision, TrainingLength
 from megalite.data.tokenizer import ByteTokenizer, Tokenizer
 from megalite.data.tokenizer_io import tokenizer_files
+from megalite.inventory import placement_of
 from megalite.models import build_stack, layer_specs
-from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
 

@@ -12,9 +12,9 @@ import pytest
 
 from megalite.comm.mesh import Axis
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
+from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
 from megalite.models import build_stack, layer_specs
-from megalite.nn.naming import placement_of
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.context import LayerContext
 

@@ -11,11 +11,12 @@ import torch
 from megalite.comm.mesh import Axis
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigError
+from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.init import logical_normal
-from megalite.nn.naming import named_logical_parameters, placement_of
+from megalite.nn.naming import named_logical_parameters
 from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=8, vocab_size=50)

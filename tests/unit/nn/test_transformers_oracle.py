@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
+from megalite.inventory import placement_of
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.naming import placement_of
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
 

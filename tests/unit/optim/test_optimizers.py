@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
-from megalite.inventory.placement import Placement
+from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.optim import OPTIMIZERS
 from megalite.optim.muon import orthogonalise
 from megalite.testing.update_rules import RULES
@@ -26,7 +26,7 @@ def run(name: str, steps: int, settings: OptimizerConfig, *, matrix: bool = Fals
     generator = torch.Generator().manual_seed(1)
     shape = (6, 4) if matrix else (24,)
     p = torch.randn(shape, generator=generator, dtype=torch.float64).float()
-    places = [Placement(shape, (0,) * len(shape))] if matrix else []
+    places = [ParameterPlacement(shape, (0,) * len(shape))] if matrix else []
     rule = OPTIMIZERS[name]([{"params": [p], "decay": True, "whole": matrix, "placements": places}], settings)
     for _ in range(steps):
         rule.param_groups[0].update(lr=0.1, weight_decay=0.01, **group)
@@ -117,7 +117,7 @@ def test_soap_is_the_papers(shape: tuple[int, ...], max_dim: int) -> None:
     args = OptimizerArgs(soap_precondition_frequency=2, soap_max_precond_dim=max_dim, soap_beta1=0.9)
     config, theirs, mine = OptimizerConfig(lr=0.1, optimizer="soap", args=args), start.clone(), start.clone()
     paper = RULES["soap"]({name: theirs}, frozenset({name}), config)
-    placements = [Placement(shape, (0,) * len(shape))]
+    placements = [ParameterPlacement(shape, (0,) * len(shape))]
     rule = OPTIMIZERS["soap"]([{"params": [mine], "decay": True, "whole": True, "placements": placements}], config)
     rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
     for step in range(10):
@@ -137,7 +137,7 @@ def test_soap_does_not_follow_rounding(rank: int, frequency: int) -> None:
 
     def train(noise: float) -> torch.Tensor:
         generator, rounding = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-        p, placement = torch.zeros(12, 8, dtype=torch.float64), Placement((12, 8), (0, 0))
+        p, placement = torch.zeros(12, 8, dtype=torch.float64), ParameterPlacement((12, 8), (0, 0))
         rule = OPTIMIZERS["soap"]([{"params": [p], "decay": True, "whole": True, "placements": [placement]}], settings)
         rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
         for _ in range(9):

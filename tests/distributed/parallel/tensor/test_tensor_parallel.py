@@ -13,9 +13,10 @@ from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config.model import ModelConfig
 from megalite.gradient import GradSink, attach_sink
+from megalite.inventory import placement_of
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.naming import named_logical_parameters, placement_of
+from megalite.nn.naming import named_logical_parameters
 from megalite.parallel.tensor.context import LayerContext
 from megalite.testing import run_ranks, run_single
 

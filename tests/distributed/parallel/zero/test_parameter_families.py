@@ -24,7 +24,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.gradient import sink_of
 from megalite.inventory.families import AXIS_FAMILIES
-from megalite.inventory.placement import Placement
+from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.parallel.zero import ShardedOptimizer, ZeroOptions, stage_buffers
 from megalite.parallel.zero.reducer import GradientReducer
 from megalite.testing import run_ranks, run_single
@@ -85,7 +85,7 @@ def make_parameters(mesh: ParallelMesh) -> list[tuple[str, nn.Parameter]]:
         if mesh.size("pp") > 1 and mesh.coordinate("pp") != int(spec.name.split(".")[1]):
             continue
         p = nn.Parameter(local(spec, whole(spec, 0), mesh))
-        p.placement = Placement(  # type: ignore[attr-defined]
+        p.placement = ParameterPlacement(  # type: ignore[attr-defined]
             spec.shape,
             offset_and_shape(spec, mesh)[0],
             frozenset(axis for axis in spec.cut.values() if mesh.size(axis) > 1),

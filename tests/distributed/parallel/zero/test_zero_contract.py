@@ -14,7 +14,7 @@ from megalite.comm.collectives import all_reduce_
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
 from megalite.gradient import GradSink, sink_of
-from megalite.inventory.placement import Placement
+from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.testing import run_ranks, run_single
 
@@ -119,9 +119,9 @@ def tensor_parallel_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
     matrix = nn.Parameter(torch.ones(4 // tp.size, 6, dtype=torch.float64))
     bias, norm = (nn.Parameter(torch.ones(6, dtype=torch.float64)) for _ in range(2))
     places = [
-        (matrix, Placement((4, 6), (tp.rank * 4 // tp.size, 0), tp.names)),
-        (bias, Placement((6,), (0,), decay=False)),
-        (norm, Placement((6,), (0,), partial=tp.names, decay=False)),
+        (matrix, ParameterPlacement((4, 6), (tp.rank * 4 // tp.size, 0), tp.names)),
+        (bias, ParameterPlacement((6,), (0,), decay=False)),
+        (norm, ParameterPlacement((6,), (0,), partial=tp.names, decay=False)),
     ]
     for parameter, placement in places:
         parameter.placement = placement  # type: ignore[attr-defined]

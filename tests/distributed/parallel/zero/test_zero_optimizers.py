@@ -11,7 +11,7 @@ from megalite.comm.world import World
 from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import sink_of
-from megalite.inventory.placement import Placement
+from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
 from megalite.testing import run_ranks, run_single
@@ -44,7 +44,7 @@ def make_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
         p = nn.Parameter(local_part(values_of(name, shape, 0), dim, tp))
         offset = tuple(tp.rank * p.shape[d] if d == dim else 0 for d in range(len(shape)))
         cut = frozenset() if dim is None else tp.names
-        place = Placement(shape, offset, cut, decay=name.endswith("weight") and len(shape) > 1)
+        place = ParameterPlacement(shape, offset, cut, decay=name.endswith("weight") and len(shape) > 1)
         p.placement = place  # type: ignore[attr-defined]
         parameters.append((name, p))
     return parameters
