@@ -123,12 +123,12 @@ class Digests:
         """The norm, and the weights that the step has made."""
         if norm is not None:
             self.seen.append(Seen(step, "norm", 0, "the gradient norm", digest(torch.tensor(float(norm)).double())))
-        slot = self._run.trainer.updater.newest_version() % self._run.state.model.num_slots
+        version = self._run.trainer.updater.newest_version()
         for families in self._run.state.model.buffers.values():
             for family in families:
                 family.weights.wait()
                 for bucket in family.buckets:
-                    weights = bucket.weights[slot]
+                    weights = bucket.weights_of(version)
                     if family.options.stage < 3:
                         for name, values in parts(bucket.plan, weights.full):
                             self.seen.append(Seen(step, "step", 0, name, digest(values)))
@@ -136,8 +136,8 @@ class Digests:
 
 def parts(plan: Any, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every parameter of a bucket."""
-    for slot in plan.slots:
-        yield slot.entry.name, flat[slot.start - plan.start : slot.stop - plan.start]
+    for range_ in plan.ranges:
+        yield range_.entry.name, flat[range_.start - plan.start : range_.stop - plan.start]
 
 
 def digest(x: Tensor) -> tuple[int, ...]:

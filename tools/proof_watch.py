@@ -208,14 +208,14 @@ class Eyes:
             self._launched[id(bucket)] = self._launched.get(id(bucket), 0) + 1
             update = self._first_update + self._launched[id(bucket)]
         kept = self.local.setdefault(update, {})
-        for slot in bucket.plan.slots:
-            place = slot.entry.placement
+        for range_ in bucket.plan.ranges:
+            place = range_.entry.placement
             if self.tp.rank and not place.sharded and not place.partial:
                 continue  # all tensor-parallel ranks hold the same
-            begin = slot.start - bucket.plan.start
-            whole = bucket.gradient.full[begin : begin + slot.entry.numel].view(slot.entry.shape)
+            begin = range_.start - bucket.plan.start
+            whole = bucket.gradient.full[begin : begin + range_.entry.numel].view(range_.entry.shape)
             values, offset = valid_part(whole, place)
-            key = f"{slot.entry.name}|{','.join(map(str, offset))}"
+            key = f"{range_.entry.name}|{','.join(map(str, offset))}"
             kept[key] = kept[key] + values if key in kept else values.clone()
 
     def reached(self, name: str, facts: Mapping[str, object]) -> None:

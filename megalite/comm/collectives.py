@@ -20,7 +20,7 @@ from megalite.comm.mesh import Axis
 ReduceOp = Literal["sum", "max", "min"]
 
 # JSON texts up to this long travel in one collective; longer ones take two.
-_SLOT_BYTES = 1024
+_HEAD_BYTES = 1024
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these two; 2.11 has only the older names
@@ -169,8 +169,8 @@ class GatheredJson:
         self._axis, self._value = axis, value
         if axis.size > 1:
             self._raw = json.dumps(value).encode()
-            slot = self._raw[:_SLOT_BYTES].ljust(_SLOT_BYTES, b"\0")
-            self._heads = _GatheredBytes(len(self._raw).to_bytes(8, "little") + slot, axis)
+            head = self._raw[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")
+            self._heads = _GatheredBytes(len(self._raw).to_bytes(8, "little") + head, axis)
 
     def wait(self) -> list[Any]:
         """The values in the order of the axis. All ranks call it, once, before their next collective over the axis."""
@@ -179,8 +179,8 @@ class GatheredJson:
         heads = self._heads.wait()
         lengths = [int.from_bytes(head[:8], "little") for head in heads]
         tails, longest = [b""] * len(heads), max(lengths)
-        if longest > _SLOT_BYTES:
-            tails = _GatheredBytes(self._raw[_SLOT_BYTES:].ljust(longest - _SLOT_BYTES, b"\0"), self._axis).wait()
+        if longest > _HEAD_BYTES:
+            tails = _GatheredBytes(self._raw[_HEAD_BYTES:].ljust(longest - _HEAD_BYTES, b"\0"), self._axis).wait()
         texts = [head[8:] + tail for head, tail in zip(heads, tails, strict=True)]
         return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 

@@ -76,13 +76,13 @@ class ParameterRange:
 class Segment:
     """A range of the buffer whose elements are of one kind (gaps of alignment included; they are zero forever).
 
-    slots: the parameters inside, in order. whole: exactly one parameter, to be updated as a matrix.
+    ranges: the parameters inside, in order. whole: exactly one parameter, to be updated as a matrix.
     """
 
     start: int
     stop: int
     kind: ElementKind
-    slots: tuple[ParameterRange, ...]
+    ranges: tuple[ParameterRange, ...]
     whole: bool = False
 
 
@@ -97,8 +97,8 @@ class BucketPlan:
     layer: str = ""
 
     @property
-    def slots(self) -> list[ParameterRange]:
-        return [slot for segment in self.segments for slot in segment.slots]
+    def ranges(self) -> list[ParameterRange]:
+        return [range_ for segment in self.segments for range_ in segment.ranges]
 
     def slice_of(self, rank: int, shards: int) -> tuple[int, int]:
         """(start, stop) of the elements that `rank` owns."""
@@ -182,8 +182,8 @@ def _place_flat(group: Sequence[BufferParameter], start: int, shards: int) -> tu
         pieces[-1][1].append(ParameterRange(entry, at))
         at = align(at + entry.numel)
     stop = start + align(at - start, shards * ALIGNMENT)
-    bounds = [slots[0].start for _, slots in pieces] + [stop]
-    segments = [Segment(bounds[i], bounds[i + 1], kind, tuple(slots)) for i, (kind, slots) in enumerate(pieces)]
+    bounds = [ranges[0].start for _, ranges in pieces] + [stop]
+    segments = [Segment(bounds[i], bounds[i + 1], kind, tuple(ranges)) for i, (kind, ranges) in enumerate(pieces)]
     return segments, stop
 
 

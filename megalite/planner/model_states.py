@@ -132,11 +132,11 @@ def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
     share, whole = numel // owners, plan.segments[0].whole
     elements, states = [0 if whole else share] * owners, [0] * owners
     for segment in plan.segments if whole else ():
-        entry, rule = segment.slots[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
+        entry, rule = segment.ranges[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
         owner = (segment.start - plan.start) // share
         elements[owner] += entry.numel
         states[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
-    statistics = sum(_statistics(slot.entry.shape, slot.entry.placement.decay) for slot in plan.slots)
+    statistics = sum(_statistics(range_.entry.shape, range_.entry.placement.decay) for range_ in plan.ranges)
     return _Bucket(numel, plan.tied, whole, max(elements), max(states), statistics)
 
 

@@ -106,7 +106,7 @@ class Model:
     optimizer: ShardedOptimizer
     placement: StagePlacement
     shared: SharedGradient
-    num_slots: int
+    num_versions: int
     update_per_microbatch: bool
     delay: Delay
 
@@ -116,7 +116,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     specs = _announced(layer_specs(config.model), mesh)
     placement = program.placement
     rank = mesh.coordinate("pp")
-    num_slots = program.weight_versions[rank]
+    num_versions = program.weight_versions[rank]
     tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
     replica_axes = _replica_axes(mesh, placement)
     families = {"dense": mesh.family("dense")}
@@ -125,7 +125,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     for key in placement.stages_of(rank):
         queue = WeightGradQueue()
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
-        modules = [_build_module(own, mesh, items, queue, device) for _ in range(num_slots)]
+        modules = [_build_module(own, mesh, items, queue, device) for _ in range(num_versions)]
         stages[key] = Stage(
             modules,
             queue,
@@ -167,7 +167,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         optimizer,
         placement,
         SharedGradient(mesh.through(tied_at, apart="embedding")),
-        num_slots,
+        num_versions,
         program.update_per_microbatch,
         delay,
     )

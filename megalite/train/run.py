@@ -182,7 +182,7 @@ def assemble_trainer(
     def scale_of(batch: int) -> float:
         """2BW begins a batch before or after the update of the one before it, by stage and by what is saved; what that
         update says of the scale counts from the next batch on, so that all compute the batch alike."""
-        late = model.num_slots > 1 and updater.newest_version() == batch
+        late = model.num_versions > 1 and updater.newest_version() == batch
         return scaler.previous if late else scaler.scale
 
     down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))

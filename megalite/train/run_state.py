@@ -7,7 +7,7 @@
               samples asked for, surveys of the data, how fp32 products are computed
     files     the tokenizer, config.yaml
 
-Everything is logical: no rank, stage or slot is written down, so any layout can take it up.
+Everything is logical: no rank, stage or place in memory is written down, so any layout can take it up.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RunState:
             load_weights(start.source, shards, self.checkpointer.world)
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
-        model.optimizer.after_load(version % model.num_slots)
+        model.optimizer.after_load(version)
         self._complete_older(version, {shard.name for shard in stored})
         if with_state:
             self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
@@ -121,19 +121,17 @@ class RunState:
         return [*self.model.optimizer.shards(), *self._older_shards(version)]
 
     def _older_versions(self, version: int) -> Iterator[tuple[int, list[TensorShard]]]:
-        """(Slot, its weights) of all older versions that this rank keeps, the newest first."""
-        slots = self.model.num_slots
-        for ago in range(1, slots):
-            slot = (version - ago) % slots
+        """(Version, its weights) of all older versions that this rank keeps, the newest first."""
+        for ago in range(1, self.model.num_versions):
             prefix = OLDER if ago == 1 else f"{OLDER}{ago}/"
-            yield slot, self.model.optimizer.version_shards(slot, prefix)
+            yield version - ago, self.model.optimizer.version_shards(version - ago, prefix)
 
     def _older_shards(self, version: int) -> list[TensorShard]:
         return [shard for _, shards in self._older_versions(version) for shard in shards]
 
     def _stored_older(self, path: Path, version: int) -> list[TensorShard]:
         """Those that a checkpoint holds; a layout with fewer stages has kept fewer."""
-        if self.model.num_slots == 1:
+        if self.model.num_versions == 1:
             return []
         stored = {name for name in read_manifest(path).tensors if name.startswith(OLDER)}
         return [shard for shard in self._older_shards(version) if shard.name in stored]
@@ -152,17 +150,17 @@ class RunState:
     def _complete_older(self, version: int, loaded: set[str]) -> None:
         """Older versions that were not loaded are copies of the next newer one; where none was, of the masters."""
         optimizer, missing = self.model.optimizer, False
-        newer = optimizer.version_shards(version % self.model.num_slots, "")
-        for slot, older in self._older_versions(version):
+        newer = optimizer.version_shards(version, "")
+        for old, older in self._older_versions(version):
             missing = missing or any(shard.name not in loaded for shard in older)
             if not loaded:
-                optimizer.write_weights(slot, as_masters=True)
+                optimizer.write_weights(old, as_masters=True)
                 continue
             for shard, next_newer in zip(older, newer, strict=True):
                 if shard.name not in loaded:
                     shard.local.copy_(next_newer.local)
             for buffers in optimizer.buffers:
-                buffers.weights.gather(slot)
+                buffers.weights.gather(old)
             newer = older
         if missing and version > 0:
             schedule = self.config.parallel.schedule

@@ -8,7 +8,7 @@
 What is started travels behind the computation up to where it is needed; a program without NORM takes it with the STEP.
 Between REDUCE and STEP an asynchronous schedule computes backwards of the next update; their gradients go to another
 buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream differ only in where their program says
-REDUCE, NORM and STEP, and in which slot the new weights go to.
+REDUCE, NORM and STEP, and in how many weight versions they keep.
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ class Updater(Events):
         pending, self._norm = self._norm or self._start_norm(update), None
         numbers = self._policy(update)
         norm = float(pending.wait()) / numbers.loss_scale
-        slot = (self._version + 1) % self._model.num_slots
         delay = self._model.delay
         delay.begin(numbers.iteration)
         if finite := self._is_usable(norm, update):
@@ -141,10 +140,10 @@ class Updater(Events):
                 lr=numbers.learning_rate,
                 weight_decay=numbers.weight_decay,
                 grad_scale=clip / numbers.loss_scale,
-                version=slot,
+                version=self._version + 1,
             )
-        elif self._model.num_slots > 1:
-            self._model.optimizer.write_weights(slot)  # the version number advances, the weights do not
+        elif self._model.num_versions > 1:
+            self._model.optimizer.write_weights(self._version + 1)  # the version number advances, the weights do not
         self._version += 1
         shown = norm if finite and not self._model.update_per_microbatch else None
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
@@ -210,11 +209,11 @@ class Updater(Events):
         found = []
         for family in self._everything:
             for bucket in family.buckets:
-                for slot in bucket.plan.slots:
-                    begin = max(slot.start, bucket.owned_start) - bucket.owned_start
-                    end = min(slot.stop, bucket.owned_stop) - bucket.owned_start
+                for range_ in bucket.plan.ranges:
+                    begin = max(range_.start, bucket.owned_start) - bucket.owned_start
+                    end = min(range_.stop, bucket.owned_stop) - bucket.owned_start
                     if begin < end and not bool(bucket.gradient.reduced[begin:end].isfinite().all()):
-                        found.append((slot.entry.index, slot.entry.name))
+                        found.append((range_.entry.index, range_.entry.name))
         if not found:
             return "from gradients of other ranks"
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""

@@ -50,8 +50,7 @@ class Validator:
         self._train(False)
         bar = ProgressBar(f"evaluating {kind}", "batches", lines=LINES if self._mesh.world.is_first else 0)
         try:
-            slot = self._newest_version() % self._model.num_slots
-            with self._model.optimizer.masters_as_weights(slot):
+            with self._model.optimizer.masters_as_weights(self._newest_version()):
                 for number, microbatches in enumerate(batches):
                     bar(number, num_batches)
                     local = [self._data.cut(mb.to(self._device)) for mb in microbatches]

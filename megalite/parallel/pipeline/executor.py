@@ -196,12 +196,12 @@ class Executor:
     # tensors on their way
 
     def _take(self, kind: str, action: Action) -> Tensor:
-        slot = (kind, action.stage, action.replica, action.microbatch)
-        if slot in self._ready:
-            return self._ready.pop(slot)
-        if slot not in self._posted:
+        key = (kind, action.stage, action.replica, action.microbatch)
+        if key in self._ready:
+            return self._ready.pop(key)
+        if key not in self._posted:
             raise RuntimeFailure(f"pipeline rank {self.rank}: {action} has no input: the schedule never received it")
-        x = self._posted.pop(slot).wait()
+        x = self._posted.pop(key).wait()
         if self.trace is not None:
             self._arrival = self._clock()
         return x

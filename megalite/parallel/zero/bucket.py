@@ -48,6 +48,10 @@ class Bucket:
     def gradient_dtype(self) -> torch.dtype:
         return self.nothing.dtype
 
+    def weights_of(self, version: int) -> BucketWeights:
+        """The memory of weight version `version`, a number of updates: the newest `len(weights)` of them exist."""
+        return self.weights[version % len(self.weights)]
+
     @property
     def gradient(self) -> BucketGradient:
         """The gradient of the selected update."""
@@ -92,11 +96,11 @@ class Bucket:
     def fill_into(self, full: Tensor) -> None:
         """The sinks write into `full` (uninitialised) from here on; the gaps between parameters become zero."""
         end = 0
-        for sink, slot in zip(self.sinks, self.plan.slots, strict=True):
-            begin = slot.start - self.plan.start
+        for sink, range_ in zip(self.sinks, self.plan.ranges, strict=True):
+            begin = range_.start - self.plan.start
             full[end:begin].zero_()
-            end = begin + slot.entry.numel
-            sink.settle(full[begin:end].view(slot.entry.shape))
+            end = begin + range_.entry.numel
+            sink.settle(full[begin:end].view(range_.entry.shape))
         full[end:].zero_()
 
     def forget_memory(self) -> None:

@@ -59,17 +59,17 @@ class FlatWeights:
             full = flat[plan.start : plan.stop]
             if come_and_go:
                 full = torch.zeros(bucket.numel, dtype=dtype, device=device)
-            for slot in plan.slots:
-                parameter = parameters[slot.entry.index]
+            for range_ in plan.ranges:
+                parameter = parameters[range_.entry.index]
                 empty = parameter.is_meta
-                move_parameter(parameter, full[slot.start - plan.start : slot.stop - plan.start])
+                move_parameter(parameter, full[range_.start - plan.start : range_.stop - plan.start])
                 if empty and fill is not None:
-                    fill(slot.entry.name, parameter)
+                    fill(range_.entry.name, parameter)
             owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
             weights = BucketWeights(full, owned, axis=self._axis, stage=stage)
             weights.free()
             bucket.weights.append(weights)
-            self._of_parameter.update({id(parameters[slot.entry.index]): weights for slot in plan.slots})
+            self._of_parameter.update({id(parameters[range_.entry.index]): weights for range_ in plan.ranges})
 
     def attach(self, layers: Sequence[nn.Module], *others: FlatWeights) -> None:
         """Hooks the stage's layers (forward order; once per weight version), so that weights are there when used.
@@ -88,7 +88,7 @@ class FlatWeights:
         """Every rank's slice of the updated weights to every rank (stages 1 and 2); stage 3 forgets the old ones."""
         overlap = self._options.overlap_param_gather and self._attached
         for bucket in reversed(self._buckets):  # the first layers are needed first
-            bucket.weights[version].updated(async_op=overlap)
+            bucket.weights_of(version).updated(async_op=overlap)
 
     def wait(self) -> None:
         """Returns when no gather is under way: parameters may be read, and slices written, without a layer's hooks."""

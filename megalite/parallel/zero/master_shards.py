@@ -51,7 +51,7 @@ class MasterShard:
 
     def weights(self, version: int) -> Tensor:
         """The owned compute weights of a version, shaped like `tensor`."""
-        shard = self.bucket.weights[version].shard
+        shard = self.bucket.weights_of(version).shard
         flat = shard[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
         return flat.view(self.tensor.shape)
 
@@ -66,20 +66,20 @@ class MasterShard:
             self.remainders.split()
 
     def pieces(self) -> Iterator[tuple[ParameterRange, int, int]]:
-        """(slot, start, stop) of every parameter's part of the shard, in elements of the flat buffer."""
-        for slot in self.segment.slots:
-            start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
+        """(A parameter's range, start and stop of the part of it that the shard holds), in elements of the flat buffer."""
+        for range_ in self.segment.ranges:
+            start, stop = max(range_.start, self.start), min(range_.stop, self.stop)
             if start < stop:
-                yield slot, start, stop
+                yield range_, start, stop
 
     def shards(self, prefix: str, values: Tensor, replica: int) -> Iterator[TensorShard]:
         """`values` (one per element of the shard) as rectangles of the logical tensors `prefix + name`."""
         flat = values.view(-1)
-        for slot, start, stop in self.pieces():
+        for range_, start, stop in self.pieces():
             part = flat[start - self.start : stop - self.start]
-            entry = slot.entry
+            entry = range_.entry
             yield from shards_of_range(
-                prefix + entry.name, entry.placement, entry.shape, part, start - slot.start, replica=replica
+                prefix + entry.name, entry.placement, entry.shape, part, start - range_.start, replica=replica
             )
 
 
@@ -114,7 +114,7 @@ def cut_master_shards(
                 continue
             values = master[start - bucket.owned_start : stop - bucket.owned_start]
             if segment.whole:
-                entry = segment.slots[0].entry
+                entry = segment.ranges[0].entry
                 stop = start + entry.numel
                 values = values[: entry.numel].view(entry.shape)
             masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders))

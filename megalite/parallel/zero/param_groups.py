@@ -34,9 +34,11 @@ def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
     """All parameters of the shards' buckets: every rank of the shard axis has a slice of each bucket."""
     buckets = {id(master.bucket): master for master in masters}
     return [
-        BucketParameter(LocalParameter(slot.entry.name, slot.entry.shape, slot.entry.placement), m.buffers, m.bucket)
+        BucketParameter(
+            LocalParameter(range_.entry.name, range_.entry.shape, range_.entry.placement), m.buffers, m.bucket
+        )
         for m in buckets.values()
-        for slot in m.bucket.plan.slots
+        for range_ in m.bucket.plan.ranges
     ]
 
 
@@ -51,7 +53,7 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
             "params": [m.tensor for m in members],
             "decay": not no_decay,
             "whole": whole,
-            "placements": [m.segment.slots[0].entry.placement for m in members] if whole else [],
+            "placements": [m.segment.ranges[0].entry.placement for m in members] if whole else [],
             "parameters": [p.parameter for p in parameters],
             "pieces": [list(_pieces_of(m, numbers)) for m in members],
             "shard_axis": members[0].buffers.axes.shard if members[0].buffers.options.stage else Axis.single("shard"),
@@ -62,6 +64,6 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
 
 
 def _pieces_of(master: MasterShard, numbers: Mapping[tuple[int, str], int]) -> Iterator[FlatPiece]:
-    for slot, start, stop in master.pieces():
-        number = numbers[id(master.bucket), slot.entry.name]
-        yield FlatPiece(number, start - slot.start, stop - slot.start, start - master.start)
+    for range_, start, stop in master.pieces():
+        number = numbers[id(master.bucket), range_.entry.name]
+        yield FlatPiece(number, start - range_.start, stop - range_.start, start - master.start)

@@ -104,8 +104,8 @@ class GradientReducer:
                 bucket.gradients = [HeldGradient(bucket, keep=keep or stage < 2) for _ in range(num_gradients)]
             else:
                 bucket.gradients = [StreamedGradient(bucket, pool, keep=keep)]
-            for slot in bucket.plan.slots:
-                self._add_sink(bucket, parameters[slot.entry.index])
+            for range_ in bucket.plan.ranges:
+                self._add_sink(bucket, parameters[range_.entry.index])
         for index in reversed(range(num_gradients)):
             self.select(index)
             self.begin_batch()

@@ -148,7 +148,7 @@ def body_run(world: World, flags: list[str]) -> tuple[list[float], list[tuple[st
     ):
         losses = [float(run.trainer.train_step(drain=step == 2).lm_loss) for step in range(3)]
         families = run.state.model.optimizer.buffers
-        return losses, [(str(f.dtype), sum(len(bucket.plan.slots) for bucket in f.buckets)) for f in families]
+        return losses, [(str(f.dtype), sum(len(bucket.plan.ranges) for bucket in f.buckets)) for f in families]
 
 
 def test_a_run_with_norms_in_fp32_is_the_same_at_every_layout() -> None:
