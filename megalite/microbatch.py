@@ -1,6 +1,6 @@
 """One micro-batch as every layer sees it.
 
-A layer has the signature `forward(x, batch) -> x`; `batch` is a `Microbatch`. The embedding reads the tokens,
+A layer has the signature `forward(x, microbatch) -> x`; the second is a `Microbatch`. The embedding reads the tokens,
 attention the positions and documents, the head the labels and the loss weights. Everything is `[b, s]`: activations
 are `[s, b, h]`, the transposition happens in the embedding and the head only.
 """

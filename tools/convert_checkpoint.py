@@ -182,7 +182,7 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
     model = loaded.config.model
     length = min(TOKENS, model.max_positions)
     tokens = torch.randint(0, model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    batch = Microbatch(
+    microbatch = Microbatch(
         tokens=tokens,
         labels=tokens,
         positions=torch.arange(length)[None],
@@ -195,7 +195,7 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
         for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:
             parameter.copy_(parameter.to(written))
         head = cast(Head, loaded.model.get_submodule("head"))
-        logits = head.logits(loaded.model.body(None, batch)).transpose(0, 1)
+        logits = head.logits(loaded.model.body(None, microbatch)).transpose(0, 1)
         expected = peer(input_ids=tokens).logits
     largest, difference = expected.abs().max().item(), (logits - expected).abs().max().item()
     print(f"verify: largest difference of logits {difference:.3g}, largest logit {largest:.3g} ({dtype})")

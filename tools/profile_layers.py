@@ -174,7 +174,7 @@ def build_stage(
     return Stage([module], queue, spec=TensorSpec(shape, dtype, device), is_first=first, is_last=last), buffers
 
 
-def _batch(config: Config, device: torch.device) -> Microbatch:
+def _microbatch(config: Config, device: torch.device) -> Microbatch:
     samples, length = config.training.micro_batch_size, config.model.seq_length
     ids = torch.randint(0, config.model.vocab_size, (samples, length), generator=torch.Generator().manual_seed(1))
     return Microbatch(
@@ -189,13 +189,13 @@ def _batch(config: Config, device: torch.device) -> Microbatch:
 
 def _turn_of_layers(stage: Stage, buffers: ParameterBuffers, bench: Bench) -> Work:
     """Two micro-batches in flight, as in a pipeline: what the first left is not in the cache when its turn comes."""
-    batch, spec = _batch(bench.config, bench.device), stage.spec
+    microbatch, spec = _microbatch(bench.config, bench.device), stage.spec
     x = None if stage.is_first else torch.randn(spec.shape, device=bench.device).to(spec.dtype)
     dy = None if stage.is_last else torch.randn(spec.shape, device=bench.device).to(spec.dtype)
     factor = torch.ones((), device=bench.device)
 
     def forward(number: int) -> float:
-        return bench.clock(lambda: stage.forward(number, x, batch, factor, version=0))
+        return bench.clock(lambda: stage.forward(number, x, microbatch, factor, version=0))
 
     def turn() -> dict[str, float]:
         buffers.gradients.begin_batch()

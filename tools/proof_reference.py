@@ -100,8 +100,8 @@ class _Record:
         for name, layer in zip(pupil.model.names, pupil.model.ordered(), strict=True):
             layer.register_forward_hook(lambda module, args, out, name=name: self._heard(name, args[1], out))
 
-    def _heard(self, layer: str, batch: Microbatch, out: Tensor) -> None:
-        samples = batch.sample_ids.tolist()
+    def _heard(self, layer: str, microbatch: Microbatch, out: Tensor) -> None:
+        samples = microbatch.sample_ids.tolist()
         if out.dim() == 0:
             self.tensors[f"loss/{samples[0]}"] = out.detach().clone()
             out.register_hook(lambda g: self.tensors.__setitem__(f"factor/{samples[0]}", g.clone()))

@@ -139,9 +139,9 @@ class Eyes:
             module.register_forward_pre_hook(lambda _, args, layer=layer, own=own: self._used(layer, args[1], own))
             module.register_forward_hook(lambda _, args, out, layer=layer: self._computed(layer, args[1], out))
 
-    def _used(self, layer: str, batch: Microbatch, own: list[tuple[str, nn.Parameter]]) -> None:
+    def _used(self, layer: str, microbatch: Microbatch, own: list[tuple[str, nn.Parameter]]) -> None:
         """The weights that a layer computes with: those of the right update?"""
-        sample = int(batch.sample_ids[0])
+        sample = int(microbatch.sample_ids[0])
         step = self.reference.step_of(sample)
         if step is None:
             return
@@ -165,16 +165,16 @@ class Eyes:
                 return update
         return None
 
-    def _computed(self, layer: str, batch: Microbatch, out: Tensor) -> None:
-        samples = batch.sample_ids.tolist()
+    def _computed(self, layer: str, microbatch: Microbatch, out: Tensor) -> None:
+        samples = microbatch.sample_ids.tolist()
         if self.reference.step_of(samples[0]) is None:
             self.watch.tell(FORWARD, {"step": self.run.trainer.iteration + 1, "layer": layer, "sample": samples[0]},
                             tensor="batch", what="is no sample of these iterations")  # fmt: skip
             return
         self.watch.seen.setdefault(layer, []).extend(samples)
-        self._compare(FORWARD, layer, samples, out.detach(), batch.places)
+        self._compare(FORWARD, layer, samples, out.detach(), microbatch.places)
         if out.requires_grad:
-            out.register_hook(lambda g: self._compare(BACKWARD, layer, samples, g, batch.places))
+            out.register_hook(lambda g: self._compare(BACKWARD, layer, samples, g, microbatch.places))
 
     def _compare(self, kind: str, layer: str, samples: list[int], values: Tensor, places: Tensor | None) -> None:
         if values.dim() == 0 and kind == FORWARD and places is not None:

@@ -51,16 +51,16 @@ class TokenLosses:
                     head.register_forward_pre_hook(self._heard)
 
     def _heard(self, head: nn.Module, args: tuple[Tensor, Microbatch]) -> None:
-        x, batch = args
-        losses = cast(Head, head).token_losses(x.detach(), batch).double()
+        x, microbatch = args
+        losses = cast(Head, head).token_losses(x.detach(), microbatch).double()
         if self._run.trainer.mesh.coordinate("tp"):
             return  # its peers hold the same
-        weighed = batch.loss_mask.bool()
-        if batch.places is not None:  # of a cut sequence: the other tokens weigh nothing here
-            whole = losses.new_zeros(len(losses), len(batch.order if batch.order is not None else ()))
-            losses = whole.index_copy(1, batch.places, losses)
-            weighed = torch.zeros_like(whole, dtype=torch.bool).index_copy(1, batch.places, weighed)
-        for sample, row, mask in zip(batch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
+        weighed = microbatch.loss_mask.bool()
+        if microbatch.places is not None:  # of a cut sequence: the other tokens weigh nothing here
+            whole = losses.new_zeros(len(losses), len(microbatch.order if microbatch.order is not None else ()))
+            losses = whole.index_copy(1, microbatch.places, losses)
+            weighed = torch.zeros_like(whole, dtype=torch.bool).index_copy(1, microbatch.places, weighed)
+        for sample, row, mask in zip(microbatch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
             for key, begin, end, text in self._documents(sample):
                 counted = mask[begin:end]
                 if bool(counted.any()):

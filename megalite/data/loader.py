@@ -192,8 +192,8 @@ class BatchLoader:
                 valid[row] = self.source.fill(begin + row, text[row])
             else:
                 text[row] = 0
-        batch = make_microbatch(text, valid, np.arange(begin, begin + b, dtype=np.int64), self._masks)
-        return batch.map(Tensor.pin_memory) if self._pin else batch
+        made = make_microbatch(text, valid, np.arange(begin, begin + b, dtype=np.int64), self._masks)
+        return made.map(Tensor.pin_memory) if self._pin else made
 
     def close(self) -> None:
         """End the threads; the loader cannot be used any more."""

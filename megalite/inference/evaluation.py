@@ -136,14 +136,14 @@ def score_source(
             eod_mask_loss=data.eod_mask_loss,
         )
     loader = BatchLoader(source, consumed_samples=0, micro_batch_size=size, dp_rank=0, dp_size=1, masks=masks)
-    for number, (batch,) in enumerate(loader.full_pass(size), 1):
-        mask = batch.loss_mask.clone()
-        mask[batch.sample_ids > 0, :overlap] = 0
-        losses = label_losses(loaded, batch).double().cpu()
+    for number, (microbatch,) in enumerate(loader.full_pass(size), 1):
+        mask = microbatch.loss_mask.clone()
+        mask[microbatch.sample_ids > 0, :overlap] = 0
+        losses = label_losses(loaded, microbatch).double().cpu()
         loss_sum += float((losses * mask).sum())
         num_tokens += int(mask.sum())
         if widths is not None:
-            num_bytes += int((_widths_of(batch.labels, widths) * mask.bool()).sum())
+            num_bytes += int((_widths_of(microbatch.labels, widths) * mask.bool()).sum())
         on_progress(min(number * size, len(source)), len(source), "")
     return Score(loss_sum, num_tokens, num_bytes if widths is not None else None)
 
@@ -190,11 +190,11 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
 
 
 @torch.inference_mode()
-def label_losses(loaded: LoadedModel, batch: Microbatch) -> Tensor:
+def label_losses(loaded: LoadedModel, microbatch: Microbatch) -> Tensor:
     """Cross entropy of every label in nats, `[b, s]` on the model's device, masks not applied."""
-    batch = batch.to(loaded.device)
+    microbatch = microbatch.to(loaded.device)
     head = cast(Head, loaded.model.get_submodule("head"))
-    return head.token_losses(loaded.model.body(None, batch), batch)
+    return head.token_losses(loaded.model.body(None, microbatch), microbatch)
 
 
 def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:

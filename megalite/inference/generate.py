@@ -92,14 +92,14 @@ def next_logits(model: LayerStack, tokens: Sequence[int], cache: KeyValueCache) 
     device = next(model.parameters()).device
     ids = torch.tensor([tokens], dtype=torch.int64, device=device)
     start = cache.length
-    batch = Microbatch(
+    microbatch = Microbatch(
         tokens=ids,
         labels=ids,
         positions=torch.arange(start, start + len(tokens), device=device)[None],
         loss_mask=torch.ones(ids.shape, device=device),
         sample_ids=torch.zeros(1, dtype=torch.int64, device=device),
     )
-    x = model.body(None, batch, cache)
+    x = model.body(None, microbatch, cache)
     return cast(Head, model.get_submodule("head")).logits(x[-1:])[0, 0].cpu()
 
 

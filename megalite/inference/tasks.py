@@ -44,9 +44,9 @@ def score_continuations(
     """
     limit = loaded.config.model.max_positions
     following = iter(pairs)
-    while batch := list(itertools.islice(following, micro_batch_size)):
+    while chosen := list(itertools.islice(following, micro_batch_size)):
         rows = []
-        for context, continuation in batch:
+        for context, continuation in chosen:
             if not context or not 0 < len(continuation) <= limit:
                 raise DataError(
                     f"a context of {len(context)} and a continuation of {len(continuation)} tokens cannot be scored; "
@@ -63,20 +63,20 @@ def _score_padded(loaded: LoadedModel, rows: list[tuple[list[int], int]]) -> lis
     text = torch.zeros(len(rows), length + 1, dtype=torch.int64)
     for row, (ids, _) in enumerate(rows):
         text[row, : len(ids)] = torch.tensor(ids)
-    batch = Microbatch(
+    microbatch = Microbatch(
         tokens=text[:, :-1],
         labels=text[:, 1:],
         positions=torch.arange(length).expand(len(rows), -1),
         loss_mask=torch.ones(len(rows), length),
         sample_ids=torch.arange(len(rows)),
     ).to(loaded.device)
-    x = loaded.model.body(None, batch)
+    x = loaded.model.body(None, microbatch)
     head = cast(Head, loaded.model.get_submodule("head"))
     results = []
     for row, (ids, count) in enumerate(rows):
         places = slice(len(ids) - 1 - count, len(ids) - 1)
         logits = head.logits(x[places, row : row + 1])[:, 0]
-        labels = batch.labels[row, places]
+        labels = microbatch.labels[row, places]
         likelihoods = logits.double().log_softmax(-1).gather(1, labels[:, None])
         greedy = bool((logits.argmax(-1) == labels).all())
         results.append(Continuation(float(likelihoods.sum()), greedy, count))

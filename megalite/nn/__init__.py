@@ -1,4 +1,4 @@
-"""The transformer as a textbook: every layer is `forward(x, batch) -> x`, and a model is an ordered list of them.
+"""The transformer as a textbook: every layer is `forward(x, microbatch) -> x`, and a model is an ordered list of them.
 
     embedding -> block 0 -> ... -> block L-1 -> head
 

@@ -52,7 +52,7 @@ class Attention(nn.Module):
             first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
         )
 
-    def attend(self, qkv: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
+    def attend(self, qkv: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         """What the heads of this rank see, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, -1, self.r + 2, self.d)
@@ -60,13 +60,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            rotation = self.rotary(batch.positions, q.dtype)
+            rotation = self.rotary(microbatch.positions, q.dtype)
             q, k = rotate(q, rotation), rotate(k, rotation)
         untouched = self.rotary is None and self.q_norm is None
         k, v = k.squeeze(3), v.squeeze(3)
         if self.cp.size > 1:
             assert cache is None, "one rank generates"
-            y: Tensor = context_attention(self.core, q, k, v, batch, self.cp, training=self.training)
+            y: Tensor = context_attention(self.core, q, k, v, microbatch, self.cp, training=self.training)
             return y
         if cache is not None:
             k, v = cache.append(k, v)
@@ -75,7 +75,7 @@ class Attention(nn.Module):
             k,
             v,
             packed=qkv if untouched and cache is None else None,
-            document_starts=batch.document_starts,
-            sample_ids=batch.sample_ids,
+            document_starts=microbatch.document_starts,
+            sample_ids=microbatch.sample_ids,
             training=self.training,
         )

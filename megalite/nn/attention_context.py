@@ -22,7 +22,7 @@ from megalite.visibility import Visibility
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
 def context_attention(
-    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch, axes: ContextAxes, *, training: bool
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch, axes: ContextAxes, *, training: bool
 ) -> Tensor:
     """As `core`, for this rank's tokens `[s/c, b, g, r, d]`, `[s/c, b, g, d]` -> `[s/c, b, g * r * d]`."""
     if axes.heads.size > 1:
@@ -30,23 +30,23 @@ def context_attention(
         q, k, v = whole[:, :, :, :-2], whole[:, :, :, -2], whole[:, :, :, -1]
         core = dataclasses.replace(core, first_head=core.first_head + axes.heads.rank * q.shape[2] * q.shape[3])
     if axes.ring.size > 1:
-        y = _over_ring(core, q, k, v, batch, axes, training)
+        y = _over_ring(core, q, k, v, microbatch, axes, training)
     else:
-        starts, samples = batch.document_starts, batch.sample_ids
+        starts, samples = microbatch.document_starts, microbatch.sample_ids
         y = core(q, k, v, document_starts=starts, sample_ids=samples, training=training)
     return trade_heads_for_tokens(y.view(*q.shape[:3], -1), axes.heads).flatten(2)
 
 
 def _over_ring(
-    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, batch: Microbatch, axes: ContextAxes, training: bool
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch, axes: ContextAxes, training: bool
 ) -> Tensor:
     ring, narrow = axes.ring, q.dtype
-    assert batch.order is not None, "the micro-batch has not been cut"
-    places, starts = batch.order.chunk(ring.size), batch.document_starts
+    assert microbatch.order is not None, "the micro-batch has not been cut"
+    places, starts = microbatch.order.chunk(ring.size), microbatch.document_starts
     own = None if starts is None else starts.chunk(ring.size, 1)[ring.rank]
     drop = None
     if core.dropout > 0.0 and training:
-        words = core.words(batch.sample_ids, places[ring.rank], q.shape[2], q.shape[3])
+        words = core.words(microbatch.sample_ids, places[ring.rank], q.shape[2], q.shape[3])
         drop = WeightDropout(core.dropout, words)
     kernel = TileKernel(q.shape[2], drop)
     q, k, v = (x.to(core.operand_dtype(q)) for x in (q, k, v))
@@ -55,6 +55,6 @@ def _over_ring(
         return Visibility.of(places[ring.rank], keys, window=core.window, document_starts=own)
 
     if axes.gathers:
-        everywhere = torch.arange(len(batch.order), device=q.device)
-        return gathered_attention(q, k, v, sight(everywhere), batch.order, ring, kernel).to(narrow)
+        everywhere = torch.arange(len(microbatch.order), device=q.device)
+        return gathered_attention(q, k, v, sight(everywhere), microbatch.order, ring, kernel).to(narrow)
     return ring_attention(q, k, v, lambda rank: sight(places[rank]), ring, kernel).to(narrow)

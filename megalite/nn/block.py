@@ -55,36 +55,36 @@ class Block(nn.Module):
             for site in ("after_attention", "after_mlp")
         )
 
-    def forward(self, x: Tensor, batch: Microbatch, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         state: tuple[Tensor, ...] = (x,)
-        for segment in self.segments(batch, cache):
+        for segment in self.segments(microbatch, cache):
             state = segment(*state)
         return state[0]
 
-    def segments(self, batch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
+    def segments(self, microbatch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
         """One micro-batch's way through the block: the first segment takes x, the last returns `(x,)`."""
         attention, mlp = self.attention, self.mlp
 
         def norm_fc1(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x, normed = self.after_attention(x, y, batch)
+            x, normed = self.after_attention(x, y, microbatch)
             return x, mlp.fc1(normed)
 
         return [
             lambda x: (x, attention.qkv(self.input_norm(x))),
-            lambda x, qkv: (x, attention.attend(qkv, batch, cache)),
+            lambda x, qkv: (x, attention.attend(qkv, microbatch, cache)),
             lambda x, context: (x, attention.proj(context)),
             norm_fc1,
-            lambda x, hidden: (self.after_mlp(x, mlp.fc2(hidden), batch),),
+            lambda x, hidden: (self.after_mlp(x, mlp.fc2(hidden), microbatch),),
         ]
 
-    def after_attention(self, x: Tensor, y: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(x with the attention's result y added, the MLP's input)."""
-        attended = x + self.attention_dropout(y, batch.sample_ids, batch.places, training=self.training)
+        attended = x + self.attention_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
         return attended, self.mlp_norm(x if self.parallel_residual else attended)
 
-    def after_mlp(self, x: Tensor, y: Tensor, batch: Microbatch) -> Tensor:
+    def after_mlp(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> Tensor:
         """x with the MLP's result y added."""
-        return x + self.mlp_dropout(y, batch.sample_ids, batch.places, training=self.training)
+        return x + self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
 
     def compile_segments(self, backend: str = "inductor") -> None:
         """`torch.compile` for everything that lies between the linear layers.

@@ -52,8 +52,8 @@ class Embedding(nn.Module):
             part=ctx.tp.rank if ctx.sequence_split else 0,
         )
 
-    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
-        x = self.word_embeddings(batch.tokens.t())
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        x = self.word_embeddings(microbatch.tokens.t())
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(batch.positions.t())
-        return self.dropout(x.to(self.dtype), batch.sample_ids, batch.places, training=self.training)
+            x = x + self.position_embeddings(microbatch.positions.t())
+        return self.dropout(x.to(self.dtype), microbatch.sample_ids, microbatch.places, training=self.training)

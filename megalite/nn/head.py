@@ -47,25 +47,25 @@ class Head(nn.Module):
         self.final_norm = Norm(config.hidden_size, config, ctx, split_input=self.split)
         self.output = OutputLayer(config, ctx)
 
-    def forward(self, x: Tensor, batch: Microbatch) -> Tensor:
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """`[s, b, h]` (`[s/t, b, h]`) -> sum over tokens of loss_mask * cross entropy: a scalar in fp32 or wider."""
         weight = self.output.weight
         return fused_cross_entropy(
             self.final_norm(x).flatten(0, 1),
             weight,
-            batch.labels.t().reshape(-1),
-            batch.loss_mask.t().reshape(-1),
+            microbatch.labels.t().reshape(-1),
+            microbatch.loss_mask.t().reshape(-1),
             shard=self._shard(weight),
             sequence_parallel=self.split,
             queue=self.weight_grads,
         )
 
     @torch.no_grad()
-    def token_losses(self, x: Tensor, batch: Microbatch) -> Tensor:
+    def token_losses(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The cross entropy of every token, unweighted, `[b, s]` in fp32 or wider; no gradient."""
         weight = self.output.weight
         x = self._normalised(x)
-        losses = token_losses(x.flatten(0, 1), weight, batch.labels.t().reshape(-1), shard=self._shard(weight))
+        losses = token_losses(x.flatten(0, 1), weight, microbatch.labels.t().reshape(-1), shard=self._shard(weight))
         return losses.view(x.shape[0], x.shape[1]).t()
 
     @torch.no_grad()

@@ -55,27 +55,28 @@ class LayerStack(nn.Module):
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
         self.segments = recompute_segments(len(self.names), places, config)
 
-    def forward(self, x: Tensor | None, batch: Microbatch) -> Tensor:
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Runs all layers; the first stage gets None, the last returns the summed loss."""
         layers = self.ordered()
         for begin, end, recompute in self.segments:
             part = layers[begin:end]
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(run_layers, part, x, batch, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(run_layers, part, x, microbatch, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = run_layers(part, x, batch)
+                x = run_layers(part, x, microbatch)
         assert x is not None
         return x
 
-    def body(self, x: Tensor | None, batch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
+    def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
         """All layers but the head, without recomputation; `cache` (one entry for each block here) is extended by the
-        batch's tokens.
+        micro-batch's tokens.
         """
         entries: Iterator[LayerCache] = iter(cache.layers) if cache is not None else iter(())
         for layer in self.ordered():
             if isinstance(layer, Head):
                 break
-            x = layer(x, batch, next(entries)) if cache is not None and isinstance(layer, Block) else layer(x, batch)
+            keys_and_values = (next(entries),) if cache is not None and isinstance(layer, Block) else ()
+            x = layer(x, microbatch, *keys_and_values)
         assert x is not None
         return x
 
@@ -94,8 +95,8 @@ class LayerStack(nn.Module):
         return list(named_logical_parameters(self))
 
 
-def run_layers(layers: Sequence[nn.Module], x: Tensor | None, batch: Microbatch) -> Tensor | None:
+def run_layers(layers: Sequence[nn.Module], x: Tensor | None, microbatch: Microbatch) -> Tensor | None:
     """One after the other."""
     for layer in layers:
-        x = layer(x, batch)
+        x = layer(x, microbatch)
     return x

@@ -96,7 +96,7 @@ class BatchReader:
             local = [mb.to(self._device, non_blocking=True) for mb in self.loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
-            own, factors = [self._cut(batch) for batch in local], self._factors(local, scale)
+            own, factors = [self._cut(mb) for mb in local], self._factors(local, scale)
             self._batches[number] = GlobalBatch(number, first, samples, scale, own, factors)
         return self._batches[number]
 

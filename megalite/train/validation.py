@@ -99,5 +99,5 @@ class _Fixed:
         self._microbatches = microbatches
 
     def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
-        batch = self._microbatches[microbatch]
-        return batch, torch.ones((), device=batch.tokens.device)
+        found = self._microbatches[microbatch]
+        return found, torch.ones((), device=found.tokens.device)

@@ -29,19 +29,19 @@ class SequenceCut:
     size: int = 1
     ring: int = 1
 
-    def __call__(self, batch: Microbatch) -> Microbatch:
+    def __call__(self, microbatch: Microbatch) -> Microbatch:
         """Its tokens, labels, positions and loss weights; where documents begin stays whole, in the order of ranks."""
         if self.size == 1:
-            return batch
-        order = sequence_order(batch.shape[1], self.ring).to(batch.tokens.device)
+            return microbatch
+        order = sequence_order(microbatch.shape[1], self.ring).to(microbatch.tokens.device)
         own = order.chunk(self.size)[self.rank]
-        starts = batch.document_starts
+        starts = microbatch.document_starts
         return replace(
-            batch,
-            tokens=batch.tokens[:, own],
-            labels=batch.labels[:, own],
-            positions=batch.positions[:, own],
-            loss_mask=batch.loss_mask[:, own],
+            microbatch,
+            tokens=microbatch.tokens[:, own],
+            labels=microbatch.labels[:, own],
+            positions=microbatch.positions[:, own],
+            loss_mask=microbatch.loss_mask[:, own],
             document_starts=None if starts is None else starts[:, order],
             places=own,
             order=order,

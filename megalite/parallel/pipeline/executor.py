@@ -105,7 +105,7 @@ class Executor:
         self._posted: dict[tuple[str, int, int, int], IncomingMessage] = {}
         self._ready: dict[tuple[str, int, int, int], Tensor] = {}
         self._outgoing: dict[tuple[str, int, int, int], Tensor] = {}
-        self._batches: dict[int, tuple[Microbatch, Tensor]] = {}
+        self._microbatches: dict[int, tuple[Microbatch, Tensor]] = {}
         self._forwards: Counter[int] = Counter()
         self._losses: dict[int, Tensor] = {}
         self._handlers: dict[str, Callable[[Action, MicrobatchSource], None]] = {
@@ -160,10 +160,10 @@ class Executor:
 
     def _forward(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stages[action.stage_key]
-        batch, factor = self._batch(action, source)
+        microbatch, factor = self._microbatch(action, source)
         version = action.version if action.version != NONE else self._events.newest_version()
         x = None if stage.is_first else self._take("F", action)
-        out = stage.forward(action.microbatch, x, batch, factor, version=version)
+        out = stage.forward(action.microbatch, x, microbatch, factor, version=version)
         if stage.is_last:
             self._losses[action.microbatch] = out
         else:
@@ -211,16 +211,16 @@ class Executor:
         table = self._ready if here else self._outgoing
         table[kind, to, action.replica, action.microbatch] = x
 
-    def _batch(self, action: Action, source: MicrobatchSource) -> tuple[Microbatch, Tensor]:
+    def _microbatch(self, action: Action, source: MicrobatchSource) -> tuple[Microbatch, Tensor]:
         """The action's micro-batch; kept until its forward has been run by every stage of its replica on this rank."""
         number = action.microbatch
-        if number not in self._batches:
-            self._batches[number] = source.get(number)
+        if number not in self._microbatches:
+            self._microbatches[number] = source.get(number)
         self._forwards[number] += 1
         if self._forwards[number] < sum(replica == action.replica for _, replica in self.stages):
-            return self._batches[number]
+            return self._microbatches[number]
         del self._forwards[number]
-        return self._batches.pop(number)
+        return self._microbatches.pop(number)
 
 
 def _reduces_next(actions: Sequence[Action], index: int) -> bool:

@@ -57,8 +57,8 @@ class ForwardOnly(Stage):
         self.is_first, self.is_last = stage.is_first, stage.is_last
         self._version = version
 
-    def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
-        return self.evaluate(x, batch, version=self._version)
+    def forward(self, number: int, x: Tensor | None, microbatch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
+        return self.evaluate(x, microbatch, version=self._version)
 
     @property
     def num_in_flight(self) -> int:

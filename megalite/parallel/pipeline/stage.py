@@ -39,7 +39,7 @@ class _InFlight:
 class Stage:
     """One model chunk of one rank.
 
-    modules: one module per weight-version slot, `forward(x, batch) -> x`; the last stage's gives the summed loss.
+    modules: one module per weight-version slot, `forward(x, microbatch) -> x`; the last stage's gives the summed loss.
     weight_grads: the queue that the stage's layers put weight-gradient computations into; None for layers that know
     of none.
     spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
@@ -66,49 +66,49 @@ class Stage:
         """The layers that hold weight version `version`."""
         return self.modules[version % len(self.modules)]
 
-    def forward(self, microbatch: int, x: Tensor | None, batch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
+    def forward(self, number: int, x: Tensor | None, microbatch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
         """Runs the layers; returns the output `[s, b, h]`, or on the last stage the summed loss (both detached).
 
         factor: what the micro-batch's summed loss is multiplied with before its backward (0-dim tensor).
         """
         if x is not None:
             x = x.detach().requires_grad_()
-        out: Tensor = self.module(version)(x, batch)
+        out: Tensor = self.module(version)(x, microbatch)
         if self.is_last:
-            self._in_flight[microbatch] = _InFlight(x, out * factor)
+            self._in_flight[number] = _InFlight(x, out * factor)
             return out.detach()
         if out._base is not None:  # a view would keep its whole base alive after the send
             out = out.clone()
-        self._in_flight[microbatch] = _InFlight(x, get_gradient_edge(out))
+        self._in_flight[number] = _InFlight(x, get_gradient_edge(out))
         return out.detach()
 
-    def backward(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+    def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
         """Whole backward; `dy` is None on the last stage. Returns the input's gradient, None on the first stage."""
-        saved = self._in_flight.pop(microbatch)
+        saved = self._in_flight.pop(number)
         torch.autograd.backward(saved.end, dy)
         return None if saved.x is None else saved.x.grad
 
-    def backward_input(self, microbatch: int, dy: Tensor | None) -> Tensor | None:
+    def backward_input(self, number: int, dy: Tensor | None) -> Tensor | None:
         """The first half of a split backward: the input's gradient, and those of norms."""
         if self._weight_grads is None:
-            saved = self._in_flight.pop(microbatch)
+            saved = self._in_flight.pop(number)
             split = SplitBackward(saved.end, saved.x)
-            self._deferred[microbatch] = [split.backward_weight]
+            self._deferred[number] = [split.backward_weight]
             return split.backward_input(dy)
         with self._weight_grads.collect() as deferred:
-            dx = self.backward(microbatch, dy)
-        self._deferred[microbatch] = deferred
+            dx = self.backward(number, dy)
+        self._deferred[number] = deferred
         return dx
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, number: int) -> None:
         """The second half: the gradients of matrices and biases, in the order in which the first half met them."""
-        for compute in self._deferred.pop(microbatch):
+        for compute in self._deferred.pop(number):
             compute()
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor | None, batch: Microbatch, *, version: int) -> Tensor:
+    def evaluate(self, x: Tensor | None, microbatch: Microbatch, *, version: int) -> Tensor:
         """Forward without a backward: the output, or the summed loss on the last stage."""
-        out: Tensor = self.module(version)(x, batch)
+        out: Tensor = self.module(version)(x, microbatch)
         return out
 
     @property

@@ -66,7 +66,7 @@ class MasterShard:
             self.remainders.split()
 
     def pieces(self) -> Iterator[tuple[ParameterRange, int, int]]:
-        """(A parameter's range, start and stop of the part of it that the shard holds), in elements of the flat buffer."""
+        """(A parameter's range; start and stop of what the shard holds of it, in elements of the flat buffer)."""
         for range_ in self.segment.ranges:
             start, stop = max(range_.start, self.start), min(range_.stop, self.stop)
             if start < stop:
