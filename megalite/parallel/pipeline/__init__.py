@@ -5,7 +5,6 @@
 
     executor.py         one interpreter of actions for every schedule
     stage.py            consecutive layers, run forward and backward one micro-batch at a time
-    split_backward.py   B without W, and W later (Zero Bubble, arXiv 2401.10241)
     forward_only.py     evaluation as one more program for the same executor
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
 

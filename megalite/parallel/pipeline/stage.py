@@ -1,16 +1,16 @@
 """A stage: consecutive layers, run forward and backward one micro-batch at a time.
 
-A stage knows nothing of schedules and of wires. It keeps what a micro-batch's backward needs between `forward` and
-`backward`, and only that: the output's storage is released as soon as it has been sent, the edge of the autograd graph
-stays (Megatron-LM calls this deallocating the pipeline output).
+A stage knows nothing about schedules or messages. Between a micro-batch's forward and its backward it keeps what the
+backward needs and nothing else: the storage of the output is released as soon as it has been sent, only the edge of the
+autograd graph stays (Megatron-LM calls this deallocating the pipeline output).
 
-Weights come in versions: `modules[slot]` are module instances with parameters of their own, and version u lives in slot
-`u % len(modules)`. A backward runs on the very tensors that its forward used. If somebody has overwritten them
-meanwhile, autograd's version counter raises: PipeDream-2BW's invariant is checked at run time at no cost.
+An asynchronous schedule keeps several versions of the weights. Each has a module of its own, with its own parameters:
+version u is `modules[u % len(modules)]`. A backward runs on the very tensors that its forward used; if they have been
+overwritten in between, autograd's version counter raises. So PipeDream-2BW's invariant is checked at run time, at no
+cost.
 
-The split backward (Zero Bubble, arXiv 2401.10241) collects the computation of weight gradients (`megalite.gradient`)
-while the input's gradient is computed, and runs it later. Layers without a queue are split on their autograd graph
-(`split_backward`).
+A split backward (Zero Bubble, arXiv 2401.10241) computes the gradient of the input first, collects the computations of
+the weight gradients on the way (`megalite.gradient`), and runs them later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.comm import TensorSpec
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
-from megalite.parallel.pipeline.split_backward import SplitBackward
 
 
 @dataclass
@@ -39,9 +38,9 @@ class _InFlight:
 class Stage:
     """One model chunk of one rank.
 
-    modules: one module per weight-version slot, `forward(x, microbatch) -> x`; the last stage's gives the summed loss.
-    weight_grads: the queue that the stage's layers put weight-gradient computations into; None for layers that know
-    of none.
+    modules: one per weight version that is kept, `forward(x, microbatch) -> x`; the last stage's returns the summed
+        loss.
+    weight_grads: the queue into which the stage's layers put the computations of weight gradients.
     spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
     """
@@ -49,7 +48,7 @@ class Stage:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        weight_grads: WeightGradQueue | None,
+        weight_grads: WeightGradQueue,
         *,
         spec: TensorSpec,
         is_first: bool,
@@ -89,19 +88,14 @@ class Stage:
         return None if saved.x is None else saved.x.grad
 
     def backward_input(self, number: int, dy: Tensor | None) -> Tensor | None:
-        """The first half of a split backward: the input's gradient, and those of norms."""
-        if self._weight_grads is None:
-            saved = self._in_flight.pop(number)
-            split = SplitBackward(saved.end, saved.x)
-            self._deferred[number] = [split.backward_weight]
-            return split.backward_input(dy)
+        """The first half of a split backward: the gradients of the input and of norms."""
         with self._weight_grads.collect() as deferred:
             dx = self.backward(number, dy)
         self._deferred[number] = deferred
         return dx
 
     def backward_weight(self, number: int) -> None:
-        """The second half: the gradients of matrices and biases, in the order in which the first half met them."""
+        """The second half: the gradients of matrices and biases, in the order in which the first half came across them."""
         for compute in self._deferred.pop(number):
             compute()
 
