@@ -41,6 +41,7 @@ from megalite.schedule.action import (
     STEP,
     UNSHARD,
     Action,
+    StageKey,
     forward,
     parse_action,
 )

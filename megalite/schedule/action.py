@@ -47,6 +47,9 @@ UNSHARD = "UNSHARD"
 RESHARD = "RESHARD"
 OVERLAP = "OVERLAP"
 
+StageKey = tuple[int, int]
+"""(stage, replica)"""
+
 COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})
 """They add to the gradients of weights."""
@@ -88,7 +91,7 @@ class Action(NamedTuple):
         return f"{stage}{self.kind}{self.microbatch}{version}{peer}"
 
     @property
-    def stage_key(self) -> tuple[int, int]:
+    def stage_key(self) -> StageKey:
         """The stage, and which copy of it."""
         return self.stage, self.replica
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STEP, Action
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STEP, Action, StageKey
 
 
 def activation_counts(actions: Sequence[Action]) -> list[tuple[int, int]]:
@@ -36,13 +36,13 @@ def peak_activations(actions: Sequence[Action], weight_fraction: Fraction | floa
 
 def live_versions(actions: Sequence[Action]) -> int:
     """Most weight versions of one stage that are needed at once: those with a use ahead, and always the newest."""
-    last_use: dict[tuple[int, int], dict[int, int]] = {}
+    last_use: dict[StageKey, dict[int, int]] = {}
     for position, action in enumerate(actions):
         for part in action.computations():
             if part.kind != BACKWARD_WEIGHT:
                 last_use.setdefault(part.stage_key, {})[part.version] = position
     most = 1
-    newest: dict[tuple[int, int], int] = {}
+    newest: dict[StageKey, int] = {}
     for position, action in enumerate(actions):
         if action.kind == STEP:
             stage = action.stage_key
@@ -55,7 +55,7 @@ def live_versions(actions: Sequence[Action]) -> int:
 
 def gradient_buffers(actions: Sequence[Action], updates: Sequence[int | None]) -> int:
     """Most updates of a stage whose gradient is being summed or waits for its STEP. updates: of each action, if any."""
-    open_updates: dict[tuple[int, int], set[int]] = {}
+    open_updates: dict[StageKey, set[int]] = {}
     most = 1
     for action, update in zip(actions, updates, strict=True):
         stage = action.stage_key

@@ -1,17 +1,26 @@
-"""Passes: from the computations that a generator writes to the list that an executor runs.
+"""Passes: from the computations that a schedule writes down to the complete list of actions that a rank executes.
 
-    merge_backward       I(k) W(k) side by side -> B(k)
-    insert_reduce        REDUCE after a stage's last weight gradient of an update
-    insert_unshard       UNSHARD before, RESHARD after each run of actions of one stage (ZeRO-3)
-    insert_communication SEND right after the producer, RECV one computation ahead of its user
-    lower                all of them, in this order
+A schedule says in which order each rank computes (F, B, I, W) and when it steps. Everything else follows from that, and
+`lower` adds it:
 
-Each takes a Program and returns a Program; both can be drawn, proved and priced.
+    merge_backward          I(k) directly followed by W(k) becomes B(k)
+    insert_reduce           REDUCE as soon as the gradient of a stage is complete
+    insert_unshard          UNSHARD and RESHARD around the use of a stage's weights (ZeRO-3 only)
+    insert_communication    SEND after the computation that makes a tensor, RECV ahead of the one that needs it
+
+Both ranks of 1F1B with two micro-batches, as the schedule writes them and after `lower` (stage numbers left out):
+
+    rank 0    F0 F1 B0 B1 STEP0
+              F0 SEND_F0>1 RECV_B0<1 F1 SEND_F1>1 RECV_B1<1 B0 B1 REDUCE0 STEP0
+    rank 1    F0 B0 F1 B1 STEP0
+              RECV_F0<0 F0 RECV_F1<0 B0 SEND_B0>0 F1 B1 SEND_B1>0 REDUCE0 STEP0
+
+Each pass takes a Program and returns a Program, so its result can be drawn, proved and priced like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.errors import ScheduleError
@@ -30,19 +39,20 @@ from megalite.schedule.action import (
     STEP,
     UNSHARD,
     Action,
+    StageKey,
 )
 from megalite.schedule.program import BatchRange, Program
 from megalite.schedule.stage_placement import StagePlacement
 
 
 def lower(program: Program, *, unshard: bool = False) -> Program:
-    """Everything an executor needs. unshard: gather each stage's weights when needed (ZeRO-3) and free them after."""
+    """All passes in their order. unshard: weights are gathered before they are used and freed afterwards (ZeRO-3)."""
     program = insert_reduce(merge_backward(program))
     return insert_communication(insert_unshard(program) if unshard else program)
 
 
 def merge_backward(program: Program) -> Program:
-    """An input gradient directly followed by the weight gradient of the same micro-batch is an ordinary backward."""
+    """I(k) directly followed by W(k) on one stage is an ordinary backward, B(k), which is cheaper."""
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         merged: list[Action] = []
@@ -63,19 +73,22 @@ def merge_backward(program: Program) -> Program:
 
 
 def insert_reduce(program: Program) -> Program:
-    """REDUCE u directly after the last B or W of update u on each stage: reduction overlaps whatever follows."""
+    """REDUCE u directly after the last B or W of update u on each stage: the reduction overlaps what follows.
+
+        F1 B0 B1 STEP0    ->    F1 B0 B1 REDUCE0 STEP0
+
+    An asynchronous program runs some backwards of batch t + 1 before STEP t. REDUCE t + 1 follows in the iteration that
+    holds the last of them, which may be this one or the next.
+    """
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = program.order(rank, batch)
         last: dict[tuple[int, int, int], int] = {}
         for position, action in enumerate(actions):
             for part in action.computations():
-                update = program.update_of(part.microbatch, batch)
-                # Backwards of batch t + 1 before STEP t: its reduction waits for its last one, here or in the next
-                # iteration.
-                whole = part.microbatch < batch.end or part.microbatch == batch.following.end - 1
-                if part.kind in GRADIENT_KINDS and whole:
-                    last[part.stage, part.replica, update] = position
+                completed_here = part.microbatch < batch.end or part.microbatch == batch.following.end - 1
+                if part.kind in GRADIENT_KINDS and completed_here:
+                    last[part.stage, part.replica, program.update_of(part.microbatch, batch)] = position
         after: dict[int, list[Action]] = {}
         for (stage, replica, update), position in last.items():
             after.setdefault(position, []).append(Action(REDUCE, stage, update, replica=replica))
@@ -85,11 +98,18 @@ def insert_reduce(program: Program) -> Program:
 
 
 def insert_unshard(program: Program) -> Program:
-    """UNSHARD one run ahead, so that the gather overlaps; RESHARD where the next two runs do not need the stage.
+    """UNSHARD ahead of use, so that the gather overlaps computation; RESHARD once the weights are not needed soon.
 
-    A run is a maximal sequence of computations of one stage. In breadth-first order that is one gather per chunk and
-    direction, and at most two chunks gathered at a time; with one chunk per rank it is one gather per batch. Raises
-    ScheduleError for an asynchronous program, which would need several versions gathered at once.
+    A rank's computations fall into runs of the same stage. When a run begins, the weights of that run and of the next
+    one are gathered, and all others are freed. Rank 0 of the breadth-first schedule holds stages 0 and 2 of four; with
+    two micro-batches:
+
+        runs        |                 0F0 0F1 | 2F0 2F1 2B0 2B1 |          0B0 0B1 |
+        gathered    | 0UNSHARD 2UNSHARD       | (0 and 2 stay)  | 2RESHARD         | 0RESHARD
+
+    So at most two stages are gathered at a time. Breadth-first needs one gather per stage and direction, a schedule
+    with one stage per rank needs one per batch. Raises ScheduleError for an asynchronous program, which would need
+    several versions of the weights gathered at once.
     """
     if program.asynchronous:
         raise ScheduleError(
@@ -99,68 +119,61 @@ def insert_unshard(program: Program) -> Program:
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = program.order(rank, batch)
-        runs: list[tuple[int, set[tuple[int, int]]]] = []
-        for position, action in enumerate(actions):
-            if action.is_compute:
-                stages = {part.stage_key for part in action.computations()}
-                if not runs or runs[-1][1] != stages:
-                    runs.append((position, stages))
-        starts = {position: index for index, (position, _) in enumerate(runs)}
+        runs = _runs(actions)
+        run_at = {position: index for index, (position, _) in enumerate(runs)}
         out: list[Action] = []
-        gathered: set[tuple[int, int]] = set()
+        gathered: set[StageKey] = set()
 
-        def needed(index: int) -> set[tuple[int, int]]:
-            return set().union(*(stages for _, stages in runs[index : index + 2]))
-
-        def change(wanted: set[tuple[int, int]], current: set[tuple[int, int]]) -> None:
-            out.extend(Action(RESHARD, s, batch.iteration, replica=x) for s, x in sorted(gathered - wanted))
-            out.extend(
-                Action(UNSHARD, s, batch.iteration, replica=x)
-                for s, x in sorted(wanted - gathered, key=lambda stage: (stage not in current, stage))
-            )
+        def gather_only(wanted: set[StageKey], first: set[StageKey]) -> None:
+            """Frees what is not wanted and gathers what is, `first` before the others."""
+            free = sorted(gathered - wanted)
+            bring = sorted(wanted - gathered, key=lambda stage: (stage not in first, stage))
+            out.extend(Action(RESHARD, stage, batch.iteration, replica=replica) for stage, replica in free)
+            out.extend(Action(UNSHARD, stage, batch.iteration, replica=replica) for stage, replica in bring)
             gathered.clear()
             gathered.update(wanted)
 
         for position, action in enumerate(actions):
-            if position in starts:
-                change(needed(starts[position]), runs[starts[position]][1])
+            if position in run_at:
+                index = run_at[position]
+                this_and_next = [stages for _, stages in runs[index : index + 2]]
+                gather_only(set().union(*this_and_next), first=this_and_next[0])
             elif action.kind == STEP and position > runs[-1][0]:
-                change(set(), set())
+                gather_only(set(), first=set())
             out.append(action)
         return out
 
     return program.with_order(order)
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A tensor that crosses a wire: the RECV that takes it, at its user's place."""
-
-    recv: Action
-    position: int
-    """Index, among the computations of the receiving rank, of the one before which the RECV stands."""
-    rank_in_user_order: int
+def _runs(actions: Sequence[Action]) -> list[tuple[int, set[StageKey]]]:
+    """(Position of the first action, stages) of each maximal sequence of computations on the same stages."""
+    runs: list[tuple[int, set[StageKey]]] = []
+    for position, action in enumerate(actions):
+        if action.is_compute:
+            stages = {part.stage_key for part in action.computations()}
+            if not runs or runs[-1][1] != stages:
+                runs.append((position, stages))
+    return runs
 
 
 def receives(action: Action, placement: StagePlacement) -> Iterator[Action]:
     """The messages that a computation needs from other ranks."""
-    wires = {FORWARD: (RECV_F, -1), BACKWARD: (RECV_B, 1), BACKWARD_INPUT: (RECV_B, 1)}
-    return _messages(action, placement, wires)
+    return _messages(action, placement, {FORWARD: (RECV_F, -1), BACKWARD: (RECV_B, 1), BACKWARD_INPUT: (RECV_B, 1)})
 
 
 def sends(action: Action, placement: StagePlacement) -> Iterator[Action]:
     """The messages that a computation produces for other ranks."""
-    wires = {FORWARD: (SEND_F, 1), BACKWARD: (SEND_B, -1), BACKWARD_INPUT: (SEND_B, -1)}
-    return _messages(action, placement, wires)
+    return _messages(action, placement, {FORWARD: (SEND_F, 1), BACKWARD: (SEND_B, -1), BACKWARD_INPUT: (SEND_B, -1)})
 
 
-def _messages(action: Action, placement: StagePlacement, wires: Mapping[str, tuple[str, int]]) -> Iterator[Action]:
-    """wires: kind of a computation -> kind of its message, and how many stages further the other end is."""
+def _messages(action: Action, placement: StagePlacement, message_of: Mapping[str, tuple[str, int]]) -> Iterator[Action]:
+    """message_of: kind of a computation -> kind of its message, and from its stage to the one at the other end."""
     for part in action.computations():
-        kind, distance = wires.get(part.kind, ("", 0))
+        kind, distance = message_of.get(part.kind, ("", 0))
         if kind and 0 <= part.stage + distance < placement.num_stages:
             peer = placement.rank_of(part.stage + distance, part.replica)
-            # Chunks of one rank hand tensors over in memory (the turning point of a V, or p = 1).
+            # Stages of one rank hand tensors over in memory (the turning point of a V, or p = 1).
             if peer != placement.rank_of(part.stage, part.replica):
                 yield Action(kind, part.stage, part.microbatch, peer=peer, replica=part.replica)
 
@@ -172,41 +185,53 @@ def matching_recv(send: Action, sender: int) -> Action:
     return Action(RECV_B, send.stage - 1, send.microbatch, peer=sender, replica=send.replica)
 
 
+@dataclass(frozen=True)
+class _Receive:
+    """A message that a rank needs.
+
+    recv: the action that posts it.
+    due: (index of the computation before which it is best posted, its number among all receives of the iteration).
+    """
+
+    recv: Action
+    due: tuple[int, int]
+
+
 def insert_communication(program: Program) -> Program:
-    """SEND directly after the computation that produced the tensor; RECV posted early, in the order of the *sender*.
+    """SEND directly after the computation that made the tensor; RECV one computation ahead of the one that needs it.
 
-    Point-to-point transports match messages by order, not by name: on every directed pair of ranks the receives must
-    be posted in the same order as the sends. So the sender's order places them; each is posted one computation before
-    its user, or earlier if a message behind it on the same wire is needed earlier:
+    Transports match messages by order, not by name: from one rank to another, receives must be posted in the order of
+    the sends. So a receive is posted even earlier where a message that is sent after it is needed first. Say a rank
+    computes X, then C, which needs message c, then B, which needs b, and the other rank sends b before c:
 
-        the sender sends    a b c        the receiver computes    x  U(a)  U(c)  y  U(b)
-        one ahead of its user            RECV a before x, RECV c before U(a), RECV b before y
-        in the order of the sends        RECV a before x, RECV b and RECV c before U(a)
+        one ahead of its user                        RECV c  X           RECV b  C  B
+        in the order in which they are sent          RECV b  RECV c  X           C  B
 
     Neither rule looks at durations, so the result is one fixed list. In an asynchronous program the receive for the
     first computation of iteration t + 1 is posted in iteration t.
     """
     placement = program.placement
 
-    def carried(rank: int, batch: BatchRange) -> list[Action]:
-        """Receives of the first computation of a warm iteration, which the iteration before has posted."""
-        going_on = batch._replace(next_size=batch.size, first=False)
-        head = next((action for action in program.order(rank, going_on) if action.is_compute), None)
-        # Only if it exists whether or not `batch` is the last: the iteration before cannot know that.
+    def posted_before(rank: int, batch: BatchRange) -> list[Action]:
+        """The receives of the first computation of `batch`, if the iteration before is to post them."""
+        continued = batch._replace(next_size=batch.size, first=False)
+        head = next((action for action in program.order(rank, continued) if action.is_compute), None)
+        # Only what is computed whether or not `batch` is the last one: the iteration before cannot know that.
         return [recv for recv in receives(head, placement) if recv.microbatch < batch.end] if head else []
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         actions = program.order(rank, batch)
-        posted = set() if batch.first or not program.asynchronous else set(carried(rank, batch))
+        already = set() if batch.first or not program.asynchronous else set(posted_before(rank, batch))
         computations = [action for action in actions if action.is_compute]
-        wanted: list[_Message] = []
-        for index, action in enumerate(computations):
-            for recv in receives(action, placement):
-                if recv not in posted:
-                    wanted.append(_Message(recv, max(index - 1, 0), len(wanted)))
+        needed = [
+            (index, recv)
+            for index, action in enumerate(computations)
+            for recv in receives(action, placement)
+            if recv not in already
+        ]
         if program.asynchronous and batch.next_size:
-            for recv in carried(rank, batch.following):
-                wanted.append(_Message(recv, max(len(computations) - 1, 0), len(wanted)))
+            needed += [(len(computations), recv) for recv in posted_before(rank, batch.following)]
+        wanted = [_Receive(recv, (max(user - 1, 0), number)) for number, (user, recv) in enumerate(needed)]
         before = _place_receives(program, rank, batch, wanted)
         out: list[Action] = []
         index = 0
@@ -223,25 +248,25 @@ def insert_communication(program: Program) -> Program:
     return replace(program, order=order, has_communication=True)
 
 
-def _place_receives(program: Program, rank: int, batch: BatchRange, wanted: list[_Message]) -> dict[int, list[Action]]:
-    """Computation index -> receives to post before it, such that each source's messages keep their sender's order."""
-    placed: list[tuple[int, int, Action]] = []
+def _place_receives(program: Program, rank: int, batch: BatchRange, wanted: list[_Receive]) -> dict[int, list[Action]]:
+    """Index of a computation -> receives to post before it, those from each rank in the order in which it sends."""
+    placed: list[tuple[tuple[int, int], Action]] = []
     for source in sorted({message.recv.peer for message in wanted}):
         messages = [message for message in wanted if message.recv.peer == source]
         if program.asynchronous:
-            # A message may be sent in the iteration before; on each wire the order is that of the micro-batches.
+            # Some were sent in the iteration before; from each rank they come in the order of the micro-batches.
             messages.sort(key=lambda message: message.recv.microbatch)
         else:
             sent = (send for action in program.order(source, batch) for send in sends(action, program.placement))
             place = {matching_recv(send, source): number for number, send in enumerate(sent) if send.peer == rank}
-            # What is never sent (a file may forget a computation) waits at the end: the validator names it.
+            # What is never sent (a schedule file may forget a computation) comes last: the validator names it.
             messages.sort(key=lambda message: place.get(message.recv, len(place)))
-        position, turn = messages[-1].position, messages[-1].rank_in_user_order
-        for message in reversed(messages):
-            position, turn = min((position, turn), (message.position, message.rank_in_user_order))
-            placed.append((position, turn, message.recv))
-    # Stable sort after the reversal: equal (position, turn) means "pulled forward by the same later message".
+        due = messages[-1].due
+        for message in reversed(messages):  # none is posted later than any message that is sent after it
+            due = min(due, message.due)
+            placed.append((due, message.recv))
+    # The sort is stable, and reversing restores the order of the sends among receives that are due together.
     before: dict[int, list[Action]] = {}
-    for position, _, recv in sorted(reversed(placed), key=lambda item: item[:2]):
+    for (position, _), recv in sorted(reversed(placed), key=lambda item: item[0]):
         before.setdefault(position, []).append(recv)
     return before

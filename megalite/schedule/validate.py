@@ -31,15 +31,13 @@ from megalite.schedule.action import (
     STEP,
     UNSHARD,
     Action,
+    StageKey,
 )
 from megalite.schedule.memory import activation_counts, gradient_buffers, live_versions
 from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import BatchRange, BatchSpec, Program
 from megalite.schedule.simulate import ResultKey, dependencies, produced
-
-StageReplica = tuple[int, int]
-"""(stage, replica)"""
 
 Lists = Sequence[Sequence[Action]]
 """The whole run of every rank."""
@@ -52,7 +50,7 @@ class ValidationReport:
     in_order: every stage adds all of them in ascending order, so the sum is bitwise that of a run without a pipeline.
     """
 
-    summation: dict[StageReplica, tuple[int, ...]]
+    summation: dict[StageKey, tuple[int, ...]]
     weight_versions_per_rank: tuple[int, ...]
 
     @property
@@ -76,7 +74,7 @@ def validate(program: Program, batches: BatchSpec | None = None) -> ValidationRe
     for rule, faults in _checks(program, run, lists):
         if faults:
             raise ScheduleError(_refusal(program, rule, faults, lists))
-    summation: dict[StageReplica, list[int]] = defaultdict(list)
+    summation: dict[StageKey, list[int]] = defaultdict(list)
     for _, _, part in _computations(lists):
         if part.kind in GRADIENT_KINDS:
             summation[part.stage_key].append(part.microbatch)
@@ -148,8 +146,8 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
 def _updates(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
     total = run[-1].end if program.update_per_microbatch else len(run)
     for rank, actions in enumerate(lists):
-        next_step: dict[StageReplica, int] = dict.fromkeys(program.placement.stages_of(rank), 0)
-        reduced: dict[StageReplica, int] = {}
+        next_step: dict[StageKey, int] = dict.fromkeys(program.placement.stages_of(rank), 0)
+        reduced: dict[StageKey, int] = {}
         for position, action in enumerate(actions):
             key, update = action.stage_key, action.microbatch
             unreduced = bool(reduced) and reduced.get(key, -1) < update
@@ -180,7 +178,7 @@ def _gathers(lists: Lists) -> Iterator[MessageFault]:
     for rank, actions in enumerate(lists):
         if not any(action.kind == UNSHARD for action in actions):
             continue
-        gathered: set[StageReplica] = set()
+        gathered: set[StageKey] = set()
         for position, action in enumerate(actions):
             if action.kind == UNSHARD:
                 gathered.add(action.stage_key)
@@ -217,8 +215,8 @@ def _versions(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iter
     everywhere: dict[int, int] = {}
     for rank, actions in enumerate(lists):
         copies = program.weight_versions[rank]
-        newest: dict[StageReplica, int] = defaultdict(int)
-        of_forward: dict[tuple[StageReplica, int], int] = {}
+        newest: dict[StageKey, int] = defaultdict(int)
+        of_forward: dict[tuple[StageKey, int], int] = {}
         for position, action in enumerate(actions):
             if action.kind == STEP:
                 newest[action.stage_key] = action.microbatch + 1

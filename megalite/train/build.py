@@ -26,7 +26,7 @@ from megalite.optim import (
     LossScaler,
     UpdateRule,
 )
-from megalite.parallel.pipeline import SharedGradient, Stage, StageKey, holders
+from megalite.parallel.pipeline import SharedGradient, Stage, holders
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
@@ -37,7 +37,7 @@ from megalite.parallel.zero import (
     ZeroOptions,
     stage_buffers,
 )
-from megalite.schedule import Program, StagePlacement, find_schedule, validate
+from megalite.schedule import Program, StageKey, StagePlacement, find_schedule, validate
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from megalite.comm import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim import LossScaler
-from megalite.parallel.pipeline import Events, StageKey
+from megalite.parallel.pipeline import Events
 from megalite.parallel.zero import PendingNorm
-from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action
+from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, StageKey
 from megalite.train.build import Model
 
 

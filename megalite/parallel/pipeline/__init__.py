@@ -12,7 +12,7 @@ Invariant: the executor knows no schedule by name; the order that was validated 
 Proof: `tests/equivalence` (every schedule against one process), `tests/distributed/parallel/pipeline/` (peaks).
 """
 
-from megalite.parallel.pipeline.executor import Events, Executor, StageKey
+from megalite.parallel.pipeline.executor import Events, Executor
 from megalite.parallel.pipeline.forward_only import ForwardOnly, forward_program
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders
 from megalite.parallel.pipeline.stage import Stage

@@ -39,13 +39,11 @@ from megalite.schedule import (
     SEND_B,
     SEND_F,
     Action,
+    StageKey,
     StagePlacement,
 )
 
 _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
-
-StageKey = tuple[int, int]
-"""(stage, replica)"""
 
 
 class MicrobatchSource(Protocol):

@@ -95,7 +95,7 @@ class Stage:
         return dx
 
     def backward_weight(self, number: int) -> None:
-        """The second half: the gradients of matrices and biases, in the order in which the first half came across them."""
+        """The second half: the gradients of matrices and biases, in the order of the first half."""
         for compute in self._deferred.pop(number):
             compute()
 
