@@ -124,10 +124,10 @@ class BlendedDataset:
 
 
 def _cached_order(weights: Sequence[float], size: int, cache_dir: Path | None) -> Sequence[NDArray[np.integer]]:
-    def fit(part: NDArray[np.integer], sample: NDArray[np.integer]) -> bool:
+    def match(part: NDArray[np.integer], sample: NDArray[np.integer]) -> bool:
         return part.shape == sample.shape == (size,)
 
     if cache_dir is None:
         return blend_order(weights, size)
     key = digest_of("blend", 1, [float(w) for w in weights], size)
-    return cached_arrays(cache_dir / "index", key, ("part", "sample"), lambda: blend_order(weights, size), fit)
+    return cached_arrays(cache_dir / "index", key, ("part", "sample"), lambda: blend_order(weights, size), match)

@@ -84,11 +84,11 @@ def cached_arrays(
     name: str,
     names: Sequence[str],
     build: Callable[[], Sequence[NDArray[np.integer]]],
-    fit: Callable[..., bool],
+    match: Callable[..., bool],
 ) -> Sequence[NDArray[np.integer]]:
     """The arrays `names` that `build` makes, mapped from the folder `root/name`; a damaged folder is not used.
 
-    fit: whether arrays of these names belong together.
+    match: whether the arrays, in the order of `names`, are of one index.
     """
 
     def write(folder: Path) -> None:
@@ -98,7 +98,7 @@ def cached_arrays(
     folder = cached_folder(root, name, write)
     try:
         arrays = [np.asarray(np.load(folder / f"{each}.npy", mmap_mode="r", allow_pickle=False)) for each in names]
-        if not fit(*arrays):
+        if not match(*arrays):
             raise ValueError("shapes do not fit")
         return arrays
     except (OSError, ValueError) as error:

@@ -102,10 +102,10 @@ class GPTDataset:
         content = np.ascontiguousarray(lengths[self.begin : self.end]).tobytes()
         key = digest_of("order", INDEX_VERSION, content, self.begin, self.end, self.seq_length, num_samples, seed)
 
-        def fit(documents: NDArray[np.integer], samples: NDArray[np.integer], shuffle: NDArray[np.integer]) -> bool:
+        def match(documents: NDArray[np.integer], samples: NDArray[np.integer], shuffle: NDArray[np.integer]) -> bool:
             return samples.shape == (len(shuffle) + 1, 2) and documents.ndim == 1 and len(shuffle) > 0
 
-        return SampleOrder(*cached_arrays(self._cache_dir / "index", key, SampleOrder._fields, build, fit))
+        return SampleOrder(*cached_arrays(self._cache_dir / "index", key, SampleOrder._fields, build, match))
 
     def __len__(self) -> int:
         return self._stops[-1]

@@ -4,7 +4,7 @@
     parameter_placement.py      which rectangle of its logical tensor a parameter is
     families.py     which axes cut, shard and replicate the parameters of a family
     buckets.py      the flat buffers that hold parameters
-    tiling.py       chunks of logits, blocks of queries, segments that are recomputed
+    tiling.py       chunks of logits, blocks of queries, layers that are recomputed together
     activation_bytes.py     bytes that a layer keeps until its backward, and that cross to the next stage
     pipeline.py     the program of a configuration, and which layers each stage holds
 
@@ -51,5 +51,5 @@ from megalite.inventory.tiling import (
     block_area,
     chunk_length,
     query_blocks,
-    recompute_segments,
+    recompute_ranges,
 )

@@ -1,4 +1,4 @@
-"""How work is cut into pieces: chunks of logits, blocks of queries, segments that are recomputed.
+"""How work is cut into pieces: chunks of logits, blocks of queries, layers that are recomputed together.
 
 Layers compute in these pieces, and whoever counts memory counts them.
 """
@@ -33,17 +33,17 @@ def block_area(length: int) -> int:
     return sum((end - begin) * end for begin, end in query_blocks(length))
 
 
-def recompute_segments(count: int, blocks: Sequence[int], config: ModelConfig) -> list[tuple[int, int, bool]]:
+def recompute_ranges(count: int, blocks: Sequence[int], config: ModelConfig) -> list[tuple[int, int, bool]]:
     """Cuts `count` layers, of which the indices `blocks` are transformer blocks, into (begin, end, recompute)."""
     if config.recompute_granularity != "full" or not blocks:
         return [(0, count, False)]
     number = config.recomputed_layers
     first, last = blocks[0], blocks[-1] + 1
-    segments = [(0, first, False)] if first else []
+    ranges = [(0, first, False)] if first else []
     if config.recompute_method == "block":
         kept = min(first + number, last)
-        segments += [(i, i + 1, True) for i in range(first, kept)]
-        segments += [(kept, last, False)] if kept < last else []
+        ranges += [(i, i + 1, True) for i in range(first, kept)]
+        ranges += [(kept, last, False)] if kept < last else []
     else:
-        segments += [(i, min(i + number, last), True) for i in range(first, last, number)]
-    return segments + ([(last, count, False)] if last < count else [])
+        ranges += [(i, min(i + number, last), True) for i in range(first, last, number)]
+    return ranges + ([(last, count, False)] if last < count else [])

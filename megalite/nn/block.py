@@ -56,10 +56,10 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
-        state: tuple[Tensor, ...] = (x,)
+        values: tuple[Tensor, ...] = (x,)
         for segment in self.segments(microbatch, cache):
-            state = segment(*state)
-        return state[0]
+            values = segment(*values)
+        return values[0]
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
         """One micro-batch's way through the block: the first segment takes x, the last returns `(x,)`."""

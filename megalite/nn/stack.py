@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config import ModelConfig
-from megalite.inventory import recompute_segments
+from megalite.inventory import recompute_ranges
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
@@ -53,12 +53,12 @@ class LayerStack(nn.Module):
             head.output.weight = embedding.word_embeddings.weight
             head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: gradients that a micro-batch brings
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
-        self.segments = recompute_segments(len(self.names), places, config)
+        self.recompute_ranges = recompute_ranges(len(self.names), places, config)
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Runs all layers; the first stage gets None, the last returns the summed loss."""
         layers = self.ordered()
-        for begin, end, recompute in self.segments:
+        for begin, end, recompute in self.recompute_ranges:
             part = layers[begin:end]
             if recompute and torch.is_grad_enabled():
                 x = checkpoint(run_layers, part, x, microbatch, use_reentrant=False, preserve_rng_state=False)

@@ -36,4 +36,4 @@ from megalite.planner.result_table import (
 )
 from megalite.planner.search import FastEstimator, OverBudget, SearchResult, pareto, search
 from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts, reasons_against
-from megalite.planner.startup_table import describe_layout, format_table, in_units, start_up_table
+from megalite.planner.startup_table import describe_layout, format_table, in_units, startup_rows

@@ -18,7 +18,7 @@ from megalite.inventory import (
     kept_bytes,
     micro_tokens,
     model_layers,
-    recompute_segments,
+    recompute_ranges,
     weight_only_bytes,
 )
 from megalite.schedule import find_schedule
@@ -49,7 +49,7 @@ def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
     The first blocks of a stage are recomputed last: whole blocks behind them have gone by then, and one takes their
     place; where the backward is split, their W keeps most of them.
     """
-    again = [end - begin for begin, end, twice in recompute_segments(blocks, range(blocks), config.model) if twice]
+    again = [end - begin for begin, end, twice in recompute_ranges(blocks, range(blocks), config.model) if twice]
     kept, split = blocks - sum(again), find_schedule(config.parallel.schedule).splits_backward
     return kept, len(again), max(again, default=0) if split or not kept else 0
 

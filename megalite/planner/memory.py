@@ -1,6 +1,6 @@
 """Bytes on one rank, term by term: what the start-up table prints and what the search prunes with.
 
-    weights gradients master moments        the flat buffers, to the byte (states.py)
+    weights gradients master moments        the flat buffers, to the byte (model_states.py)
     activations                             of all micro-batches in flight at the fullest moment (activations.py)
     boundary                                inputs of stages that wait for their backward, a message each way
     logits                                  what the head keeps, and one chunk of logits
@@ -43,7 +43,7 @@ class RankMemory:
     host: float = 0.0
 
     @property
-    def states(self) -> float:
+    def model_states(self) -> float:
         """Weights, gradients and optimizer state: what lives from step to step."""
         return self.weights + self.gradients + self.master + self.moments
 

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients, masters and moments on one rank, to the byte.
 
 The bucket plan that a run lays its flat buffers by (`megalite.inventory.buckets`) is counted, padding included, so the
-numbers equal what a run allocates (tests/unit/planner/test_states.py builds the real buffers).
+numbers equal what a run allocates (tests/unit/planner/test_model_states.py builds the real buffers).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Bucket(NamedTuple):
     tied: bool
     whole: bool
     elements: int  # that carry optimizer state, on the owner with the most of them
-    states: int  # numbers of state of whole matrices, on the owner with the most of them
+    matrix_state: int  # numbers that are kept for whole matrices, on the owner with the most of them
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
 
 
@@ -130,14 +130,14 @@ def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu:
 def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
     numel = plan.stop - plan.start
     share, whole = numel // owners, plan.segments[0].whole
-    elements, states = [0 if whole else share] * owners, [0] * owners
+    elements, matrix_state = [0 if whole else share] * owners, [0] * owners
     for segment in plan.segments if whole else ():
         entry, rule = segment.ranges[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
         owner = (segment.start - plan.start) // share
         elements[owner] += entry.numel
-        states[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
+        matrix_state[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
     statistics = sum(_statistics(range_.entry.shape, range_.entry.placement.decay) for range_ in plan.ranges)
-    return _Bucket(numel, plan.tied, whole, max(elements), max(states), statistics)
+    return _Bucket(numel, plan.tied, whole, max(elements), max(matrix_state), statistics)
 
 
 def _statistics(shape: Shape, matrix: bool) -> int:
@@ -173,7 +173,7 @@ def _moments(
     moved = on_host = there = here = 0
     for bucket in buckets:
         share = bucket.numel // owners
-        state = bucket.states * size.wide if bucket.whole else bucket.elements * flat
+        state = bucket.matrix_state * size.wide if bucket.whole else bucket.elements * flat
         if rule.statistics:
             state = bucket.statistics * size.wide
         if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):

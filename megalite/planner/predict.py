@@ -45,14 +45,14 @@ SIMULATED_ACTIONS = 6_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one layout does. memory: one entry per pipeline rank. parts: seconds of the step, by cause."""
+    """What one layout does. memory: one entry per pipeline rank. breakdown: seconds of the step, by cause."""
 
     config: Config
     world_size: int
     step_time: float
     bubble_over_ideal: float
     memory: tuple[RankMemory, ...]
-    parts: dict[str, float]
+    breakdown: dict[str, float]
     model_flops: float
     hardware_flops: float
     peak_flops: float
@@ -122,7 +122,7 @@ def predict(
     elements = max(costs.owned_elements(program, rank) for rank in range(program.num_ranks))
     step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
     batch = config.global_batch_size(world_size)
-    parts = {
+    seconds = {
         "pipeline": steady.makespan,
         "data_parallel": reduce + gather,
         "shared_weights": costs.tied() + costs.replicas(program),
@@ -134,8 +134,8 @@ def predict(
     again = [item for stage in range(len(cuts)) for item in costs.recomputed(stage)]
     twice = float(batch * config.model.seq_length * sum(model_layers(config.model)[item].flops() for item in again))
     peak = hardware.matrix_flops[precision_name(config)]
-    total = sum(parts.values())
-    return Prediction(config, world_size, total, steady.bubble_over_ideal, memory, parts, flops, flops + twice, peak)
+    total = sum(seconds.values())
+    return Prediction(config, world_size, total, steady.bubble_over_ideal, memory, seconds, flops, flops + twice, peak)
 
 
 def memory_of(

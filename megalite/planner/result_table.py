@@ -58,10 +58,10 @@ def limit_of(prediction: Prediction, hardware: Hardware) -> str:
     bubble = prediction.bubble_over_ideal / (1 + prediction.bubble_over_ideal)
     step = prediction.step_time
     shares = {
-        "pipeline bubble": bubble * prediction.parts["pipeline"] / step,
-        "data-parallel messages": prediction.parts["data_parallel"] / step,
-        "optimizer step": prediction.parts["optimizer"] / step,
-        "sums of shared weights": prediction.parts["shared_weights"] / step,
+        "pipeline bubble": bubble * prediction.breakdown["pipeline"] / step,
+        "data-parallel messages": prediction.breakdown["data_parallel"] / step,
+        "optimizer step": prediction.breakdown["optimizer"] / step,
+        "sums of shared weights": prediction.breakdown["shared_weights"] / step,
     }
     worst = max(shares, key=lambda name: shares[name])
     text = f"{worst} {shares[worst]:.0%}" if shares[worst] >= 0.05 else "computation"
@@ -82,7 +82,7 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
         "memory_bytes_of_pipeline_ranks": [memory.by_term() for memory in prediction.memory],
         "fullest_pipeline_rank": prediction.fullest,
         "bubble_over_ideal": prediction.bubble_over_ideal,
-        "step_time_parts_s": prediction.parts,
+        "step_time_parts_s": prediction.breakdown,
         "limited_by": limit_of(prediction, hardware),
     }
 

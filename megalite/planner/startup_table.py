@@ -14,7 +14,7 @@ from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 
 
-def start_up_table(
+def startup_rows(
     config: Config, world_size: int, *, program: Program, cuts: Sequence[range], device: str = "cpu"
 ) -> list[tuple[str, str]]:
     """Rows (name, text) about model, layout, batch, length, FLOPs and memory.

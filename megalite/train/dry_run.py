@@ -17,7 +17,7 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE
-from megalite.planner import checkpoint_bytes, format_table, start_up_table
+from megalite.planner import checkpoint_bytes, format_table, startup_rows
 from megalite.progress import ProgressBar
 from megalite.schedule import Program, render_text, simulate
 from megalite.train.build import ProgramCache
@@ -46,7 +46,7 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts)
         config, notes = check_start(config, world_size, tokenizer)
-    table = start_up_table(config, world_size, program=program, cuts=cuts)
+    table = startup_rows(config, world_size, program=program, cuts=cuts)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
         drawing = render_text(simulate(program, batches=2 if program.asynchronous else 1))

@@ -139,10 +139,10 @@ def _amounts(config: Config, memory: RankMemory, again: float, *, on_cpu: bool) 
     if config.training.skip_train:
         return memory.weights, memory.weights, 0.0
     if config.training.compile or config.model.cpu_offloading_num_layers:  # keep less than the estimate says
-        return memory.total - again, memory.states, 0.0
+        return memory.total - again, memory.model_states, 0.0
     if on_cpu and config.training.precision.half:  # a processor with 16-bit products keeps half of what is assumed
         kept = memory.activations + memory.boundary + memory.logits
-        return memory.total - again, memory.states + kept / 2, 0.0
+        return memory.total - again, memory.model_states + kept / 2, 0.0
     passing = memory.workspace + memory.logits
     return memory.total - again, memory.total - again - passing, passing
 

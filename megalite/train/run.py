@@ -21,7 +21,7 @@ from megalite.errors import DataError
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
 from megalite.parallel.pipeline import Executor
-from megalite.planner import format_table, start_up_table
+from megalite.planner import format_table, startup_rows
 from megalite.train import matmul_precision
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import ProgramCache, build_model, build_scaler, wide_dtype
@@ -75,7 +75,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     cuts = stage_layer_ranges(config, program)
     if world.is_first:
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        table = start_up_table(config, world.size, program=program, cuts=cuts, device=device)
+        table = startup_rows(config, world.size, program=program, cuts=cuts, device=device)
         logger.info("\n%s", format_table(table))
     check_memory(config, world, mesh.world, program, cuts)
     world.report_phase("start-up: run directory")

@@ -48,14 +48,14 @@ class _Chunk:
 
 
 @dataclass
-class _Space:
+class _Workspace:
     """Where the chunks of one call are computed, one after the other: memory is made once. `[step, valid]` each."""
 
     products: Tensor  # in the dtype that is multiplied in
     wide: Tensor  # in the dtype of the softmax; the same memory where that is the same dtype
 
     @classmethod
-    def make(cls, x: Tensor, step: int, valid: int) -> _Space:
+    def make(cls, x: Tensor, step: int, valid: int) -> _Workspace:
         products = x.new_empty(step, valid)
         return cls(products, products if wide(x.dtype) == x.dtype else x.new_empty(step, valid, dtype=wide(x.dtype)))
 
@@ -103,8 +103,10 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard
     dtype = product_dtype(x.dtype, x.device.type)
     x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
     step = chunk_length(len(x), shard.valid, on_cpu=x.device.type == "cpu")
-    space = _Space.make(x, step, shard.valid)
-    parts = [_chunk(x[i : i + step], rows, labels[i : i + step], shard, space).losses for i in range(0, len(x), step)]
+    workspace = _Workspace.make(x, step, shard.valid)
+    parts = [
+        _chunk(x[i : i + step], rows, labels[i : i + step], shard, workspace).losses for i in range(0, len(x), step)
+    ]
     return torch.cat(parts)
 
 
@@ -139,14 +141,14 @@ class _FusedCrossEntropy(Function):
             product = None if dtype == dweight.dtype else torch.empty_like(rows)
         total = weights.new_zeros(())
         step = chunk_length(len(x), shard.valid, on_cpu=x.device.type == "cpu")
-        space = _Space.make(x, step, shard.valid)
+        workspace = _Workspace.make(x, step, shard.valid)
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)
-            chunk = _chunk(x[part], rows, labels[part], shard, space)
+            chunk = _chunk(x[part], rows, labels[part], shard, workspace)
             total += torch.dot(chunk.losses, weights[part])
             if dx is None and dweight is None:
                 continue
-            dlogits = space.narrowed(_logit_gradient(chunk, labels[part], weights[part], shard))
+            dlogits = workspace.narrowed(_logit_gradient(chunk, labels[part], weights[part], shard))
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
@@ -170,9 +172,9 @@ class _FusedCrossEntropy(Function):
         return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
 
 
-def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, space: _Space) -> _Chunk:
+def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace: _Workspace) -> _Chunk:
     """`[n, h]` tokens against this rank's true rows `[valid, h]`."""
-    logits = space.logits(x, rows)
+    logits = workspace.logits(x, rows)
     if shard.axis.size == 1:
         local = _log_softmax(logits)
         return _Chunk(local, None, -local.gather(1, labels[:, None])[:, 0])

@@ -118,6 +118,6 @@ def test_chimera_pays_for_its_second_copy_of_every_stage() -> None:
     config = _gpt(8, 1024, 16, 1, 4, 16, "--micro-batch-size 1 --pipeline-schedule chimera", 4)
     plain = _gpt(8, 1024, 16, 1, 4, 16, "--micro-batch-size 1", 4)
     twice, once = _predict(config, 4, "h100"), _predict(plain, 4, "h100")
-    assert twice.parts["shared_weights"] > once.parts["shared_weights"]
+    assert twice.breakdown["shared_weights"] > once.breakdown["shared_weights"]
     total = [sum(memory.weights for memory in prediction.memory) for prediction in (twice, once)]
     assert total[0] == pytest.approx(2 * total[1])

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from megalite.config import Config
-from megalite.planner.startup_table import format_table, in_units, start_up_table
+from megalite.planner.startup_table import format_table, in_units, startup_rows
 from megalite.schedule import build_program, lower
 from tests.unit.observe.fake_trainer import tiny_config
 
@@ -27,7 +27,7 @@ def test_the_table_says_what_will_run() -> None:
         pipeline_model_parallel_size=2, zero_stage=1, pipeline_schedule="2bw", training={"global_batch_size": 24}
     )
     cuts = [range(2), range(2, 4)]
-    text = format_table(start_up_table(config, 4, program=lower(build_program("2bw", 2, 4)), cuts=cuts))
+    text = format_table(startup_rows(config, 4, program=lower(build_program("2bw", 2, 4)), cuts=cuts))
     correction = "staleness correction predict (2 steps ahead for each of delay)"
     assert f"pp2 x dp2, schedule 2bw, {correction}, ZeRO stage 1, on 4 x cpu" in text
     assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
@@ -41,5 +41,5 @@ def test_units() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys; from megalite.planner import start_up_table; sys.exit('torch' in sys.modules)"
+    code = "import sys; from megalite.planner import startup_table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
