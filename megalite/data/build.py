@@ -33,7 +33,7 @@ class Datasets:
     """The splits of a run; None where a split is not used.
 
     `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
-    hands them back as `began_with`, so that it keeps its order. `surveys` say of each split which data it reads.
+    hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
     """
 
     train: Dataset | None
@@ -123,7 +123,7 @@ def build_datasets(
     seed: int,
     tokenizer: Tokenizer,
     cache_dir: Path | None,
-    began_with: Sequence[int] = (),
+    earlier_requests: Sequence[int] = (),
     vocab_size: int | None = None,
 ) -> Datasets:
     """Open the data of a run. Raises DataError for whatever is missing, damaged, empty or too small.
@@ -131,10 +131,10 @@ def build_datasets(
     train_samples, valid_samples, test_samples: samples that the run reads in all; 0: the split is not used; None: one
         epoch.
     cache_dir: `cache_directory(...)`.
-    began_with: `Datasets.train_requests` of the checkpoint that is resumed.
+    earlier_requests: `Datasets.train_requests` of the checkpoint that is resumed.
     vocab_size: ids that the model knows, if more than the tokenizer's.
     """
-    requests = tuple(began_with)
+    requests = tuple(earlier_requests)
     if train_samples is not None and (not requests or train_samples > max(requests)):
         requests += (train_samples,)
     opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, max(vocab_size or 0, tokenizer.vocab_size))

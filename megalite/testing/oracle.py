@@ -51,7 +51,7 @@ class Pupil:
 
     def __init__(self, argv: tuple[str, ...]) -> None:
         self.config, tokenizer = resolve_tokenizer(parse(list(argv)))
-        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
+        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
         self.dtype = parameter_dtype(self.config)
         context = LayerContext(dtype=self.dtype, seed=self.config.training.seed)
         self.specs = layer_specs(self.config.model)

@@ -1,6 +1,6 @@
-"""What a rank trains: its mesh, its program, its stages of the model, and the optimizer over them.
+"""Builds what a rank trains: its pipeline program, its stages of the model, and the optimizer over them.
 
-config, world -> mesh -> schedule program -> layer specs -> partition -> stages -> buffers -> optimizer -> executor
+layer specs -> modules without memory -> flat buffers, which give them memory -> optimizer over the buffers
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 LONG_BATCH = 4096
-"""Micro-batches times stages."""
+"""Micro-batches times stages above which only the first rounds of a program are validated."""
 MANY_LAYERS = 1000
-"""Building more takes seconds, which are announced."""
+"""Building more than this takes seconds, which are announced."""
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -87,9 +87,11 @@ class ProgramCache:
 
 
 def _proved(program: Program, *, of_file: bool) -> list[int] | None:
-    """Micro-batches of the batches that the validator walks, None for its own choice. Our own schedules repeat
-    themselves, so for a long batch a few rounds through the pipeline with the same remainder are enough
-    (`tests/unit/schedule` proves the shapes up to there)."""
+    """Sizes of the batches that the validator runs through, None for its own choice.
+
+    The schedules of the table are periodic, so a few rounds through the pipeline with the same remainder stand for a
+    long batch (`tests/unit/schedule` proves the shapes up to there). A schedule file is always validated whole.
+    """
     period = 4 * program.num_ranks
     short = period + program.num_microbatches % period
     if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:

@@ -1,7 +1,8 @@
 """A run on one rank, from the configuration to the exit status: the composition root, which knows all rooms.
 
-config, world -> mesh -> program, stages, optimizer (build.py) -> executor
-                         data (run_data.py) -> batches             checkpoint -> progress   -> Trainer
+    config, world -> mesh -> program, stages, optimizer (build.py) -> executor  \
+                             data (run_data.py)                    -> batches    +-> Trainer (trainer.py)
+                             checkpoint (run_state.py)             -> progress  /
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: Config, world: World) -> int:
-    """Trains (or only evaluates) as the configuration says. Raises MegaliteError. Returns the exit status."""
+    """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError."""
     with open_run(config, world) as opened:
         trainer = opened.trainer
         if config.training.skip_train:
@@ -56,7 +57,7 @@ def run_training(config: Config, world: World) -> int:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that is ready to train: what `open_run` gives."""
+    """A run that is ready to train: what `open_run` yields."""
 
     trainer: Trainer
     state: RunState
@@ -65,7 +66,7 @@ class OpenRun:
 
 @contextmanager
 def open_run(config: Config, world: World) -> Iterator[OpenRun]:
-    """Builds everything, loads the checkpoint, if any; releases the run directory at the end."""
+    """Builds everything and loads the checkpoint, if there is one; releases the run directory at the end."""
     world.report_phase("start-up: tokenizer")
     config, tokenizer = resolve_tokenizer(config)
     world.report_phase("start-up: process groups")
@@ -84,17 +85,18 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         settled = resolve_schedules(directory.config, world.size, start)
         config = settled.config
         directory.config = config
-        goes_on = start.meta if start is not None and not start.weights_only else {}
-        products = set_matmul_precision(config, world.device, mesh.world, earlier=goes_on.get(matmul_precision.META))
-        began_with = Meta(goes_on, str(start.path) if start is not None else "").integers("train_requests")
+        # What the checkpoint says about the run that is continued; nothing where only its weights are taken.
+        earlier = start.meta if start is not None and not start.weights_only else {}
+        matmul = set_matmul_precision(config, world.device, mesh.world, earlier=earlier.get(matmul_precision.META))
+        earlier_requests = Meta(earlier, str(start.path) if start is not None else "").integers("train_requests")
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
-        data = open_data(config, mesh, tokenizer, world.device, began_with=began_with)
-        changed = changed_data(goes_on.get("data", {}), data.datasets.surveys, config)
+        data = open_data(config, mesh, tokenizer, world.device, earlier_requests=earlier_requests)
+        changed = changed_data(earlier.get("data", {}), data.datasets.surveys, config)
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device)
         scaler = build_scaler(config)
         state = RunState(
-            config, model, scaler, tokenizer, data.datasets, directory.checkpointer, settled.schedules, products
+            config, model, scaler, tokenizer, data.datasets, directory.checkpointer, settled.schedules, matmul
         )
         progress, facts = TrainingProgress(), None
         if start is not None:
@@ -106,8 +108,8 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
                 world.size,
                 settled=settled,
                 loaded=loaded,
-                matmul=products.mode if products.kept else None,
-                data=[*changed, *appended_data(began_with, data.datasets.train_requests)],
+                matmul=matmul.mode if matmul.kept else None,
+                data=[*changed, *appended_data(earlier_requests, data.datasets.train_requests)],
             )
             facts = report.record
             if world.is_first:
@@ -135,12 +137,14 @@ def make_mesh(config: Config, world: World) -> ParallelMesh:
     return mesh
 
 
-def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
-    """How the data differ from those of the checkpoint that the run continues from. Raises DataError unless
-    `--allow-data-change` is set."""
+def changed_data(recorded: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
+    """How the data differ from what the checkpoint has recorded about its own.
+
+    Raises DataError where they do, unless `--allow-data-change` is set.
+    """
     if config.training.skip_train:
         return []
-    found = survey_differences(then, surveys)
+    found = survey_differences(recorded, surveys)
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
             f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
@@ -149,13 +153,11 @@ def changed_data(then: object, surveys: Mapping[str, Sequence[Survey]], config: 
     return found
 
 
-def appended_data(began_with: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
+def appended_data(earlier: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
     """What a longer training does to the order of the samples; empty where nothing is appended."""
-    if not began_with or requests == began_with:
+    if not earlier or requests == earlier:
         return []
-    return [
-        f"the order of the first {began_with[-1]:,} samples is kept, {requests[-1] - began_with[-1]:,} are appended"
-    ]
+    return [f"the order of the first {earlier[-1]:,} samples is kept, {requests[-1] - earlier[-1]:,} are appended"]
 
 
 def assemble_trainer(
@@ -180,8 +182,8 @@ def assemble_trainer(
     updater = make_updater(state, reader, progress)
 
     def scale_of(batch: int) -> float:
-        """2BW begins a batch before or after the update of the one before it, by stage and by what is saved; what that
-        update says of the scale counts from the next batch on, so that all compute the batch alike."""
+        """The loss scale of a batch, the same on every stage. In 2BW some stages begin a batch before the update of the
+        batch before it and some after, so a scale that this update changes counts from the next batch on."""
         late = model.num_versions > 1 and updater.newest_version() == batch
         return scaler.previous if late else scaler.scale
 
@@ -213,7 +215,7 @@ def assemble_trainer(
 
 
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress) -> Updater:
-    """What REDUCE, NORM and STEP do, with the numbers of each update read from the schedules of rate and decay."""
+    """What carries out REDUCE, NORM and STEP, with learning rate and weight decay read from their schedules."""
     config, model, schedules = state.config, state.model, state.schedules
     update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else reader.number_of
 

@@ -105,13 +105,13 @@ def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
 
 
 def open_data(
-    config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, began_with: Sequence[int]
+    config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, earlier_requests: Sequence[int]
 ) -> RunData:
     """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
     where they do not see rank 0's disk). Raises DataError."""
 
     def build() -> Datasets:
-        return open_datasets(config, mesh.size("world"), tokenizer, began_with=began_with)
+        return open_datasets(config, mesh.size("world"), tokenizer, earlier_requests=earlier_requests)
 
     first = patiently(build if mesh.world.is_first else None, mesh.world)
     datasets = patiently(build if first is None else None, mesh.world) or first
@@ -132,7 +132,9 @@ def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
         )
 
 
-def open_datasets(config: Config, world: int, tokenizer: Tokenizer, *, began_with: Sequence[int] = ()) -> Datasets:
+def open_datasets(
+    config: Config, world: int, tokenizer: Tokenizer, *, earlier_requests: Sequence[int] = ()
+) -> Datasets:
     """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
     training = config.training
     sizes = config.batch_size_schedule(world)
@@ -147,6 +149,6 @@ def open_datasets(config: Config, world: int, tokenizer: Tokenizer, *, began_wit
         seed=training.seed,
         tokenizer=tokenizer,
         cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.save),
-        began_with=began_with,
+        earlier_requests=earlier_requests,
         vocab_size=config.model.vocab_size,
     )

@@ -1,12 +1,12 @@
 """The training loop.
 
-    until the training is long enough:
-        decide  does the run end after this iteration? is it evaluated or saved?    (one batch ahead: a pipeline that
-                                                                                     never drains must know)
-        step    the executor runs this rank's forwards, backwards and messages, the updater REDUCE, NORM and STEP
-        tell    hooks see the step; evaluation; checkpoint
+    until --train-iters:
+        decide    does the run end after this iteration, is it evaluated, is it saved? (before the step: a pipeline that
+                  never drains must know whether there will be another batch)
+        step      the executor runs this rank's forwards, backwards and messages; the updater REDUCE, NORM and STEP
+        report    hooks see the step; then evaluation and checkpoint, if they are due
 
-The trainer knows neither schedules nor ZeRO stages nor hooks by name: `run.py` has put them together.
+The trainer knows no schedule, ZeRO stage or hook by name: `run.py` puts them together.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainingProgress:
-    """Where a run stands: all of it is in every checkpoint.
+    """How far a run has got: all of it is in every checkpoint.
 
-    iteration          iterations done, skipped ones included
-    updates            batches that went through the pipeline; each is one weight version, skipped updates included
-    microbatches       those run by this replica since the beginning
-    schedule_samples   samples that the learning-rate schedule has seen; those of skipped updates do not count
+    iteration            iterations done, including skipped ones
+    consumed_samples     samples read, over all replicas
+    updates              batches that went through the pipeline; each makes one weight version, even if it is skipped
+    microbatches         micro-batches that this replica has run since the beginning
+    skipped_iterations   iterations that changed no weights
+    schedule_samples     samples that count for the learning-rate schedule: those of skipped updates do not
     """
 
     iteration: int = 0
@@ -57,9 +59,12 @@ class TrainingProgress:
 class Trainer:
     """Runs training from `progress` to completion; `run.py` puts it together.
 
-    program: micro-batches per replica, iteration number -> the schedule of that iteration. evaluate: iteration, whether
-    it is the last -> records. save: writes a checkpoint of the present state and returns its path. finish_save: waits
-    for one in the background.
+    program: (micro-batches per replica, iteration) -> the schedule of that iteration.
+    train_iters: number of the last iteration.
+    evaluate: (iteration, whether it is the last) -> records.
+    save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
+    report_phase: says what this rank is doing, for whoever watches it.
+    finish_save: waits for a save in the background.
     """
 
     progress: TrainingProgress
@@ -86,7 +91,7 @@ class Trainer:
         self._loss_handle: Handle = Done()
         self._last_saved = self._began_after = self.progress.iteration
 
-    # what hooks see
+    # read by hooks
 
     @property
     def iteration(self) -> int:
@@ -146,7 +151,7 @@ class Trainer:
 
     def train_step(self, *, drain: bool) -> StepStats:
         """One iteration; with `drain` nothing of the next batch is begun."""
-        self.mesh.waits.take()  # what was waited for between two iterations belongs to none
+        self.mesh.waits.take()  # waiting between two iterations belongs to neither
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
         fault_point("iteration", rank=self.mesh.rank, step=number)
@@ -192,11 +197,11 @@ class Trainer:
         )
 
     def _plan(self, samples: int, *, drain: bool) -> BatchRange:
-        """Announces this batch and, where the pipeline continues, the next one."""
+        """Announces this batch and, if the pipeline continues, the next one."""
         progress = self.progress
         size = self._microbatches(samples)
         following = self.batch_sizes.at(progress.consumed_samples + samples)
-        # A batch of another size has another program: the pipeline runs empty between the two.
+        # A batch of another size has another program: the pipeline drains between the two.
         skips = self.iteration + 2 in self.config.training.iterations_to_skip
         next_size = 0 if drain or skips or following != samples else size
         self.batch_reader.plan(progress.updates, first=progress.microbatches, samples=samples)
@@ -233,7 +238,7 @@ class Trainer:
             self._losses[batch] = self._losses.get(batch, torch.zeros_like(share)) + loss * share
 
     def _batch_loss(self, number: int) -> Tensor:
-        """The batch's loss, the same on all ranks. The sum over ranks is on its way until the next step or log line."""
+        """The batch's loss, the same on all ranks. The sum over ranks is in flight until the next step or log line."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
         total = torch.zeros((), dtype=self.batch_reader.loss_dtype, device=self.device) if mine is None else mine
@@ -247,14 +252,14 @@ class Trainer:
     # evaluation and checkpoints
 
     def _is_stuck(self) -> bool:
-        """Whether a save can wait: the weights have not moved since the one before, and may have diverged."""
+        """Whether to postpone a save: the weights have not changed since the last one, and may have diverged."""
         stuck = self.updater.stuck
         if stuck == 2 and self.save is not None and self.mesh.world.is_first:
             logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")
         return stuck >= 2
 
     def _check_skips(self, number: int) -> None:
-        """A training whose every update was skipped has not been completed. Raises RuntimeFailure."""
+        """Raises RuntimeFailure at the end of a training whose every update was skipped."""
         stuck = self.updater.stuck
         if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
             raise RuntimeFailure(f"iteration {number}: {self.updater.account_of_skips()}")

@@ -1,12 +1,12 @@
 """Update: what REDUCE, NORM and STEP mean for the weights.
 
-    REDUCE   start the sums: gradients over dp, tied copies over the pipeline
-    NORM     wait for them; launch the collective for the global norm
-    STEP     norm finite on all ranks?  ->  clip  ->  sharded step
-             no: the same decision everywhere, weights untouched
+    REDUCE   starts the sums: gradients over data-parallel ranks, tied copies over the pipeline
+    NORM     waits for them and starts the sum for the global norm
+    STEP     waits for the norm; if it is finite: clips, and steps the sharded optimizer
+             if it is not: every rank decides alike, and the weights stay as they are
 
-What is started travels behind the computation up to where it is needed; a program without NORM takes it with the STEP.
-Between REDUCE and STEP an asynchronous schedule computes backwards of the next update; their gradients go to another
+The sums overlap the computation that follows in the program; in a program without NORM the STEP does its work, too.
+Between REDUCE and STEP an asynchronous schedule computes backwards of the next update, whose gradients go to another
 buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream differ only in where their program says
 REDUCE, NORM and STEP, and in how many weight versions they keep.
 """
@@ -29,7 +29,11 @@ from megalite.train.build import Model
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What one update uses; weight_decay is that of decayed parameters. iteration: the first is 1."""
+    """What one update uses.
+
+    weight_decay: of the parameters that decay.
+    iteration: counted from 1.
+    """
 
     learning_rate: float
     weight_decay: float
@@ -53,7 +57,7 @@ class Updater(Events):
 
     policy       update -> learning rate, weight decay, loss scale of that batch
     nonfinite    'stop' or 'skip'
-    max_skipped  so many consecutive skips at the smallest loss scale end the run; `stuck` counts them
+    max_skipped  number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
     version      number of updates that the newest weights have seen
     update_of    global number of a micro-batch -> the update that its gradient belongs to
     """
@@ -70,7 +74,7 @@ class Updater(Events):
         version: int,
         update_of: Callable[[int], int],
     ) -> None:
-        # Reductions of stages that several ranks hold in another order (Chimera) must be issued in one order.
+        # In Chimera, ranks hold the same stages in different orders; their reductions must be issued in one order.
         self._buffers = dict(sorted(model.buffers.items()))
         self._everything = [family for stage in self._buffers.values() for family in stage]
         self._model, self._policy, self._scaler = model, policy, scaler
@@ -89,7 +93,7 @@ class Updater(Events):
             RESHARD: self._reshard,
         }
 
-    # the executor's side
+    # called by the executor and the trainer
 
     def newest_version(self) -> int:
         return self._version
@@ -101,7 +105,7 @@ class Updater(Events):
                 family.gradients.arm()
 
     def execute(self, action: Action) -> None:
-        """Carries out an action that the executor has handed over. Raises RuntimeFailure for an unknown action kind."""
+        """Carries out an action that the executor has yielded. Raises RuntimeFailure for an unknown action kind."""
         handler = self._handlers.get(action.kind)
         if handler is None:
             raise RuntimeFailure(f"{action}: unknown action kind {action.kind!r}")
@@ -123,7 +127,7 @@ class Updater(Events):
             self._norm = self._start_norm(update)
 
     def _step(self, stage: StageKey, update: int) -> None:
-        """Takes the step when the last of this rank's stages has come to it."""
+        """Steps the optimizer once the last of this rank's stages has reached the action."""
         if not self._is_last(STEP, stage):
             return
         self._select(update)
@@ -161,7 +165,7 @@ class Updater(Events):
     # the update
 
     def _is_last(self, event: str, stage: StageKey) -> bool:
-        """Whether all of this rank's stages have come to the event."""
+        """Whether all of this rank's stages have now reached the event."""
         arrived = self._arrived[event]
         arrived.add(stage)
         if len(arrived) < len(self._buffers):
@@ -174,7 +178,7 @@ class Updater(Events):
             family.gradients.select(update)
 
     def _start_norm(self, update: int) -> PendingNorm:
-        # The sum of the next update may be under way already: at m = p-1 the last rank reduces t + 1 before step t.
+        # The sum of the next update may be in flight already: at m = p-1 the last rank reduces t + 1 before step t.
         self._tied.pop(update).wait()
         for family in self._everything:
             family.gradients.start_tied_reduce()
@@ -183,7 +187,7 @@ class Updater(Events):
         return self._model.optimizer.start_grad_norm()
 
     def _is_usable(self, norm: float, update: int) -> bool:
-        """Whether the gradients of all ranks are finite. Raises RuntimeFailure where the run ends if they are not."""
+        """Whether the gradients of all ranks are finite. Raises RuntimeFailure if they are not and the run must end."""
         finite = math.isfinite(norm)
         self.stuck = 0 if finite else self.stuck + self._scaler.at_minimum
         self._scaler.update(found_non_finite=not finite)
@@ -197,7 +201,7 @@ class Updater(Events):
         return finite
 
     def account_of_skips(self) -> str:
-        """Why the latest updates came to nothing, as text."""
+        """Why the latest updates were skipped, as text."""
         return (
             f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
             f"{self._scaler.scale:g} cannot fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "

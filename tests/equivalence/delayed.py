@@ -159,7 +159,7 @@ class Reference:
     def __init__(self, argv: Sequence[str], *, method: str, lookahead: float = 0.0, stages: int | None = None) -> None:
         self.config, tokenizer = resolve_tokenizer(parse(list(argv)))
         self.method, self.lookahead, self.per_microbatch = method, lookahead, stages is not None
-        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
+        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
         context = LayerContext(dtype=parameter_dtype(self.config), seed=self.config.training.seed)
         specs = layer_specs(self.config.model)
         self.model = build_stack(self.config.model, specs, context, init_seed=self.config.training.seed)

@@ -38,7 +38,7 @@ def our_losses(directory: str) -> list[float]:
 def their_losses(case: str, directory: str) -> list[float]:
     """In plain torch: the mean over all tokens, clipping, AdamW that decays matrices only."""
     config, tokenizer = resolve_tokenizer(configuration(directory))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), began_with=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
     model, settings = peer(case), config.optimizer
     parameters = list(model.parameters())
     groups = [
