@@ -8,13 +8,13 @@
 
 Use::
 
-    from megalite.schedule import build, lower, validate
+    from megalite.schedule import build_program, lower, validate
 
     program = lower(build_program("2bw", num_ranks=4, num_microbatches=8))      # ScheduleError if the shape is illegal
-    validate(program)                                                   # ScheduleError with a drawing if it is wrong
+    validate(program)                                           # ScheduleError with a drawing if it is wrong
     for t in range(num_batches):
         batch = program.batch(t, first=t == 0, last=t == num_batches - 1)
-        for action in program.actions_for_batch(rank, batch):           # F B I W SEND_* RECV_* REDUCE NORM STEP
+        for action in program.actions_for_batch(rank, batch):   # F B I W SEND_* RECV_* REDUCE NORM STEP
             ...
 
 Public names: Action and its constructors (`action.py`), StagePlacement, Program and BatchRange, SCHEDULES,

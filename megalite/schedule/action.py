@@ -1,8 +1,8 @@
-"""Actions: the words that a pipeline schedule is written in.
+"""Actions: the instructions that a pipeline schedule consists of.
 
-A schedule is data: one list of actions per rank. An action names *what* (kind), *where* (stage, and replica for
-bidirectional schedules), *for which micro-batch*, and *with which weight version*. Micro-batch ids are global over the
-run (batch t starts where batch t-1 ended), so schedules that never drain, such as PipeDream-2BW, are expressible.
+A schedule is data: one list of actions per rank. An action says *what* is done (kind), *where* (stage, and replica in
+bidirectional schedules), *for which micro-batch*, and *with which weight version*. Micro-batch ids count over the whole
+run (batch t starts where batch t-1 ended), so that schedules that never drain, such as PipeDream-2BW, can be written.
 
 Text form, read back by `parse_action`:
 
@@ -39,20 +39,23 @@ RECV_B = "RECV_B"
 REDUCE = "REDUCE"
 """Start the data-parallel reduction of one update's gradient; the STEP of that update waits for it."""
 NORM = "NORM"
-"""Send this stage's share of the global gradient norm of one update, so that nobody waits for it at STEP. Optional:
-without it the STEP does both."""
+"""Send this stage's share of the global gradient norm of one update, so that STEP need not wait for it. Optional: in a
+program without it, STEP does both."""
 STEP = "STEP"
 """Optimizer update u of one stage: consumes gradient u, produces weight version u + 1."""
 UNSHARD = "UNSHARD"
+"""Gather the weights of one stage (ZeRO-3)."""
 RESHARD = "RESHARD"
+"""Free the part of them that other ranks own."""
 OVERLAP = "OVERLAP"
+"""Two computations that may run at the same time, as one action."""
 
 StageKey = tuple[int, int]
 """(stage, replica)"""
 
 COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})
-"""They add to the gradients of weights."""
+"""Kinds that add to the gradients of weights."""
 SEND_KINDS = frozenset({SEND_F, SEND_B})
 RECV_KINDS = frozenset({RECV_F, RECV_B})
 COMMUNICATION_KINDS = SEND_KINDS | RECV_KINDS
@@ -65,10 +68,10 @@ class Action(NamedTuple):
     """One thing that one rank does.
 
     kind: one of the constants of this module, or a kind of your own.
-    stage: stage index, 0 .. num_stages - 1. For SEND_* the stage that produced the tensor, for RECV_* the one that uses
-    it.
-    microbatch: global micro-batch id; for REDUCE, NORM and STEP the update; for UNSHARD and RESHARD the batch number.
-    version: weight version of a computation; NONE (-1) means "the newest".
+    stage: stage index, 0 .. num_stages - 1. Of a SEND the stage that produced the tensor, of a RECV the one that uses
+        it.
+    microbatch: global micro-batch id; of REDUCE, NORM and STEP the update; of UNSHARD and RESHARD the batch.
+    version: weight version of a computation; NONE (-1) means the newest.
     peer: rank at the other end of a SEND or RECV, else NONE.
     replica: which copy of the stage, 0 except in bidirectional schedules.
     parts: the concurrent actions of an OVERLAP, else empty.
@@ -131,7 +134,7 @@ _SIMPLE = re.compile(r"(\d+)(?:\.(\d+))?([A-Z](?:[A-Z_]*[A-Z])?)(\d+)(?:v(\d+))?
 
 
 def parse_action(text: str) -> Action:
-    """Read the text form back. Raises ScheduleError that shows the text and an example of the form."""
+    """Reads the text form. Raises ScheduleError, with the text and an example of the form, if it is not one."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
         return overlap(*(parse_action(part) for part in text[1:-1].split("+")))

@@ -1,4 +1,4 @@
-"""`Schedule`: what a module of `schedules/` says of itself; `ScheduleShape`: the numbers a program is built for."""
+"""`Schedule`: what a module of `schedules/` declares; `ScheduleShape`: the numbers that a program is built for."""
 
 from __future__ import annotations
 
@@ -24,18 +24,23 @@ class ScheduleShape(NamedTuple):
 class Schedule:
     """One schedule of the table.
 
-    name, aliases: what `--pipeline-schedule` takes. title, paper: for people. build: Shape -> Program.
-    problems: Shape -> reasons why this shape is illegal (empty: legal). warnings: legal, but not wise.
-    num_chunks: the only v it has (1, or 2 for V shapes), None if v is the user's choice (2 or more, or `min_chunks`).
-    splits_backward: uses I and W. asynchronous: never drains; weights of several updates live at once.
-    update_per_microbatch: each stage takes a step after each micro-batch, else after each batch.
-    paired: opposite pipelines share the ranks; f is the user's choice, and a stage has 2f copies.
-    gathers_once: a chunk runs all micro-batches in a row, so ZeRO-3 gathers its weights once a batch and direction.
-    flush_schedule: what its first iterations may run as instead (`--pipeline-flush-steps`).
-    zero_excluded: ZeRO stage -> why it does not go with this schedule. Flush schedules allow all four: a stage shards
-    over data-parallel ranks only, which hold the same tensor-parallel slice.
-    idle: the paper's idle time per rank and batch, divided by p - 1, of the times of a rank's F, I and W of one
-    micro-batch and v. in_flight: micro-batches whose activations the fullest rank holds at least.
+    name, aliases: what `--pipeline-schedule` takes.
+    title, paper: for people.
+    build: shape -> Program.
+    problems: shape -> reasons why it is illegal, none if it is legal.
+    warnings: shape -> reasons why it is legal but unwise.
+    num_chunks: the only v that it has (1, or 2 for V shapes); None if v is the user's choice, from `min_chunks` on.
+    splits_backward: whether it uses I and W.
+    asynchronous: whether it never drains, so that several versions of the weights exist at once.
+    update_per_microbatch: whether each stage steps after every micro-batch instead of every batch.
+    paired: whether opposite pipelines share the ranks; f is the user's choice, and a stage has 2f copies.
+    gathers_once: whether a chunk runs all micro-batches in a row, so that ZeRO-3 gathers its weights once per batch and
+        direction.
+    flush_schedule: what its first iterations may run instead (`--pipeline-flush-steps`).
+    zero_excluded: ZeRO stage -> why it cannot be combined with this schedule. Flush schedules allow all four.
+    idle: (times of a rank's F, I and W of one micro-batch, v) -> the paper's idle time per rank and batch, divided by
+        p - 1.
+    in_flight: shape -> micro-batches whose activations the fullest rank holds at least.
     """
 
     name: str

@@ -1,9 +1,8 @@
-"""Do the messages of a program arrive? FIFO order on every wire (V3), and no deadlock when a send waits for its
-receive.
+"""Do the messages of a program arrive (V3)? They must match in order, and no rank may wait forever.
 
-Transports promise little: messages between two ranks are matched by order, not by name; and a send may complete only
-together with its receive (rendezvous). NCCL moreover runs all messages that share a communicator in the order in which
-a rank issued them. Three models of what shares an order:
+Transports promise little: messages between two ranks are matched by order, not by name, and a send may complete only
+together with its receive (rendezvous). Besides, NCCL runs all messages of a communicator in the order in which a rank
+issued them. Three models of which messages share an order:
 
     pair        every directed pair of ranks has its own          (gloo; one communicator per pair and direction)
     direction   each rank has one for messages to higher ranks and one for messages to lower ranks
@@ -63,7 +62,7 @@ def fifo_faults(lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
 def rendezvous_faults(
     lists: Sequence[Sequence[Action]], placement: StagePlacement, model: str = "pair"
 ) -> list[MessageFault]:
-    """Run the lists under rendezvous semantics; the places where ranks are stuck, empty if all of them finish."""
+    """Runs the lists under rendezvous semantics; returns where ranks are stuck, nothing if all of them finish."""
     return _Rendezvous(lists, placement, model).run()
 
 
@@ -94,7 +93,7 @@ class _Rendezvous:
         ]
 
     def _queue(self, rank: int, action: Action) -> tuple[int, Hashable]:
-        """The ordered queue of `rank` that a SEND or RECV joins; both ends of a wire share its second part."""
+        """The ordered queue of `rank` that a SEND or RECV joins; the second part is the same at both ends."""
         source, target = (rank, action.peer) if action.kind in SEND_KINDS else (action.peer, rank)
         share: Hashable = {"pair": (source, target), "direction": target > source, "rank": None}[self.model]
         return rank, share
@@ -117,7 +116,7 @@ class _Rendezvous:
         return True
 
     def _deliver(self, rank: int) -> set[int]:
-        """Complete all messages that stand at the head of both queues, beginning with those of `rank`."""
+        """Completes all messages that are at the head of both their queues, beginning with those of `rank`."""
         touched: set[int] = set()
         check = [key for key, queue in self.queues.items() if key[0] == rank and queue]
         while check:

@@ -1,9 +1,9 @@
-"""Program: a pipeline schedule as a value that one validator proves, one simulator prices, one renderer draws, one
-executor runs.
+"""Program: a pipeline schedule as a value, which is proved by one validator, priced by one simulator, drawn by one
+renderer and run by one executor.
 
-A program is asked for one training iteration ("batch") of one rank at a time:
+A program gives the actions of one rank for one training iteration ("batch") at a time:
 
-    program.actions_for_batch(rank, program.batch(t, last=...))     # the list that the rank interprets in iteration t
+    program.actions_for_batch(rank, program.batch(t, last=...))     # the list that the rank executes in iteration t
 
 The concatenation of these lists over t is the whole run of the rank. A flush schedule has the same list in every
 iteration, only with larger ids. An asynchronous schedule (PipeDream, PipeDream-2BW) never drains: its iteration t ends
@@ -12,11 +12,11 @@ with STEP t, and by then the rank has already begun batch t + 1:
     rank 1 of 2BW, p=2, m=2     | batch 0 (cold)                      | batch 1             | batch 2 (last)     |
                                 | F0 B0 F1 B1 F2 B2 F3 B3 STEP0       | F4 B4 F5 B5 STEP1   | STEP2              |
 
-So whoever runs it needs the micro-batches of batch t + 1 during iteration t, and must know *before* iteration t whether
-there will be a batch t + 1: with `last=True` nothing of it is begun and the pipeline runs empty, so no message is left
-unmatched. After that (a stop, or a resume from a checkpoint), the next iteration is `first=True`: nothing is in flight,
-it begins with the warm-up. Versions do not depend on where a run was cut: forwards have no side effects, so a resumed
-run is the uninterrupted one.
+So the caller needs the micro-batches of batch t + 1 during iteration t, and must know *before* iteration t whether
+there will be a batch t + 1. With `last=True` nothing of it is begun and the pipeline drains, so that no message is left
+unmatched. The iteration after that (of a resumed run, or after an evaluation) is `first=True`: nothing is in flight,
+and it begins with the warm-up. Which version a micro-batch uses does not depend on where the run was interrupted, so a
+resumed run computes what an uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BatchRange(NamedTuple):
     iteration   t, counted over the run
     start       global id of its first micro-batch
     size        m_t, its number of micro-batches
-    next_size   m of batch t + 1, 0 if the pipeline runs empty with this batch
+    next_size   m of batch t + 1, 0 if the pipeline drains with this batch
     first       nothing is in flight when it begins
     """
 
@@ -59,10 +59,12 @@ class BatchRange(NamedTuple):
 
 
 class PeakActivations(NamedTuple):
-    """Most activations alive at once on a rank, in chunks (one chunk of one micro-batch = 1).
+    """The most activations that a rank holds at once, counted in chunks (those of one micro-batch in one chunk are 1).
 
-    full: held by micro-batches whose backward has not begun; weight_only: held after I until W (a little less each).
-    Declared as a bound `full * M_B + weight_only * M_W` that must hold for every 0 <= M_W <= M_B.
+    full: of micro-batches whose backward has not begun.
+    weight_only: what is still held between I and W, which is less each.
+
+    A bound: `full * M_B + weight_only * M_W` bytes must suffice for every 0 <= M_W <= M_B, the bytes of one of each.
     """
 
     full: int
@@ -83,15 +85,16 @@ class Program:
 
     name                    of the schedule
     placement               which rank holds which stage
-    num_microbatches        m of `batch()` unless told otherwise
-    order                   the iteration of a rank
+    num_microbatches        m, the default size of `batch()`
+    order                   the actions of a rank in one iteration
     asynchronous            iteration t begins batch t + 1
     update_per_microbatch   PipeDream's one optimizer update per micro-batch; else one per batch
     consistent              F and B of a micro-batch use the same weight version on every stage
-    weight_versions         per rank, versions of a stage's weights alive at once
-    gradient_buffers        updates being accumulated at once
+    weight_versions         per rank, versions of a stage's weights that are kept at once
+    gradient_buffers        updates whose gradients are accumulated at once
     staleness               per stage, how many updates old the weights of a gradient are when it is applied
     peak_activations        per rank, for a batch of num_microbatches
+    has_communication       SEND and RECV have been inserted
     """
 
     name: str
@@ -124,7 +127,7 @@ class Program:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Some micro-batch runs forward while a gradient waits for more: its memory is needed all the time."""
+        """Whether a gradient exists while some micro-batch runs forward, so that its memory is needed throughout."""
         return self.num_microbatches > 1 or self.asynchronous
 
     @property
@@ -169,7 +172,7 @@ class Program:
         )  # fmt: skip
 
     def actions_for_batch(self, rank: int, batch: BatchRange) -> list[Action]:
-        """What `rank` does in this iteration, in this order. Generated once for each shape of a batch."""
+        """What `rank` does in this iteration, in order. Generated once per shape of a batch."""
         shape = (rank, batch.size, batch.next_size, batch.first) if self.asynchronous else (rank, batch.size, 0, False)
         template = self._templates.get(shape)
         if template is None:

@@ -4,8 +4,8 @@ Every rank runs its list in order. A computation starts when the rank is free an
 when the computation that made them ends, those of another rank one hop time later. Messages never block a sender.
 REDUCE, STEP and weight gathers take no time unless a cost is given: the simulator prices the order, not the machine.
 
-Times are per rank, "one micro-batch through all layers of the rank"; a chunk of v takes 1/v of it, so that numbers of
-different schedules compare. Costs given as int or Fraction are computed with exactly.
+Times are those of one micro-batch through all layers of a rank; a chunk of v takes 1/v of it, so that numbers of
+different schedules can be compared. Costs given as int or Fraction give exact results.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Span(NamedTuple):
 class Costs:
     """Times, in any unit.
 
-    forward, backward_input, backward_weight: tF, tI, tW of a whole rank. communication: tC, one hop of an activation.
-    stages: factor per stage, to show embedding and head (None: all equal). exact: (stage, kind) -> time of that chunk,
-    which wins over everything else. Kinds other than F, B, I, W cost what `exact` says, else nothing.
+    forward, backward_input, backward_weight: tF, tI, tW of a whole rank.
+    communication: tC, one hop of an activation.
+    stages: a factor per stage, for embedding and head (None: all equal).
+    exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, B, I and W take no
+        time unless it is given here.
     overlap: time of an OVERLAP as a fraction of the sum of its parts (1: no gain).
     """
 

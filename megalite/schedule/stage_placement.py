@@ -4,8 +4,7 @@
     rank 0: 0 2                 rank 0: 0 3                rank 0: stage 0 of replica 0, stage 1 of replica 1
     rank 1: 1 3                 rank 1: 1 2                rank 1: stage 1 of replica 0, stage 0 of replica 1
 
-A placement says "rank" where later a mesh of ranks may stand (a stage with its own tensor-parallel width): everybody
-asks `rank_of` and `stages_of`, no code computes `stage % p`.
+All code asks `rank_of` and `stages_of`; none computes `stage % p`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """name; num_ranks p; ranks[replica][stage] = the pipeline rank that holds this replica of this stage."""
+    """Which pipeline rank holds each stage.
+
+    name: of the shape (loop, vee, bidirectional).
+    num_ranks: p.
+    ranks: ranks[replica][stage] is the rank that holds this replica of this stage.
+    """
 
     name: str
     num_ranks: int
@@ -28,7 +32,7 @@ class StagePlacement:
 
     @property
     def num_replicas(self) -> int:
-        """How often each stage is held: 1, or 2f for Chimera with f pairs of pipelines."""
+        """How many ranks hold each stage: 1, or 2f for Chimera with f pairs of pipelines."""
         return len(self.ranks)
 
     @property
@@ -38,7 +42,7 @@ class StagePlacement:
 
     @property
     def neighbours(self) -> frozenset[tuple[int, int]]:
-        """Pairs of ranks (lower, higher) that hold consecutive stages: all that ever send to each other."""
+        """Pairs of ranks (lower, higher) that hold consecutive stages: no others ever send to each other."""
         steps = ((a, b) for ranks in self.ranks for a, b in itertools.pairwise(ranks))
         return frozenset((min(a, b), max(a, b)) for a, b in steps if a != b)
 

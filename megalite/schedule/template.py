@@ -1,10 +1,10 @@
-"""A rank's list for one iteration with its numbers left open: written once, numbered anew for every batch.
+"""A rank's list of actions for one iteration, generated once and renumbered for every batch.
 
-What a schedule does in an iteration depends on the shape of the batch alone (its size, the next one's, whether anything
-is in flight). From one batch to the next only numbers move: micro-batches by the batch's first one, updates and weight
-versions by its iteration (by the micro-batch where every micro-batch is an update). Generators and passes are plain
-functions that take milliseconds for a long list; the template of their result is columns and one table of the distinct
-numbers in them, so that the list of another batch is a table of a few hundred sums and one pass over the columns.
+What a schedule does in an iteration depends only on the shape of the batch: its size, the size of the next one, and
+whether anything is in flight. From one batch to the next only the numbers change: micro-batch ids by the first id of
+the batch, updates and weight versions by the iteration (or by the micro-batch, if every micro-batch is an update).
+Generators and passes take milliseconds for a long list. A template keeps their result as columns, with a table of the
+distinct numbers in them, so that the list of another batch costs a few hundred additions and one pass over the columns.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     V1 complete      every micro-batch: one F per stage, then one B, or one I and later one W; every update: one STEP
                      after them
     V2 acyclic       data dependencies and the ranks' orders contain no circle
-    V3 wires         receives are the sends, in order, per directed pair; no deadlock when a send waits for its receive
+    V3 messages      from rank to rank, receives match sends in order; no deadlock when a send waits for its receive
     V4 versions      born before use, alive until the last use, the same for F and B, as old as declared
     V5 declared      live weight versions and gradient buffers stay within the declared numbers
     V6 memory        so do the activations, for any share of them that W needs

@@ -1,8 +1,8 @@
 """The schedules, one file each, and the table of them (`registry.py`).
 
-Adding one: a file beside these that exports `SCHEDULE` (its name, what shapes are legal, its generator) with a drawing
-at its head, and a line in the table. The validator, the simulator, the drawings, the executor and the planner know it
-from there on; `tests/unit/schedule` draws random shapes of every entry.
+To add one, write a file beside these that exports `SCHEDULE` (its name, the legal shapes, its generator) and begins
+with a drawing, and add a line to the table. Validator, simulator, drawings, executor and planner then know it, and
+`tests/unit/schedule` tests random shapes of it.
 
     flush           gpipe, one_f_one_b, eager_1f1b, interleaved, breadth_first, chimera
     zero bubble     zb_h1, zb_h2, zb_v, dualpipe_v

@@ -1,14 +1,15 @@
-"""The endless 1F1B stream that PipeDream and PipeDream-2BW share: nothing ever drains, an iteration is a window on the
-stream.
+"""The endless 1F1B stream that PipeDream and PipeDream-2BW share. It never drains; an iteration is a window on it.
 
-Rank r runs w = p-1-r forwards ahead. After the warm-up, slot k is F(k + w), B(k). The window of batch t on rank r
-covers slots
+Rank r runs w = p-1-r forwards ahead. After the warm-up, time slot k holds F(k + w) and B(k). On rank r the window of
+batch t covers the slots
 
     start(t) + delay(t)  ..  end(t) + delay(t+1) - 1
 
-where `delay` is how many slots after the last backward of a batch its STEP stands. Slots past the batch's own end are
-work on batch t + 1 that hides the reduction and the norm of batch t; the NORM stands before the backward of one of
-them. In a last window they, and all forwards of batch t + 1, are left out.
+where `delay` is the number of slots between the last backward of a batch and its STEP. The slots after the end of the
+batch work on batch t + 1, which hides the reduction and the norm of batch t; NORM comes before the backward of one of
+them. The last window of a run has neither those slots nor any forward of batch t + 1.
+
+    rank 0 of two, batches of two, delay 1      | F0  F1 B0  F2 B1  F3 B2 STEP0 | F4 B3  F5 B4 STEP1 | B5 STEP2 |
 """
 
 from collections.abc import Callable, Iterator

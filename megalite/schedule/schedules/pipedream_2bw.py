@@ -4,19 +4,21 @@
     rank 0  F0 F1 .. .. B0-B0 F2 B1-B1 F3 B2-B2 F4 B3-B3 F5 B4-B4 .. B5-B5
     rank 1  .. F0 B0-B0 F1 B1-B1 F2 B2-B2 F3 B3-B3 F4 B4-B4 F5 B5-B5 .. ..
 
-Batch t is computed, forward and backward and on every stage, on weights one update old, and its update is applied to
-the newest:
+On every stage, forward and backward of batch t use weights that are one update old, and the update is applied to the
+newest weights:
 
     W(t+1) = W(t) - lr * g_t(W(t-1)),    W(-1) := W(0)
 
-so micro-batches of batch t use version max(t-1, 0). Version t-1 dies when batch t, its last user, is done, which is
-when version t+1 is written: two copies suffice. The bubble (p-1)(tF+tB) is paid once per run instead of once per batch.
+So micro-batches of batch t use version max(t-1, 0). Version t-1 is no longer needed when batch t, its last user, is
+done, which is when version t+1 is written: two copies suffice. The bubble (p-1)(tF+tB) is paid once per run instead of
+once per batch.
 
-Bound: the first forward of batch t+2 needs version t+1 and runs in slot end(t+1) - w_r on rank r (w_r = p-1-r), the
-update t can run after slot end(t) - 1; so m >= w_r for all ranks: m >= p-1. The m - w_r slots between are slack, in
-which the data-parallel reduction, the tied embeddings and the global norm travel while the pipeline computes: clipping
-is exact and free. Rank r finishes its backwards r tB before rank 0. Its share of the norm leaves when rank 0's does
-(NORM), and nobody waits for the sum until STEP, two slots later where there are as many.
+Why m >= p-1: on rank r, which runs w = p-1-r forwards ahead, the first forward of batch t+2 is in slot end(t+1) - w. It
+needs version t+1, and update t can run after slot end(t) - 1, which is m - w slots earlier; m - w must not be negative
+on any rank. These m - w slots are slack, in which the data-parallel reduction, the sum of tied embeddings and the
+global norm travel while the pipeline computes: clipping is exact and costs no time. Rank r finishes its backwards r tB
+before rank 0. Its share of the norm leaves when rank 0's does (NORM), and the sum is not needed until STEP, two slots
+later if there are that many.
 """
 
 from megalite.schedule.action import Action
@@ -29,7 +31,7 @@ from megalite.schedule.stage_placement import loop
 def norm_delay(rank: int, p: int, m: int) -> int:
     """Slots of batch t + 1 (of m micro-batches) that `rank` runs between its last backward of batch t and NORM t.
 
-    r tB in slots of tF + tB, with tB = 2 tF; one more for the reduction where three are left after it.
+    As many slots of tF + tB as fill r tB, with tB = 2 tF, and one more for the reduction if rank 0 has three or more.
     """
     return (2 * rank + 2) // 3 + (1 if m - (p - 1) >= 3 else 0)
 

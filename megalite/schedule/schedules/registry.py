@@ -1,4 +1,4 @@
-"""The table of schedules: adding one is a file beside this one and a line here."""
+"""The table of schedules. To add one, write a file beside this one and add a line here."""
 
 from __future__ import annotations
 
