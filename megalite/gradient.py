@@ -1,14 +1,13 @@
-"""Where a parameter's gradient goes: the seam between the layers, which produce it, and the buckets, which own the
-memory.
+"""Where a parameter's gradient goes: between the layers, which compute it, and the buckets, which own the memory.
 
-Every trained parameter may carry a `GradSink` in `param.sink`: a view of a flat main-gradient buffer (fp32, or fp64
-in fp64 mode). A layer that computes a weight gradient itself adds it straight into the sink (`addmm`: one pass over
-memory instead of three), what autograd computes arrives through a post-accumulate hook. When a sink has received
-everything that the last micro-batch owes it, it says so, and its bucket may be reduced while the rest of the
+A trained parameter may carry a `GradSink` in `param.sink`: a view of a flat main-gradient buffer (fp32, or fp64 in fp64
+mode). A layer that computes a weight gradient itself adds it straight into the sink (`addmm`: one pass over memory
+instead of three); a gradient that autograd computes arrives through a post-accumulate hook. When a sink has received
+everything that the last micro-batch contributes, it reports so, and its bucket can be reduced while the rest of the
 backward is still running.
 
 `WeightGradQueue` splits a backward in two (Zero Bubble Pipeline Parallelism, arXiv 2401.10241): while it collects,
-layers put the computation of their weight gradient aside instead of doing it, and the executor runs it later as the
+layers hand over the computation of their weight gradient instead of running it, and the executor runs it later as the
 action `W`.
 """
 
@@ -20,8 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# A CPU kernel that adds or sums in a wider dtype first makes a wide copy of its whole operand. Elements widened
-# at a time here, so that the copy stays in the processor's cache:
+# Elements that are widened at a time. A CPU kernel that adds or sums in a wider dtype first makes a wide copy of its
+# whole operand; this copy stays in the processor's cache.
 WIDENED_ELEMENTS = 1 << 18
 
 
@@ -47,15 +46,17 @@ def sum_widened(x: Tensor) -> Tensor:
 class GradSink:
     """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
 
-    The first contribution of a batch overwrites what the buffer held (`reopen` says that a batch begins), so that
-    nobody has to zero it: one pass over memory less. Whoever wants to accumulate by hand reads `grad`, which is zero if
-    nothing has arrived yet, and then calls `done`.
+    The first contribution of a batch overwrites what the buffer held (`reopen` marks the beginning of a batch), so the
+    buffer need not be zeroed: one pass over memory less. To accumulate by hand, read `grad`, which is zero if nothing
+    has arrived yet, write into it, and call `done`.
 
-    `uses` is how many contributions one micro-batch makes (2 for an embedding whose weight is also the output layer of
-    the same stage). After `expect(n)` the n-th contribution calls `on_ready`: nothing more will come in this batch. A
-    contribution that comes all the same is an error of the caller's count, and raises rather than being lost behind a
-    finished reduction. `on_open` is called before the first contribution; a buffer that exists only while it is needed
-    is made there, and put in place by `settle`.
+    After `expect(n)` the n-th contribution calls `on_ready`: nothing more comes in this batch. A contribution that
+    comes after all raises instead of being lost behind a finished reduction.
+
+    uses: contributions of one micro-batch (2 for an embedding whose weight is also the output layer of the same stage).
+    on_ready: called when the last contribution of a batch has arrived.
+    on_open: called before the first contribution. A buffer that exists only while it is needed is made there and handed
+        over by `settle`.
     """
 
     __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open")
@@ -84,15 +85,15 @@ class GradSink:
         return self.buffer
 
     def settle(self, buffer: Tensor) -> None:
-        """`buffer`, uninitialised, is where the gradient goes from here on."""
+        """From now on the gradient goes to `buffer`, which is uninitialised."""
         self.buffer = buffer
 
     def reopen(self) -> None:
-        """A batch begins: the next contribution overwrites, and any number may follow."""
+        """A batch begins: the next contribution overwrites, and any number of them may follow."""
         self.fresh, self.remaining = True, None
 
     def expect(self, contributions: int) -> None:
-        """`contributions` more belong to this batch."""
+        """This batch has `contributions` more."""
         self.remaining = contributions
 
     def arm(self) -> None:
@@ -124,7 +125,7 @@ class GradSink:
         self.done()
 
     def done(self) -> None:
-        """Counts one contribution that was written into `grad` directly."""
+        """Counts one contribution; called by hand after writing into `grad`."""
         if self.remaining is None:
             return
         assert self.remaining > 0, (
@@ -141,7 +142,7 @@ class GradSink:
 
 
 def sink_of(parameter: Tensor) -> GradSink | None:
-    """The parameter's sink, or None where its gradient goes to `.grad` as usual."""
+    """The parameter's sink, or None if its gradient goes to `.grad` as usual."""
     return getattr(parameter, "sink", None)
 
 
@@ -156,14 +157,14 @@ def _move_into_sink(parameter: Tensor) -> None:
     sink = sink_of(parameter)
     gradient = parameter.grad
     assert sink is not None
-    if gradient is None:  # a layer has put it into the sink itself; autograd's accumulation node runs all the same
+    if gradient is None:  # a layer has put it into the sink itself; autograd's accumulation node runs anyway
         return
     parameter.grad = None
     sink.add(gradient)
 
 
 class WeightGradQueue:
-    """Holds weight-gradient computations back while they are collected; one per stage."""
+    """Postpones weight-gradient computations while they are collected; one per stage."""
 
     def __init__(self) -> None:
         self._items: list[Callable[[], None]] | None = None
@@ -177,7 +178,7 @@ class WeightGradQueue:
 
     @contextmanager
     def collect(self) -> Iterator[list[Callable[[], None]]]:
-        """Everything put inside the `with` ends up in the yielded list, in order, and has not run."""
+        """Computations put inside the `with` are not run but appended to the yielded list."""
         assert self._items is None, "weight gradients are being collected already"
         items: list[Callable[[], None]] = []
         self._items = items

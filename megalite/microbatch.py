@@ -1,8 +1,8 @@
 """One micro-batch as every layer sees it.
 
-A layer has the signature `forward(x, microbatch) -> x`; the second is a `Microbatch`. The embedding reads the tokens,
-attention the positions and documents, the head the labels and the loss weights. Everything is `[b, s]`: activations
-are `[s, b, h]`, the transposition happens in the embedding and the head only.
+A layer has the signature `forward(x, microbatch) -> x`. The embedding reads the tokens, attention the positions and
+documents, the head the labels and the loss weights. All of these are `[b, s]`. Activations are `[s, b, h]`; only the
+embedding and the head transpose.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch import Tensor
 class Microbatch:
     """Tensors of `b` samples of length `s`.
 
-    tokens, labels: int64 `[b, s]`; `labels` is `tokens` one to the left.
+    tokens, labels: int64 `[b, s]`; `labels` is `tokens` shifted left by one.
     positions: int64 `[b, s]`, the position of a token within its sequence (or document, with `--reset-position-ids`).
     loss_mask: float32 `[b, s]`, 1 where the token's loss counts.
-    document_starts: int64 `[b, s]` or None; where the token's document begins in its sample: attention does not see
-        what is before (`--reset-attention-mask`).
-    places, order: where context parallelism has cut the sequence, None where it has not. places: int64 `[s]`, the
-        position in its sample of each token that is here; order: that of all tokens, rank after rank; `document_starts`
-        is then of all tokens too, in that order.
-    sample_ids: int64 `[b]`, the global number of each sample: it keys dropout, so that a mask depends on the sample and
+    sample_ids: int64 `[b]`, the global number of each sample. It keys dropout, so that a mask depends on the sample and
         never on the layout or the order of the micro-batches.
+    document_starts: int64 `[b, s]` or None; where the token's document begins in its sample. Attention does not see
+        anything before it (`--reset-attention-mask`).
+    places: int64 `[s]`, the position in its sample of each token that this rank holds; None unless context parallelism
+        has cut the sequence.
+    order: int64, the positions of all tokens, rank after rank; `document_starts` is then of all tokens in that order.
+        None unless context parallelism has cut the sequence.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: one rank's list of actions, interpreted.
+"""Pipeline parallelism: runs one rank's list of actions.
 
     program (megalite.schedule) ──> executor.py ──F──> stage.py: consecutive layers ──SEND──> the next stage's rank
                                          └──REDUCE, NORM, STEP──> handed to the caller, megalite.train

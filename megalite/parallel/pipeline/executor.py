@@ -1,14 +1,14 @@
 """The executor: one interpreter of actions for every schedule.
 
-It walks one rank's list of actions in order. It does not know which schedule it runs, whether batches overlap, or
-whether there is more than one rank: a single process runs the same F, B, REDUCE and STEP. The state that a batch leaves
-behind (activations of forwards that were begun early, receives that were posted early, tensors not yet sent) stays in
-the executor, so the next batch's list continues where this one's ended: asynchronous schedules such as PipeDream-2BW
-need nothing special.
+It runs the actions of one rank in order. It does not know which schedule they come from, whether batches overlap, or
+whether there is more than one rank: a single process runs the same F, B, REDUCE and STEP. What a batch leaves behind
+(activations of forwards that were begun early, receives that were posted early, tensors not yet sent) stays in the
+executor, and the next batch's list continues from there. So asynchronous schedules such as PipeDream-2BW need nothing
+special.
 
-The actions that concern weights (REDUCE, NORM, STEP, UNSHARD, RESHARD) are not the pipeline's: `run` hands each to its
-caller in its turn. Micro-batches come from a `MicrobatchSource` by their global number; the executor drops them after
-their last use.
+Actions that concern weights (REDUCE, NORM, STEP, UNSHARD, RESHARD) are not carried out here: `run` yields each of them
+to its caller when its turn comes. Micro-batches come from a `MicrobatchSource` by their global number; the executor
+drops them after their last use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Events:
 
 @dataclass(frozen=True)
 class ActionTiming:
-    """An executed action, in seconds of one clock; it starts when its input has arrived: waiting is idleness."""
+    """An executed action, in seconds of one clock. It starts when its input has arrived: time spent waiting is idle."""
 
     action: Action
     start: float
@@ -77,8 +77,12 @@ class ActionTiming:
 class Executor:
     """Runs one rank's actions.
 
-    rank: pipeline rank. stages: this rank's stages by (stage, replica). placement: who holds the others.
-    synchronize: called before clocks are read while tracing (a GPU's stream must have caught up), None on the CPU.
+    rank: pipeline rank.
+    stages: this rank's stages by (stage, replica).
+    placement: which ranks hold the others.
+    channel: messages to and from other pipeline ranks.
+    events: what the owner of the weights is told.
+    synchronize: called before clocks are read while tracing, so that a GPU's stream has caught up; None on the CPU.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Executor:
         self._events = events
         self._synchronize = synchronize
         self._arrival = 0.0
-        # What lives across actions, and across batches: messages and tensors by (F or B, stage, replica, micro-batch).
+        # Kept between actions and batches: messages and tensors by (F or B, stage, replica, micro-batch).
         self._posted: dict[tuple[str, int, int, int], IncomingMessage] = {}
         self._ready: dict[tuple[str, int, int, int], Tensor] = {}
         self._outgoing: dict[tuple[str, int, int, int], Tensor] = {}
@@ -118,7 +122,7 @@ class Executor:
         }
 
     def run(self, actions: Sequence[Action], source: MicrobatchSource) -> Iterator[Action]:
-        """Runs the actions in order; yields those that concern weights, to be carried out before the next one."""
+        """Runs the actions in order. Yields those that concern weights; the caller carries them out before going on."""
         for index, action in enumerate(actions):
             for part in action.parts or (action,):
                 fault_point("action", kind=part.kind, stage=part.stage, microbatch=part.microbatch)
@@ -154,7 +158,7 @@ class Executor:
                 f"{in_flight} micro-batches without their backward"
             )
 
-    # one handler an action kind
+    # one handler per kind of action
 
     def _forward(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stages[action.stage_key]
@@ -191,7 +195,7 @@ class Executor:
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
         self._posted[kind, action.stage, action.replica, action.microbatch] = incoming
 
-    # tensors on their way
+    # tensors between stages
 
     def _take(self, kind: str, action: Action) -> Tensor:
         key = (kind, action.stage, action.replica, action.microbatch)
@@ -210,7 +214,7 @@ class Executor:
         table[kind, to, action.replica, action.microbatch] = x
 
     def _microbatch(self, action: Action, source: MicrobatchSource) -> tuple[Microbatch, Tensor]:
-        """The action's micro-batch; kept until its forward has been run by every stage of its replica on this rank."""
+        """The action's micro-batch, kept until every stage of its replica on this rank has run its forward."""
         number = action.microbatch
         if number not in self._microbatches:
             self._microbatches[number] = source.get(number)
@@ -222,7 +226,7 @@ class Executor:
 
 
 def _reduces_next(actions: Sequence[Action], index: int) -> bool:
-    """Whether the gradient that the backward at `index` completes is reduced before anything else is computed."""
+    """Whether REDUCE of the stage follows the backward at `index` before anything else is computed."""
     for action in islice(actions, index + 1, None):
         if action.kind == REDUCE and action.stage_key == actions[index].stage_key:
             return True

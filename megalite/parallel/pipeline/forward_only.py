@@ -23,7 +23,7 @@ from megalite.schedule import (
 
 @cache
 def forward_program(placement: StagePlacement, num_microbatches: int) -> Program:
-    """Every stage runs all micro-batches, first chunk first; nothing is kept for a backward. Replica 0 does it all.
+    """Every stage runs all micro-batches, first chunk first; nothing is kept for a backward. Only replica 0 is used.
 
     p=2, m=3     rank 0  F0 F1 F2
                  rank 1  .. F0 F1 F2
@@ -49,7 +49,7 @@ def forward_program(placement: StagePlacement, num_microbatches: int) -> Program
 
 
 class ForwardOnly(Stage):
-    """A stage seen by an executor that only evaluates: its weights of one version, no graph, nothing kept."""
+    """A stage for an executor that only evaluates: one version of the weights, no graph, nothing kept."""
 
     def __init__(self, stage: Stage, version: int) -> None:
         self.modules = stage.modules

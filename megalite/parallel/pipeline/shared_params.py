@@ -1,8 +1,8 @@
 """Tied embeddings across stages: one logical tensor, several copies, one gradient.
 
-With tied embeddings the word embedding is used by the first stage (lookup) and by the last (output layer). Where the
-two are different stages each holds a copy. All copies start equal; the gradient of the logical tensor is the sum
-over the copies, and each copy must take the same update, so the sum is made before the norm and the step:
+With tied embeddings the first stage uses the word embedding for the lookup, and the last uses it as output layer. If
+these are different stages, each holds a copy. All copies start equal; the gradient of the logical tensor is the sum
+over the copies, and each copy must get the same update, so the sum is computed before the norm and the step:
 
     local copies summed  ->  all-reduce over the pipeline ranks that hold a copy  ->  written back into every local copy
 
@@ -36,7 +36,7 @@ class SharedGradient:
         self._axis = axis
 
     def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
-        """Every copy's gradient becomes the sum over all copies, in place, when the handle is waited for."""
+        """Sums the copies' gradients in place; the result is in all of them once the handle has been waited for."""
         if not local_copies:
             return Done()
         total, *others = local_copies
@@ -47,7 +47,7 @@ class SharedGradient:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum under way."""
+    """A sum in flight."""
 
     work: Handle
     total: Tensor
