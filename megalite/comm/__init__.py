@@ -1,7 +1,7 @@
 """Communication: parallel axes as values, collectives over them, channels between pipeline stages.
 
     mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere; products of axes
-    world.py        what a process knows about the run that it belongs to
+    world.py        rank, size, device and host of a process
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
     autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence parallelism
                     (arXiv 2205.05198)
@@ -9,10 +9,10 @@
     shared_memory.py    the same collectives between CPU ranks of one host, without sockets
     p2p.py          channels between pipeline stages
     ring.py         a tensor to the next rank, another from the one before
-    rectangles.py   TensorShard: every tensor knows its place in its logical tensor
-    patience.py     work of one rank that may take longer than a collective waits
+    rectangles.py   TensorShard: a local tensor and its rectangle of the logical tensor
+    patience.py     work of one rank that may take longer than the timeout of a collective
 
-Invariant: with every axis of size 1 nothing here touches a process group, so the single-process run is the reference of
+Invariant: if every axis has size 1, nothing here touches a process group, so a run in one process is the reference of
 every test. Only this room and `launch` import torch.distributed.
 """
 

@@ -1,11 +1,12 @@
-"""Collectives that autograd understands: each one's backward is its conjugate.
+"""Collectives with a backward, which is the conjugate collective.
 
     forward             backward            name                      paper
     all-reduce          identity            reduce_from_axis (g)      Megatron-LM, arXiv 1909.08053
     reduce-scatter      all-gather dim 0    scatter_sum_sequence      sequence parallelism, arXiv 2205.05198
 
 Activations are sequence first (`[s, b, h]`), so both work on dim 0 and need no copy. Over an axis of size 1 they are
-the identity. The linear layers' own collectives are in their backward (`parallel.tensor.linear`), behind products.
+the identity. The linear layers call their own collectives in their backward (`parallel.tensor.linear`), so that
+matrix products hide them.
 """
 
 from __future__ import annotations
@@ -57,5 +58,5 @@ def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
 
 
 def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """`[s, ...]` partial -> `[s/t, ...]` summed, after a row-parallel product."""
+    """Partial sums `[s, ...]` -> the sum `[s/t, ...]`, after a row-parallel product."""
     return x if axis.size == 1 else _ScatterSumSequence.apply(x, axis)

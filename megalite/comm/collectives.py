@@ -1,7 +1,7 @@
 """Collectives over an `Axis`.
 
-The branch on axes of size 1 lives here and nowhere else: over such an axis every function is the identity and no
-process group is touched. Names that end in `_` work in place; the others return new tensors. `async_op=True` returns
+The branch on axes of size 1 is here and nowhere else: over such an axis every function is the identity and touches no
+process group. Names that end in `_` work in place; the others return new tensors. `async_op=True` returns
 a handle whose `wait()` must be called before the result is read.
 """
 
@@ -35,14 +35,14 @@ class Handle(Protocol):
 
 
 class Done:
-    """The handle of work that is complete already."""
+    """The handle of work that is already complete."""
 
     def wait(self) -> None:
         return None
 
 
 class _Timed:
-    """A handle whose waiting is counted. Once it is over, the message's own memory goes, and waiting again is free."""
+    """A handle that counts the time spent waiting. Afterwards it holds no memory, and waiting again costs nothing."""
 
     def __init__(self, work: Handle, axis: Axis) -> None:
         self._work: Handle | None = work
@@ -61,7 +61,7 @@ def _wait(work: Handle) -> Handle:
 
 
 def _by_messages(whole: Tensor, axis: Axis) -> bool:
-    """gloo scatters and gathers large tensors slower than direct messages do."""
+    """Whether to use direct messages: gloo scatters and gathers large tensors more slowly than these do."""
     large = whole.numel() * whole.element_size() >= 1 << 20
     return large and whole.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
 
@@ -96,7 +96,7 @@ def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOp = "sum") -> Tensor:
 
 
 def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
-    """out = the ranks' x one after the other along dim 0. `out` may contain x at its own place."""
+    """out = the ranks' x one after the other along dim 0. `x` may be this rank's part of `out`."""
     return _move_into(out, x, axis, gathers=True, async_op=async_op)
 
 
@@ -142,7 +142,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """`[size, ...]` -> `[size, ...]`: part j goes to rank j, part i came from rank i."""
+    """`[size, ...]` -> `[size, ...]`: part j is sent to rank j, part i of the result is from rank i."""
     if axis.size == 1:
         return x
     out, source = torch.empty_like(x), x.contiguous()
@@ -152,7 +152,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Returns when every rank of the axis has come here: the host waits, not its device's stream alone."""
+    """Returns when every rank of the axis has called it: the host waits, not only its device's stream."""
     if axis.size > 1:
         token = torch.zeros(1, device=device_of(axis))
         all_reduce_(token, axis)
@@ -160,9 +160,9 @@ def barrier(axis: Axis) -> None:
 
 
 class GatheredJson:
-    """The JSON values of all ranks, on their way from the moment this is made; collective.
+    """The JSON values of all ranks, in flight as soon as this is made; collective.
 
-    Text on the wire: nothing that arrives is ever executed.
+    They are sent as text, so nothing that arrives is ever executed.
     """
 
     def __init__(self, value: Any, axis: Axis) -> None:
@@ -173,7 +173,7 @@ class GatheredJson:
             self._heads = _GatheredBytes(len(self._raw).to_bytes(8, "little") + head, axis)
 
     def wait(self) -> list[Any]:
-        """The values in the order of the axis. All ranks call it, once, before their next collective over the axis."""
+        """The values in the order of the axis. All ranks call this once, before their next collective over the axis."""
         if self._axis.size == 1:
             return [self._value]
         heads = self._heads.wait()
@@ -186,7 +186,7 @@ class GatheredJson:
 
 
 class _GatheredBytes:
-    """The bytes of all ranks, equally many of each."""
+    """The bytes of all ranks, the same number from each."""
 
     def __init__(self, data: bytes, axis: Axis) -> None:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(axis))
@@ -213,7 +213,7 @@ def agree_max(value: float, axis: Axis) -> float:
 
 
 def device_of(axis: Axis) -> torch.device:
-    """Where tensors must be to travel over the axis."""
+    """The device that tensors must be on to be sent over the axis."""
     if axis.size == 1:
         return torch.device("cpu")
     backend = dist.get_backend(axis.group)

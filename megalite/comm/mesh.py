@@ -1,18 +1,18 @@
 """The grid of ranks and its process groups (Megatron-LM's `parallel_state`), with a parallel axis as a value.
 
-`Axis` names one direction of the grid and carries its process group; `ParallelMesh` is the grid. Both are
-built once and passed to whoever needs them. An axis of size 1 has no group and costs nothing, so the same code in
-one process is the reference.
+`Axis` is one direction of the grid with its process group; `ParallelMesh` is the grid. Both are built once and passed
+to the code that needs them. An axis of size 1 has no group and costs nothing, so the same code in one process is the
+reference.
 
-The grid has base axes, innermost first (Megatron's tp-cp-ep-dp-pp order), and is seen in two ways, by dense parameters
-and by those of experts:
+The grid has base axes, innermost first (Megatron's tp-cp-ep-dp-pp order). There are two views of it, one for dense
+parameters and one for those of experts:
 
     q = tp + TP * (cp + CP * dp)  =  etp + ETP * (ep + EP * edp)           world rank = q + TP * CP * DP * pp
 
-Data parallelism is itself a product: `dp = dp_shard + DP_SHARD * dp_replicate`, and `edp` likewise (ZeRO shards over
-the shards, neighbours first), and so is `cp = cp_heads + CP_HEADS * cp_ring` (`parallel.context`). Any product of base
-axes of one view is an axis: `mesh["tp"]`, `mesh.over("dp", "cp")`.
-Its communicator is made at its first use, so a run has those that it uses and no more.
+Data parallelism is itself a product, `dp = dp_shard + DP_SHARD * dp_replicate`, and so are `edp` (ZeRO shards over the
+inner factor, neighbours first) and `cp = cp_heads + CP_HEADS * cp_ring` (`parallel.context`). Any product of base axes
+of one view is an axis: `mesh["tp"]`, `mesh.over("dp", "cp")`. Its communicator is made at its first use, so a run has
+only those that it uses.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ PRODUCTS = {"cp": DENSE[1:3], "dp": DENSE[3:5], "edp": EXPERT[2:4], "world": DEN
 
 
 class WaitClock:
-    """Seconds for which this rank's host was blocked by communication: what tells a slow rank from those it keeps
-    waiting. (NCCL blocks the device, not the host, so on GPUs it stays near zero.)"""
+    """Seconds for which communication blocked this rank's host: a slow rank has few, the ranks that wait for it many.
+
+    (NCCL blocks the device instead of the host, so on GPUs it stays near zero.)
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -56,10 +58,15 @@ class WaitClock:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: `ranks[i]` is the world rank at coordinate i, `rank` is this process's coordinate.
+    """One axis of the grid, seen from one rank.
 
-    `group` is None exactly when `size` is 1. `waits` counts the time spent waiting for the axis's other ranks; the
-    axes of a mesh share one. `shared` carries CPU tensors through shared memory (`comm.shared_memory.share_axis`).
+    name: of the base axes that it consists of, joined by `*`.
+    size: number of ranks along it.
+    rank: this process's coordinate.
+    ranks: ranks[i] is the world rank at coordinate i.
+    group: the process group, None exactly when `size` is 1.
+    waits: counts the time spent waiting for the other ranks; the axes of a mesh share one.
+    shared: carries CPU tensors through shared memory (`comm.shared_memory.share_axis`), or None.
     """
 
     name: str
@@ -77,7 +84,7 @@ class Axis:
 
     @property
     def names(self) -> frozenset[str]:
-        """The base axes along which its ranks really differ."""
+        """The base axes along which its ranks differ; none if its size is 1."""
         return frozenset(self.name.split("*")) if self.size > 1 else frozenset()
 
     @property
@@ -91,7 +98,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class FamilyAxes:
-    """The axes of a family of parameters on this rank (`inventory.families`)."""
+    """The axes of a family of parameters on this rank; for the fields see `inventory.families`."""
 
     name: str
     cut: tuple[Axis, ...]
@@ -101,7 +108,7 @@ class FamilyAxes:
     def alike(self, sharded: frozenset[str], *, everywhere: bool) -> list[Axis]:
         """The axes along which a parameter that is cut over the axes `sharded` is replicated, outermost first.
 
-        everywhere: no rank of the shard axis holds less than another.
+        everywhere: whether all ranks of the shard axis hold it, too.
         """
         copies = (self.replicate, self.shard) if everywhere else (self.replicate,)
         return [*copies, *(axis for axis in reversed(self.cut) if axis.name not in sharded)]
@@ -109,8 +116,12 @@ class FamilyAxes:
 
 @dataclass(frozen=True)
 class ContextAxes:
-    """How attention sees the tokens of the other ranks of a sequence. heads: among these ranks tokens are traded for
-    heads. ring: keys and values go round these, or are gathered over them (`gathers`)."""
+    """The ranks that share a sequence, and how attention sees the tokens of the others.
+
+    heads: among these ranks tokens are traded for heads.
+    ring: among these, keys and values travel in a ring.
+    gathers: they are gathered instead.
+    """
 
     heads: Axis = field(default_factory=lambda: Axis.single("cp_heads"))
     ring: Axis = field(default_factory=lambda: Axis.single("cp_ring"))
@@ -125,10 +136,10 @@ class ContextAxes:
 class ParallelMesh:
     """The grid of ranks, seen from one of them.
 
-    `size` and `coordinate` are arithmetic and may be asked for anywhere. `mesh[name]`, `over` and `through` make a
-    communicator the first time: they are collective over the world, so every rank calls them with the same arguments
-    in the same order. Whoever composes a run does so while it is built and hands the axes on; `complete` says that it
-    is, and a communicator that is asked for later is an error instead of a hang.
+    `size` and `coordinate` are arithmetic and may be called anywhere. `mesh[name]`, `over` and `through` make a
+    communicator the first time: they are collective over the world, so every rank calls them with the same arguments in
+    the same order. That happens while a run is built. `complete` ends it, and to make another communicator later is an
+    error instead of a hang.
     """
 
     def __init__(self, rank: int, dense: dict[str, int], expert: dict[str, int], *, timeout: float | None) -> None:
@@ -161,11 +172,12 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """The mesh of `size` ranks, without a communicator yet.
 
-        cp_heads: of the cp ranks of a sequence those that trade tokens for heads. etp: tp where not given; dp and edp
-        follow. dp_replicate: copies of the shards of optimizer state (hybrid sharding). timeout: seconds that a
-        collective over any axis but the world may take (None: torch's default).
+        cp_heads: how many of the cp ranks of a sequence trade tokens for heads.
+        etp: tp if not given; dp and edp follow from the other sizes.
+        dp_replicate: copies of the shards of optimizer state (hybrid sharding).
+        timeout: seconds that a collective over any axis but the world may take (None: torch's default).
 
-        Raises ConfigError where the sizes do not divide the world, or dp_replicate does not divide dp and edp.
+        Raises ConfigError if the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
         dense = _view(DENSE, size, (tp, cp_heads, cp // cp_heads), dp_replicate, pp)
         expert = _view(EXPERT, size, (tp if etp is None else etp, ep), dp_replicate, pp)
@@ -179,7 +191,7 @@ class ParallelMesh:
         return prod(view[base] for base in bases)
 
     def coordinate(self, name: str) -> int:
-        """Where this rank stands on an axis."""
+        """This rank's coordinate on an axis."""
         view, bases = self._resolve([name])
         place, result = _coordinates(self.rank, view), 0
         for base in reversed(bases):
@@ -187,7 +199,7 @@ class ParallelMesh:
         return result
 
     def _resolve(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """(the view that has all these axes, the base axes of more than one rank that they consist of)."""
+        """(The view that has all these axes, their base axes of more than one rank)."""
         wanted = {base for name in names for base in PRODUCTS.get(name, (name,))}
         for view in self._views:
             if wanted <= set(view):
@@ -216,7 +228,7 @@ class ParallelMesh:
     def over(self, *names: str, apart: str = "") -> Axis:
         """The product of some axes, ranks in the order of the grid. Collective at first use.
 
-        apart: names a communicator of its own, for messages that keep no order with any others.
+        apart: names a communicator of its own, for messages that need not keep an order with any others.
         """
         view, bases = self._resolve(names)
         return self._axis("*".join(bases) or names[0], self._lines(view, bases), apart)
@@ -225,8 +237,8 @@ class ParallelMesh:
         """An axis through some coordinates of the pipeline (tied embeddings: first and last; Chimera: the replicas of
         a stage). Collective at first use; a rank that is at none of them gets an axis of size 1.
 
-        It has a communicator of its own even where it goes through all ranks: what travels on it is started at places
-        that differ from rank to rank, so it keeps no order with anything else.
+        It has a communicator of its own even if it goes through all ranks: its messages are started at different places
+        on different ranks, so they keep no order with any others.
         """
         lines = self._lines(self._views[0], ["pp"])
         return self._axis("pp", [[line[p] for p in coordinates] for line in lines], apart)
@@ -242,11 +254,11 @@ class ParallelMesh:
         return ContextAxes(self["cp_heads"], self["cp_ring"], gathers)
 
     def adopt(self, axis: Axis) -> None:
-        """Puts `axis` (the same ranks, another carrier) where the axis of its name is."""
+        """Replaces the axis of this name by `axis`, the same ranks with another transport."""
         self._axes[axis.name, ""] = axis
 
     def complete(self) -> None:
-        """All communicators of the run exist."""
+        """Declares that all communicators of the run exist."""
         self._complete = True
 
     def _axis(self, name: str, lines: Sequence[Sequence[int]], apart: str) -> Axis:
@@ -265,7 +277,7 @@ class ParallelMesh:
 
 
 def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: int, pp: int) -> dict[str, int]:
-    """Sizes of the base axes `names`; the one behind `inner` takes what the others leave of the world."""
+    """Sizes of the base axes `names`; the one after `inner` gets what the others leave of the world."""
     used = prod(inner) * pp
     if world % used:
         label = "*".join(name for name, size in zip(names, inner, strict=False) if size > 1 or name == names[0])
@@ -305,8 +317,8 @@ def make_axis(
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None) -> Any:
-    """A process group for device tensors alone where there are devices: the world's gloo, which opens a socket to every
-    other rank, is not made again for each axis."""
+    """A process group, with devices for device tensors only: gloo, which opens a socket to every other rank, exists
+    once for the world and is not made again for each axis."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config(dist.group.WORLD)):
         return dist.new_group(ranks, timeout=timeout, backend="nccl")
     return dist.new_group(ranks, timeout=timeout)

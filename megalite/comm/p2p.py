@@ -1,15 +1,14 @@
 """Channels between pipeline ranks.
 
-A channel carries tensors whose shapes both ends know; no shape ever travels. Messages from one rank to another
-arrive in the order in which they were sent (the schedule validator proves that both ends agree on that order), so
+A channel carries tensors whose shapes both ends know, so no shape is ever sent. Messages from one rank to another
+arrive in the order in which they were sent, and the schedule validator proves that both ends agree on that order. So
 neither tags nor matching are needed: NCCL has none, gloo gets a running number.
 
-One communicator carries the messages to higher ranks and one those to lower ranks, so that activations and gradients
-that cross cannot block each other.
+One communicator carries the messages to higher ranks and another those to lower ranks, so that activations and
+gradients that cross cannot block each other.
 
-With `headers=True` a small message that says what follows (kind, stage, micro-batch, shape) goes ahead of each
-tensor, and whoever receives something else than the schedule says raises RuntimeFailure naming rank, stage and
-micro-batch.
+With `headers=True` a small message goes ahead of each tensor and says what follows (kind, stage, micro-batch, shape). A
+rank that receives something other than its schedule says raises RuntimeFailure with rank, stage and micro-batch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megalite.comm.mesh import Axis, WaitClock
 from megalite.errors import PeerLost, RuntimeFailure
 
 _HEADER_LENGTH = 8
-#: Messages whose memory is held because they may not have left yet.
+#: Messages whose memory is held because they may not have been sent yet.
 _MOST_IN_FLIGHT = 16
 
 
@@ -72,11 +71,11 @@ def _check(header: Tensor, label: MessageLabel, shape: tuple[int, ...], *, rank:
 
 
 def connect(axis: Axis, pairs: Iterable[tuple[int, int]]) -> None:
-    """Exchange one small message between the two ranks (lower, higher) of every pair. Collective over the axis.
+    """Exchanges one small message between the two ranks (lower, higher) of every pair. Collective over the axis.
 
-    A library may open the line between two ranks at its first use, and both then wait for each other: a rank that
-    posts an early receive would stand still before it has sent what its peer needs to get that far. NCCL makes a
-    communicator a pair and line, each with device memory of its own, so no pair is connected that sends nothing.
+    A library may connect two ranks at the first message between them, and both then wait for each other: a rank that
+    posts a receive early would block before it has sent what its peer needs to get that far. NCCL makes a communicator
+    per pair and direction, each with device memory of its own, so pairs that send nothing are not connected.
     """
     token = torch.zeros(1, device=device_of(axis))
     for low, high in sorted(pairs):
@@ -91,7 +90,8 @@ def connect(axis: Axis, pairs: Iterable[tuple[int, int]]) -> None:
 class IncomingMessage:
     """A receive that has been posted.
 
-    target: where the tensor is wanted, if it arrives elsewhere.
+    buffer: where the tensor arrives.
+    target: where it is copied to, if it is needed on another device.
     """
 
     buffer: Tensor
@@ -120,10 +120,11 @@ class IncomingMessage:
 
 
 class Channel:
-    """Point-to-point messages over `down` (to higher pipeline ranks) and `up` (to lower ones).
+    """Point-to-point messages. Made by all ranks of the pipeline at the same time.
 
-    Made by all ranks of the pipeline at the same time. pairs: the ranks (lower, higher) that send to each other
-    (`StagePlacement.neighbours`).
+    down, up: axes that carry messages to higher and to lower pipeline ranks.
+    pairs: the ranks (lower, higher) that send to each other (`StagePlacement.neighbours`).
+    headers: each message is announced by a small one and checked.
     """
 
     def __init__(self, down: Axis, up: Axis, pairs: Collection[tuple[int, int]], *, headers: bool = False) -> None:
@@ -133,20 +134,20 @@ class Channel:
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
-        # gloo reads and writes host memory: tensors of a device pass through it (ranks that share one GPU).
+        # gloo reads and writes host memory: tensors of a device are copied (ranks that share one GPU).
         self._host_only = down.size > 1 and device_of(down).type == "cpu"
 
     def _line(self, source: int, target: int) -> Axis:
         return self._down if target > source else self._up
 
     def send(self, x: Tensor, *, peer: int, label: MessageLabel) -> None:
-        """Starts sending; the tensor must not change until it has left."""
+        """Starts sending; the tensor must not change until it has been sent."""
         if self._headers:
             self._isend(_encode(label, tuple(x.shape), x.device), peer)
         self._isend(x.contiguous(), peer)
-        # gloo says of a send that it is complete only after somebody has waited for it; without this every activation
-        # that was ever sent would stay in memory. Programs are proved to be free of deadlock even if each send waits.
-        # NCCL frees the memory in stream order: to wait would hold up the stream behind an old message.
+        # gloo reports a send as complete only after it has been waited for; without that, every activation that was
+        # ever sent would stay in memory. Programs are proved to be free of deadlock even if each send waits. NCCL frees
+        # the memory in stream order; waiting would delay the stream by an old message.
         while self._in_flight and not self._host_only and self._in_flight[0][0].is_completed():
             self._in_flight.popleft()
         while len(self._in_flight) > _MOST_IN_FLIGHT:
@@ -174,7 +175,7 @@ class Channel:
         return dist.irecv(buffer, line.ranks[peer], group=line.group, tag=self._received[peer])
 
     def flush(self) -> None:
-        """Returns when everything sent has left."""
+        """Returns when everything has been sent."""
         with self._down.waits:
             while self._in_flight:
                 self._in_flight.popleft()[0].wait()

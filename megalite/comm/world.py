@@ -1,4 +1,4 @@
-"""Rank, world size, device and host of this process, and how it reports where it is: one value."""
+"""Rank, world size, device and host of this process, and how it reports what it is doing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 class World:
     """This process's place in the run. A world of one rank has no process group.
 
-    rank, size: number of this process and of all processes. local_rank, local_size: the same within this host.
-    device: where this rank computes. host: name of this machine, for messages.
-    report_phase: tells whoever supervises this rank what it is doing ("iteration 7: forward"). The text is shown when
-    the rank dies or stops answering; a call costs about a microsecond and sends nothing.
+    rank, size: number of this process, and how many there are.
+    local_rank, local_size: the same within this host.
+    device: where this rank computes.
+    host: name of this machine, for messages.
+    report_phase: records what this rank is doing ("iteration 7: forward"), which is shown if it dies or stops
+    answering.
+        A call costs about a microsecond and sends nothing.
     """
 
     rank: int = 0
