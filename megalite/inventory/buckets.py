@@ -1,12 +1,12 @@
 """Where every parameter lies in the flat buffer of a stage: pure arithmetic, the same on every data-parallel rank.
 
 A bucket is a contiguous range of the buffer that is reduced in one message and cut into `shards` equal, contiguous
-slices, one an owner. Two shard rules, both giving contiguous slices, so that reduction, gathering, norm and checkpoint
-never ask which one it was:
+slices, one per owner. There are two ways to place parameters in it; reduction, gathering, norm and checkpoint need not
+know which one was used:
 
     flat            parameters one after the other; a slice may begin in the middle of one
                     [ w2 w1 | norm bias ... pad ]         cut anywhere: |--- rank 0 ---|--- rank 1 ---|
-    whole_tensor    each parameter lies in one slice (bin-packed by size): what Muon needs
+    whole tensors   each parameter lies in one slice (bin-packed by size), as Muon needs it
                     [ w3 w1 pad | w2 pad ]                            |-- rank 0 --|-- rank 1 --|
 
 Inside a flat bucket the parameters are sorted by `ElementKind`, so that an optimizer sees few long segments instead of
@@ -23,12 +23,16 @@ from typing import NamedTuple
 from megalite.inventory.parameter_placement import ParameterPlacement, Shape
 
 ALIGNMENT = 64
-"""Every parameter, segment and slice begins at a multiple of this many elements: whole vector registers, so that an
-elementwise update rounds the same way wherever a slice begins (stage 1 is bitwise stage 0)."""
+"""Every parameter, segment and slice begins at a multiple of this many elements, which fill whole vector registers. So
+an elementwise update rounds the same way wherever a slice begins: stage 1 is bitwise stage 0."""
 
 
 class ElementKind(NamedTuple):
-    """What the optimizer and the norm must know of an element; equal kinds lie together."""
+    """What optimizer and norm must know about an element; elements of one kind lie together.
+
+    no_decay: no weight decay.
+    sharded, partial: as in `ParameterPlacement`.
+    """
 
     no_decay: bool
     sharded: frozenset[str]
@@ -36,13 +40,17 @@ class ElementKind(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, bool, list[str], list[str]]:
-        """Sorts kinds: what decays and what is cut comes first."""
+        """Sort key: kinds that decay come first, then those that are cut."""
         return self.no_decay, not self.sharded, sorted(self.sharded), sorted(self.partial)
 
 
 @dataclass(frozen=True)
 class BufferParameter:
-    """A parameter to be placed: `index` is its position in forward order."""
+    """A parameter to be placed in a buffer.
+
+    index: its position in forward order.
+    whole: it must lie in one slice.
+    """
 
     index: int
     name: str
@@ -74,9 +82,10 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of the buffer whose elements are of one kind (gaps of alignment included; they are zero forever).
+    """A range of the buffer whose elements are of one kind, including gaps for alignment, which are always zero.
 
-    ranges: the parameters inside, in order. whole: exactly one parameter, to be updated as a matrix.
+    ranges: the parameters inside, in order.
+    whole: there is exactly one parameter inside, to be updated as a matrix.
     """
 
     start: int
@@ -88,7 +97,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Elements `start .. stop` of the buffer; `stop - start` is divisible by `shards * ALIGNMENT`."""
+    """Elements `start .. stop` of the buffer; `stop - start` is divisible by `shards * ALIGNMENT`.
+
+    tied: its parameters are shared with another stage.
+    layer: the layer that it belongs to, if there is a bucket per layer.
+    """
 
     start: int
     stop: int
@@ -113,7 +126,7 @@ def layer_of(name: str) -> str:
 
 
 def bucket_limit(bucket_size: int | None, shards: int, *, on_cpu: bool, overlap: bool) -> int | None:
-    """Elements after which a bucket is closed, `bucket_size` where that is given; None: one bucket.
+    """Elements after which a bucket is closed: `bucket_size` if it is given. None: a single bucket.
 
     By default, with overlap, `max(40M, 1M * shards)` on a GPU (Megatron's: the latency of a ring grows with its
     ranks), 8M on a CPU, where large messages gain nothing; without overlap one bucket.
@@ -135,8 +148,8 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Buckets in the order in which backward completes them: the last layers first, tied parameters at the very end.
 
-    Stage 0 shards nothing. Stage 3, and stage 2 without `bucket_size`, have one bucket a layer; the others close one
-    after `bucket_limit` elements.
+    Stage 0 shards nothing. Stage 3, and stage 2 without `bucket_size`, have one bucket per layer; the others close a
+    bucket after `bucket_limit` elements.
     """
     by_layer = zero_stage == 3 or (zero_stage == 2 and bucket_size is None)
     limit = bucket_limit(bucket_size, shards, on_cpu=on_cpu, overlap=overlap)
@@ -155,7 +168,7 @@ def plan_buckets(
 def _group(
     entries: Sequence[BufferParameter], bucket_size: int | None, tied: frozenset[str], by_layer: bool
 ) -> list[list[BufferParameter]]:
-    """Entries of one bucket, bucket after bucket. Whole tensors never share a bucket with flat ones."""
+    """The entries of each bucket. Whole tensors never share a bucket with flat ones."""
     groups: list[list[BufferParameter]] = []
     open_groups: dict[tuple[bool, bool, str], list[BufferParameter]] = {}
     filled: dict[tuple[bool, bool, str], int] = {}
@@ -188,7 +201,7 @@ def _place_flat(group: Sequence[BufferParameter], start: int, shards: int) -> tu
 
 
 def _place_whole(group: Sequence[BufferParameter], start: int, shards: int) -> tuple[list[Segment], int]:
-    """Longest first onto the least loaded slice: at most 4/3 of the best possible balance (Graham 1969)."""
+    """Largest first onto the least loaded slice: at most 4/3 of the best possible balance (Graham 1969)."""
     loads = [0] * shards
     placed: list[tuple[int, int, BufferParameter]] = []
     for entry in sorted(group, key=lambda entry: (-entry.numel, entry.index)):

@@ -3,8 +3,8 @@
     dense     tp cuts       the same on all ranks of cp x dp, whose samples and positions differ
     expert    etp, ep cut   the same on all ranks of edp, to which other tokens come
 
-Each family sees all ranks of a stage: those along the axes that cut it, and copies along the others. What a stage keeps
-in another precision (a router in fp32) is of the same family and has buffers of its own. The order of the table is the
+Each family is spread over all ranks of a stage: it is cut along some axes and copied along the others. Parameters of
+another precision (a router in fp32) are of the same family but have buffers of their own. The order of the table is the
 order in which every rank reduces and steps.
 """
 
@@ -14,8 +14,12 @@ from typing import NamedTuple
 
 
 class AxisFamily(NamedTuple):
-    """Names of axes (`comm.mesh`). cut: may cut a parameter. shard: ZeRO shards over them. replicate: copies of the
-    shards (hybrid sharding). Gradients are summed over shard x replicate."""
+    """Names of axes (`comm.mesh`). Gradients are summed over shard x replicate.
+
+    cut: the axes that may cut a parameter.
+    shard: the axes over which ZeRO shards.
+    replicate: the axes along which the shards are copied (hybrid sharding).
+    """
 
     name: str
     cut: tuple[str, ...]

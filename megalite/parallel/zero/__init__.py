@@ -15,29 +15,29 @@ A batch, whatever the stage:
 
 The life of a gradient, from a backward to the kernel of the optimizer:
 
-    GradSink          a layer adds its weight gradient (the loss is divided already: sums are means)
+    GradSink          a layer adds its weight gradient (the loss has already been divided, so sums are means)
     HeldGradient, StreamedGradient      the bucket is reduced over dp: all-reduce, or reduce-scatter
-    finish_reduce     copies are summed: tied embeddings, what tensor-parallel ranks hold in part, replicas
+    finish_reduce     further sums: tied embeddings, shares of tensor-parallel ranks, replicas
     grad_norm         every element once, over all ranks
-    DeviceOptimizer   clipping and the loss scale in one product, cast to the master's type, the update rule
+    DeviceOptimizer   one product for clipping and loss scale, cast to the master's dtype, the update rule
 
 Where things are:
 
     options.py         what is sharded, what overlaps, how large a bucket is
     families.py        a stage's families (dense, experts): one `ParameterBuffers` each, always in the same order
     parameter_buffers.py   `ParameterBuffers`: the `weights` and `gradients` of one family, cut into buckets
-    flat_weights.py    its parameters in flat memory: gathered and freed
-    unshard.py         weights that come before their use and go after it (stage 3), or are waited for (1, 2)
-    reducer.py         its gradients: which bucket is reduced when (in the order of the plan, never of arrival)
+    flat_weights.py    the family's parameters in flat memory
+    unshard.py         gathers weights before their use and frees them afterwards (stage 3), or waits for them (1, 2)
+    reducer.py         the family's gradients: which bucket is reduced when
     bucket.py          one bucket: its plan, weights, sinks and gradients
     held_gradient.py, streamed_gradient.py
-                       the life of a bucket's gradient in stages 0 and 1; in stages 2 and 3
+                       the gradient of a bucket in stages 0 and 1; in stages 2 and 3
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
-    sub_optimizers.py  masters and moments of one place (device, host) and the update rule over them
-    param_groups.py    what an update rule is told about its tensors
+    sub_optimizers.py  the update rule over masters and moments on the device, and over those on the host
+    param_groups.py    what an update rule gets to know about its tensors
     param_remainders.py    masters of bf16 weights in 16 bits
-    host_memory.py     freed memory of a CPU rank, given back to the system (stages 2 and 3)
+    host_memory.py     returns freed memory of a CPU rank to the system (stages 2 and 3)
     activation_offload.py   `ActivationOffload`: activations of some layers in host memory
 
 Invariants: one master per element; every element is counted once in the norm and written by one rank; reductions start

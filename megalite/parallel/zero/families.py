@@ -20,19 +20,23 @@ def stage_buffers(
     beside: Sequence[ParameterBuffers] = (),
     **more: Any,
 ) -> list[ParameterBuffers]:
-    """One `ParameterBuffers` for each family and dtype that a stage has, in an order that is the same on every rank:
-    that of the table, narrow dtypes first. beside: those of this rank's other stages. more: as in `ParameterBuffers`.
+    """One `ParameterBuffers` for each family and dtype of a stage, in the same order on every rank: that of the table
+    of families, narrow dtypes first.
+
+    versions: for each weight version the (logical name, parameter) in forward order.
+    beside: the buffers of this rank's other stages.
+    more: as in `ParameterBuffers`.
     """
-    parts: dict[tuple[int, int, str], list[list[Any]]] = {}
+    grouped: dict[tuple[int, int, str], list[list[Any]]] = {}
     order = list(AXIS_FAMILIES)
     for number, version in enumerate(versions):
         for name, parameter in version:
             family = placement_of(parameter).family
             key = (order.index(family), parameter.dtype.itemsize, family)
-            parts.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
+            grouped.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
     made: list[ParameterBuffers] = []
     orders = {name: ReductionOrder(options) for name in families}
-    for (_, _, family), own in sorted(parts.items(), key=lambda part: part[0]):
+    for (_, _, family), own in sorted(grouped.items(), key=lambda item: item[0]):
         settings = {**more, "beside": [*beside, *made], "order": orders[family]}
         made.append(ParameterBuffers(own, axes=families[family], options=options, **settings))
     return made

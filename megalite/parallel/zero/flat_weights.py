@@ -1,7 +1,7 @@
 """The parameters of one family in flat, contiguous memory, bucket after bucket.
 
-Every parameter becomes a view of a flat compute buffer and shares its version counter: an update in place between a
-forward and its backward is an error that autograd reports, not a silently wrong gradient.
+Every parameter becomes a view of a flat compute buffer and shares its version counter. So an update in place between a
+forward and its backward is an error that autograd reports, not a wrong gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Fill = Callable[[str, nn.Parameter], None]
 
 
 class FlatWeights:
-    """Owns the memory of a family's parameters, and brings and frees those that other ranks own.
+    """Owns the memory of a family's parameters; gathers and frees the parts that other ranks own.
 
-    versions: for each weight version the parameters in forward order. Parameters without memory ('meta') are filled by
-    `fill` as soon as they have some: bucket after bucket, so that weights that are sharded are never whole.
+    versions: for each weight version the parameters in forward order.
+    fill: gives values to parameters without memory ('meta') as soon as they have some: bucket after bucket, so that
+        sharded weights are never whole on a rank.
     """
 
     def __init__(
@@ -49,15 +50,15 @@ class FlatWeights:
     def _flatten(
         self, parameters: Sequence[nn.Parameter], fill: Fill | None, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Moves one version into flat memory: one piece, or in stage 3 one a bucket, which comes and goes."""
+        """Moves one version into flat memory: one tensor, or in stage 3 one per bucket, which is gathered and freed."""
         stage = self._options.stage
-        come_and_go = stage == 3 and self._axis.size > 1
-        numel = self._buckets[-1].plan.stop if self._buckets and not come_and_go else 0
+        gathered_for_use = stage == 3 and self._axis.size > 1
+        numel = self._buckets[-1].plan.stop if self._buckets and not gathered_for_use else 0
         flat = torch.zeros(numel, dtype=dtype, device=device)
         for bucket in self._buckets:
             plan = bucket.plan
             full = flat[plan.start : plan.stop]
-            if come_and_go:
+            if gathered_for_use:
                 full = torch.zeros(bucket.numel, dtype=dtype, device=device)
             for range_ in plan.ranges:
                 parameter = parameters[range_.entry.index]
@@ -72,10 +73,10 @@ class FlatWeights:
             self._of_parameter.update({id(parameters[range_.entry.index]): weights for range_ in plan.ranges})
 
     def attach(self, layers: Sequence[nn.Module], *others: FlatWeights) -> None:
-        """Hooks the stage's layers (forward order; once per weight version), so that weights are there when used.
+        """Hooks the stage's layers (forward order; once per weight version), so that weights are gathered before use.
 
-        others: of the stage's other families. Needed for stage 3, and for gathers of stages 1 and 2 that run behind the
-        next forward.
+        Needed for stage 3, and for stages 1 and 2 if gathers overlap the next forward. others: the weights of the
+        stage's other families.
         """
         families = (self, *others)
         known = {key: weights for family in families for key, weights in family._of_parameter.items()}
@@ -85,19 +86,19 @@ class FlatWeights:
             family._attached = True
 
     def gather(self, version: int = 0) -> None:
-        """Every rank's slice of the updated weights to every rank (stages 1 and 2); stage 3 forgets the old ones."""
+        """Gathers every rank's slice of the updated weights (stages 1 and 2); in stage 3 frees the old ones."""
         overlap = self._options.overlap_param_gather and self._attached
         for bucket in reversed(self._buckets):  # the first layers are needed first
             bucket.weights_of(version).updated(async_op=overlap)
 
     def wait(self) -> None:
-        """Returns when no gather is under way: parameters may be read, and slices written, without a layer's hooks."""
+        """Returns when no gather is in flight, so that parameters may be read and slices written outside of layers."""
         for bucket in self._buckets:
             for weights in bucket.weights:
                 weights.wait()
 
     def unshard(self) -> None:
-        """Gathers all weights and keeps them until `reshard` (breadth-first schedules: once a chunk and batch)."""
+        """Gathers all weights and keeps them until `reshard` (breadth-first schedules: once per chunk and batch)."""
         for bucket in reversed(self._buckets):
             for weights in bucket.weights:
                 weights.pinned = True
@@ -120,7 +121,8 @@ class FlatWeights:
 
 @torch.no_grad()
 def move_parameter(parameter: nn.Parameter, flat: Tensor) -> None:
-    """Makes the parameter, as the same object, a view of `flat` with its values and the version counter of `flat`."""
+    """Turns the parameter, which stays the same object, into a view of `flat`, with its values and the version counter
+    of `flat`."""
     if not parameter.is_meta:
         flat.copy_(parameter.reshape(-1))
     view = nn.Parameter(flat.view(parameter.shape), requires_grad=parameter.requires_grad)

@@ -10,13 +10,13 @@ class ZeroOptions:
     """How gradients, optimizer state and parameters are spread over the data-parallel ranks.
 
     stage: 0 everything replicated; 1 optimizer state and master weights sharded; 2 also gradients; 3 also parameters.
-    overlap_grad_reduce: a bucket's reduction starts as soon as its last gradient is there, not at the end of the batch.
-    overlap_param_gather: updated weights are gathered while the next forward runs (stages 1 and 2), layers ahead of
-    their use (stage 3).
-    bucket_size: elements of a gradient bucket; None: `bucket_limit`'s default. Stage 3 has one bucket a layer, whatever
-    this says.
+    overlap_grad_reduce: a bucket's reduction starts as soon as its last gradient has arrived, not at the end of the
+        batch.
+    overlap_param_gather: updated weights are gathered while the next forward runs (stages 1 and 2), or a layer ahead of
+        their use (stage 3).
+    bucket_size: elements of a gradient bucket; None: `bucket_limit`'s default. Stage 3 always has one bucket per layer.
     grad_reduce_in_bf16: gradients of bf16 parameters are accumulated and summed in bf16 (half the bytes, 8 bits of
-    mantissa).
+        mantissa).
     """
 
     stage: int = 0

@@ -1,8 +1,8 @@
 """The parameters of one family of a stage, their gradients, and the buckets that both are cut into.
 
-weights     version 0   [ layer 3 | layer 2 | layer 1 | embedding ]    compute dtype, one per weight version
-gradients               [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (fp32; fp64 for fp64 parameters)
-                          complete first            complete last
+weights, version 0   [ layer 3 | layer 2 | layer 1 | embedding ]    compute dtype, one buffer per weight version
+gradients            [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (fp32; fp64 for fp64 parameters)
+                       complete first            complete last
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ class ParameterBuffers:
         versions: for each weight version the (logical name, parameter) of one dtype in forward order; the same names
             and shapes in each. Each parameter carries `.placement` (`inventory.ParameterPlacement`) and may
             carry `.sink_uses` (contributions a micro-batch, 1).
-        axes: of the family: what cuts parameters (and sums partial gradients), what ZeRO shards over, what holds copies
-            of the shards.
+        axes: of the family: those that cut its parameters (and sum partial gradients), over which ZeRO shards, and
+            along which the shards are copied.
         tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
-        counts_tied: False on the stage that holds the copy: it is neither counted in the norm nor saved.
-        extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have been summed over
-            them already.
+        counts_tied: False on the stage that holds the copy of a tied parameter: there it is neither counted in the
+            norm nor saved.
+        extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have already been summed
+            over them.
         replica: which of these replicas this is; only replica 0 counts in the norm.
-        keep_gradients: sharded gradients stay in memory between batches. False where a batch is one micro-batch.
+        keep_gradients: sharded gradients stay in memory between batches. False if a batch is one micro-batch.
         num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
-        whole: (name, dimensions) -> which parameters must lie in one shard (Muon's matrices).
-        beside: what else this rank has, to share with it the memory that comes and goes.
-        order: in which reductions start, shared with other families of the stage over the same axes.
-        fill: gives a parameter that came without memory ('meta') its values, as soon as it has memory.
-        device: where (None: where the parameters are).
+        whole: (name, number of dimensions) -> whether the parameter must lie in one shard (Muon's matrices).
+        beside: the other buffers of this rank, which share scratch memory with these.
+        order: starts the reductions, shared with other families of the stage over the same axes.
+        fill: gives values to a parameter that came without memory ('meta') as soon as it has memory.
+        device: where the buffers are (None: where the parameters are).
     """
 
     def __init__(
