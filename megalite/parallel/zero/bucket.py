@@ -1,9 +1,9 @@
-"""A bucket: a contiguous piece of a family's flat memory; one message gathers its weights or reduces its gradient.
+"""A bucket: a contiguous part of a family's flat memory; one message gathers its weights or reduces its gradient.
 
 plan         [ layers.3.a | layers.3.b | gap ]     elements start .. stop of the family
-             [ rank 0     | rank 1           ]     what a rank owns of them (stage 0: all)
-weights[v]   one `BucketWeights` a weight version
-gradient     one `HeldGradient` an update in flight (stages 0 and 1, tied parameters in any), or one
+             [ rank 0     | rank 1           ]     what each rank owns of them (stage 0: all)
+weights      one `BucketWeights` per weight version
+gradients    one `HeldGradient` per update in flight (stages 0 and 1; tied parameters in any stage), or one
              `StreamedGradient` (stages 2 and 3); the parameters' sinks fill the selected one
 """
 
@@ -24,7 +24,10 @@ from megalite.parallel.zero.unshard import BucketWeights
 class Bucket:
     """One `BucketPlan` on this rank.
 
-    axis: the ranks that own the other slices. sharded: this rank owns one slice (stages 1 to 3), not everything.
+    axis: the ranks that own the slices.
+    sharded: whether this rank owns one slice (stages 1 to 3) or everything (stage 0).
+    owned_start, owned_stop: what it owns, in elements of the family.
+    nothing: an empty tensor in the gradient's dtype, for sinks whose memory is gone.
     sinks: of the parameters, in the plan's order.
     """
 
@@ -58,7 +61,7 @@ class Bucket:
         return self.gradients[self.selected]
 
     def select(self, index: int) -> None:
-        """Everything works on gradient number `index` from here on; the sinks stay the same objects."""
+        """From now on everything works on gradient number `index`; the sinks stay the same objects."""
         if index == self.selected:
             return
         self._sink_states[self.selected] = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
@@ -68,8 +71,8 @@ class Bucket:
             sink.buffer, sink.fresh, sink.remaining = state
 
     def begin_batch(self, microbatches: int | None) -> None:
-        """Forgets the last batch's gradient. microbatches: how many will contribute (None: `GradientReducer.arm` says
-        when the last one comes)."""
+        """Discards the last batch's gradient. microbatches: how many will contribute (None: `GradientReducer.arm` marks
+        the last one)."""
         assert self.gradient.handle is None, "the last batch was never finished"
         self.gradient.begin_batch()
         self.gradient.missing = len(self.sinks)
@@ -79,11 +82,11 @@ class Bucket:
                 sink.expect(sink.uses * microbatches)
 
     def open(self) -> None:
-        """A sink is about to receive the first contribution."""
+        """Called when a sink is about to receive its first contribution."""
         self.gradient.open()
 
     def close(self) -> None:
-        """Parameters that received nothing count as zero."""
+        """Makes the gradient of parameters that received nothing zero."""
         self.open()
         for sink in self.sinks:
             if sink.fresh:
@@ -94,7 +97,7 @@ class Bucket:
         return full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
 
     def fill_into(self, full: Tensor) -> None:
-        """The sinks write into `full` (uninitialised) from here on; the gaps between parameters become zero."""
+        """From now on the sinks write into `full`, which is uninitialised; gaps between parameters become zero."""
         end = 0
         for sink, range_ in zip(self.sinks, self.plan.ranges, strict=True):
             begin = range_.start - self.plan.start
@@ -104,7 +107,7 @@ class Bucket:
         full[end:].zero_()
 
     def forget_memory(self) -> None:
-        """The sinks hold no view of memory that shall go."""
+        """Makes the sinks drop their views, so that the memory can be freed."""
         for sink in self.sinks:
             sink.buffer = self.nothing
 
@@ -119,28 +122,28 @@ class BucketGradient(Protocol):
     def keep(self) -> bool: ...  # its memory stays between batches
 
     @property
-    def full(self) -> Tensor: ...  # that of this rank's micro-batches, before the reduction; it must be open
+    def full(self) -> Tensor: ...  # the sum over this rank's micro-batches, before the reduction; only while open
 
     @property
-    def reduced(self) -> Tensor: ...  # the owned slice of the sum, valid after `finish_batch`; zero if there is none
+    def reduced(self) -> Tensor: ...  # the owned slice of the sum over ranks, valid after `finish_batch`
 
     @property
-    def held(self) -> Tensor | None: ...  # what is in memory now, scratch excepted
+    def held(self) -> Tensor | None: ...  # what is in memory now, without scratch
 
     @property
-    def needs_reduction(self) -> bool: ...  # something of this batch has not been launched
+    def needs_reduction(self) -> bool: ...  # part of this batch has not been launched
 
-    missing: int  # sinks that wait for contributions before the reduction may start
-    handle: Handle | None  # of the reduction under way
+    missing: int  # sinks that still wait for contributions; at 0 the reduction may start
+    handle: Handle | None  # of the reduction in flight
 
-    def begin_batch(self) -> None: ...  # forgets the last batch's gradient
-    def open(self) -> None: ...  # makes the memory of `full`, uninitialised
+    def begin_batch(self) -> None: ...  # discards the last batch's gradient
+    def open(self) -> None: ...  # allocates `full`, uninitialised
     def launch(self, *, async_op: bool) -> None: ...  # starts the reduction of what has arrived
     def finish(self) -> None: ...  # waits for what was launched
     def finish_batch(self) -> None: ...  # the last `finish` of a batch
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that they lie in, each counted once."""
+    """Bytes of the tensors' storages, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -112,7 +112,7 @@ class FlatWeights:
             for weights in bucket.weights:
                 weights.pinned = False
                 weights.free()
-        self.unsharder.give_back_all()
+        self.unsharder.free_all()
 
     def memory(self) -> int:
         """Bytes held now."""

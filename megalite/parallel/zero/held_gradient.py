@@ -15,13 +15,13 @@ class HeldGradient:
           ^                                                                                                     |
           '-------------------------------------------- begin_batch --------------------------------------------'
 
-    Stage 0 reduces everything to everybody (all-reduce), the others a slice to its owner (reduce-scatter). The sum is
-    plain: the factor 1 / (micro-batches * data-parallel size) is in the loss already.
+    In stage 0 every rank gets the whole sum (all-reduce), in the others each gets its slice (reduce-scatter). The sum
+    is not divided: the factor 1 / (micro-batches * data-parallel size) is already in the loss.
 
-    An asynchronous pipeline accumulates the gradient of one update while that of the update before is being reduced:
-    the bucket then has one of these for each.
+    An asynchronous pipeline accumulates the gradient of one update while that of the previous update is being reduced.
+    The bucket then has one of these for each of them.
 
-    keep: the memory stays between batches.
+    keep: the memory is kept between batches.
     """
 
     streams = False

@@ -1,4 +1,8 @@
-"""Sums of a stage's gradients over the ranks that hold copies of its parameters, while the backward runs."""
+"""Sums a stage's gradients over the ranks that hold copies of its parameters, while the backward runs.
+
+GradientReducer    the gradients of one family: sinks for its parameters, begin and end of a batch
+ReductionOrder     starts the reductions of all families of a stage, in one order on all ranks
+"""
 
 from __future__ import annotations
 
@@ -15,70 +19,73 @@ from megalite.parallel.zero.held_gradient import HeldGradient
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient, StreamingSink
 
-MOST_UNDER_WAY = 2
-"""Reductions of held gradients at a time: more would only queue, and each holds what arrives beside the gradient."""
+MOST_IN_FLIGHT = 2
+"""Reductions of held gradients at a time. More would only queue, and each needs a buffer for what it receives."""
 
 
 class ReductionOrder:
-    """Starts the reductions of a stage's buckets over one axis, as they become complete.
+    """Starts the reductions of a stage's buckets over one axis as the buckets become complete.
 
-    Every rank of the axis starts them in one order: that of the families and of their plans, never that of arrival.
+    All ranks start them in the same order, that of the families and of their plans, whatever the order of arrival: a
+    bucket that is complete early waits for its turn.
     """
 
     def __init__(self, options: ZeroOptions) -> None:
         self._overlap, self._eager = options.overlap_grad_reduce, options.stage >= 2
         self._buckets: list[Bucket] = []
-        self._nexts = [0]
+        self._next_bucket = [0]
         self._selected = 0
-        self._under_way: deque[Handle] = deque()
+        self._in_flight: deque[Handle] = deque()
 
     def add(self, buckets: Sequence[Bucket], num_gradients: int) -> None:
-        """Further buckets, those of a family, with this number of gradients each."""
+        """Adds the buckets of a family, which have this number of gradients each."""
         self._buckets += [bucket for bucket in buckets if not bucket.plan.tied]
-        self._nexts = [0] * num_gradients
+        self._next_bucket = [0] * num_gradients
 
     def select(self, index: int) -> None:
-        """What follows is about gradient number `index`."""
+        """From now on buckets become complete for gradient number `index`."""
         self._selected = index
 
     def begin_batch(self) -> None:
-        """Nothing of the selected gradient has been started."""
-        self._nexts[self._selected] = 0
+        """No reduction of the selected gradient has been started."""
+        self._next_bucket[self._selected] = 0
 
     def bucket_is_complete(self) -> None:
-        """Starts it, and others, when it is their turn."""
+        """Starts every bucket that is complete and whose turn it is."""
         if not self._overlap and not self._eager:
             return
-        place = self._nexts[self._selected]
+        place = self._next_bucket[self._selected]
         while place < len(self._buckets) and self._buckets[place].gradient.missing == 0:
             self.start(self._buckets[place])
             place += 1
             if place == len(self._buckets) and self._eager:
-                place = 0  # the next micro-batch goes round again
-        self._nexts[self._selected] = place
+                place = 0  # the next micro-batch begins again with the first bucket
+        self._next_bucket[self._selected] = place
 
     def start(self, bucket: Bucket) -> None:
         """Starts one bucket out of turn."""
         gradient = bucket.gradient
-        if not gradient.streams and bucket.sharded:  # what arrives needs memory of its own until it is added up
-            while len(self._under_way) >= MOST_UNDER_WAY:
-                self._under_way.popleft().wait()
+        if not gradient.streams and bucket.sharded:  # what is received needs memory until it is added
+            while len(self._in_flight) >= MOST_IN_FLIGHT:
+                self._in_flight.popleft().wait()
         gradient.launch(async_op=self._overlap)
         if not self._overlap:
             gradient.finish()
         elif not gradient.streams and gradient.handle is not None:
-            self._under_way.append(gradient.handle)
+            self._in_flight.append(gradient.handle)
 
 
 class GradientReducer:
-    """The gradients of one family: gives the parameters their sinks, and reduces bucket after bucket.
+    """The gradients of one family: gives the parameters their sinks and reduces the buckets.
 
     Args:
-        parameters: by forward index, then weight version; all versions of a parameter add into one gradient.
-        extra_reduce: further axes that hold replicas of this stage; tied gradients have been summed over them already.
-        order: in which reductions start, shared with other families of the stage over the same axes.
-        pool: scratch of gradients that are streamed. keep: of those, as in `StreamedGradient`.
+        parameters: by forward index, then weight version; all versions of a parameter add to one gradient.
+        stage: the ZeRO stage.
+        extra_reduce: further axes that hold replicas of this stage; tied gradients have already been summed over them.
+        order: starts the reductions, shared with other families of the stage over the same axes.
+        pool: scratch for streamed gradients.
         num_gradients: updates whose gradients are in memory at once; more than one in stages 0 and 1 only.
+        keep: of streamed gradients, as in `StreamedGradient`.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class GradientReducer:
         num_gradients: int,
         keep: bool,
     ) -> None:
-        assert num_gradients == 1 or stage < 2, "gradients that are streamed cannot be kept for two updates"
+        assert num_gradients == 1 or stage < 2, "streamed gradients cannot be kept for two updates"
         self._buckets, self._axes, self._extra_reduce = buckets, axes, extra_reduce
         self._order, self._pool = order, pool
         self._num_gradients, self._selected = num_gradients, 0
@@ -111,7 +118,7 @@ class GradientReducer:
             self.begin_batch()
             for bucket in buckets:
                 if bucket.gradient.keep:
-                    _ = bucket.gradient.reduced  # makes the memory that stays
+                    _ = bucket.gradient.reduced  # allocates the memory that is kept
 
     def _add_sink(self, bucket: Bucket, versions: Sequence[nn.Parameter]) -> None:
         uses: int = getattr(versions[0], "sink_uses", 1)
@@ -131,7 +138,7 @@ class GradientReducer:
             attach_sink(parameter, sink)
 
     def select(self, update: int) -> None:
-        """Backwards, reductions and the optimizer work on the gradient of this update from here on."""
+        """From now on backwards, reductions and the optimizer work on the gradient of this update."""
         index = update % self._num_gradients
         if index == self._selected:
             return
@@ -141,25 +148,25 @@ class GradientReducer:
             bucket.select(index)
 
     def begin_batch(self, microbatches: int | None = None) -> None:
-        """The gradient is zero again. With the number of micro-batches to come, `arm` need not be called."""
+        """Makes the gradient zero. If the number of micro-batches to come is given, `arm` need not be called."""
         self._order.begin_batch()
         for bucket in self._buckets:
             bucket.begin_batch(microbatches)
 
     def arm(self) -> None:
-        """The next micro-batch to run backward is the last: buckets are reduced as they become complete."""
+        """Says that the next backward is that of the last micro-batch: its buckets are reduced as they are complete."""
         for bucket in self._buckets:
             for sink in bucket.sinks:
                 sink.arm()
 
     def start_reduce(self) -> None:
-        """Starts every reduction that has not started yet (tied parameters excepted)."""
+        """Starts every reduction that has not started yet, except those of tied parameters."""
         for bucket in self._buckets:
             if not bucket.plan.tied and bucket.gradient.needs_reduction:
                 self._order.start(bucket)
 
     def tied(self) -> list[Tensor]:
-        """The gradients to be summed with the other holder of the parameters, before `start_tied_reduce`."""
+        """The gradients that must be summed with those of the other stage before `start_tied_reduce`."""
         tied = [bucket for bucket in self._buckets if bucket.plan.tied]
         for bucket in tied:
             bucket.close()
@@ -172,7 +179,7 @@ class GradientReducer:
                 self._order.start(bucket)
 
     def finish_reduce(self) -> None:
-        """Waits for all reductions, then sums over the axes that hold further parts of the gradient."""
+        """Waits for all reductions, then sums over the axes along which there are further shares of the gradient."""
         for bucket in self._buckets:
             bucket.gradient.finish_batch()
             for axis in (self._axes.replicate, *(() if bucket.plan.tied else self._extra_reduce)):
@@ -181,7 +188,7 @@ class GradientReducer:
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
-        """Adds up what each rank of an axis computed a share of: one small message an axis."""
+        """Sums gradients of which each rank of an axis has computed a share: one small message per axis."""
         for axis in self._axes.cut:
             pieces = []
             for bucket in self._buckets:
@@ -196,6 +203,6 @@ class GradientReducer:
                     piece.copy_(part)
 
     def memory(self) -> int:
-        """Bytes of the gradients that are in memory now, scratch excepted."""
+        """Bytes of the gradients that are in memory now, without scratch."""
         held = (gradient.held for bucket in self._buckets for gradient in bucket.gradients)
         return bytes_of(tensor for tensor in held if tensor is not None)

@@ -1,6 +1,8 @@
-"""The gradient of a bucket of which every rank keeps its slice only: stages 2 and 3.
+"""The gradient of a bucket of which every rank keeps only its slice: stages 2 and 3.
 
-The whole gradient of a micro-batch lives in scratch, which all buckets of a rank share.
+StreamedGradient   of one bucket: scratch while a micro-batch runs backward, then the slice of the sum
+StreamingSink      of one parameter: counts contributions per micro-batch
+ScratchPool        memory for the whole gradient of a bucket, shared by all buckets of a rank
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from megalite.parallel.zero.host_memory import give_back_freed_memory
 
 
 class StreamedGradient:
-    """Every micro-batch is reduced by itself, and added to the slice that this rank owns.
+    """Every micro-batch is reduced by itself and added to the slice that this rank owns.
 
-        empty --open: takes scratch--> filling --launch: reduce-scatter--> travelling --finish--> added to the slice
-          ^                               ^                                                              |
-          |                               '----------------- the next micro-batch, in other scratch -----+
-          '-------------------------------------------- begin_batch -------------------------------------'
+        empty --open: takes scratch--> filling --launch: reduce-scatter--> reducing --finish--> added to the slice
+          ^                               ^                                                            |
+          |                               '----------------- the next micro-batch, in other scratch ---+
+          '-------------------------------------------- begin_batch -----------------------------------'
 
-    Filling and travelling overlap: a bucket may be filled again at once, in other scratch.
+    A bucket may be filled again while it is being reduced: the next micro-batch uses other scratch.
 
-    keep: the slice stays in memory between batches. With one micro-batch nobody needs it from the step to the next
-    backward, which is while the activations grow: then it is given back for that time.
+    keep: the slice stays in memory between batches. Otherwise it is freed from the step to the next backward, which is
+        when activations need memory; a batch of one micro-batch allows that.
     """
 
     streams = True
@@ -38,9 +40,9 @@ class StreamedGradient:
         self.handle: Handle | None = None
         self._pool = pool
         self._filling: Tensor | None = None
-        self._travelling: Tensor | None = None
+        self._reducing: Tensor | None = None
         self._slice: Tensor | None = None
-        self._slice_is_of_this_batch = False
+        self._slice_is_valid = False
 
     @property
     def full(self) -> Tensor:
@@ -71,7 +73,7 @@ class StreamedGradient:
 
     def begin_batch(self) -> None:
         assert self._filling is None, "the last batch was never finished"
-        self._slice_is_of_this_batch = False
+        self._slice_is_valid = False
         if not self.keep:
             self._slice = None
             self.bucket.forget_memory()
@@ -83,33 +85,33 @@ class StreamedGradient:
             self.bucket.fill_into(self.full)
 
     def launch(self, *, async_op: bool) -> None:
-        self._pool.land()
+        self._pool.wait()
         self.bucket.close()
         full = self.full
         self.handle = reduce_scatter_into(self.bucket.owned(full), full, self.bucket.axis, async_op=async_op)
-        self._travelling, self._filling = self._filling, None
-        self._pool.flying = self
+        self._reducing, self._filling = self._filling, None
+        self._pool.in_flight = self
         self._next_round()
 
     def finish(self) -> None:
-        if self.handle is None or self._travelling is None:
+        if self.handle is None or self._reducing is None:
             return
         self.handle.wait()
         self.handle = None
-        arrived = self.bucket.owned(self._travelling[: self.bucket.numel])
+        arrived = self.bucket.owned(self._reducing[: self.bucket.numel])
         if self._slice is None:
             self._slice = arrived.clone()
-        elif self._slice_is_of_this_batch:
+        elif self._slice_is_valid:
             self._slice.add_(arrived)
         else:
             self._slice.copy_(arrived)
-        self._slice_is_of_this_batch = True
-        self._pool.give(self._travelling)
-        self._travelling = self._pool.flying = None
+        self._slice_is_valid = True
+        self._pool.give_back(self._reducing)
+        self._reducing = self._pool.in_flight = None
 
     def finish_batch(self) -> None:
         self.finish()
-        if not self._slice_is_of_this_batch:  # nothing was ever received
+        if not self._slice_is_valid:  # nothing has arrived in this batch
             self.reduced.zero_()
 
     def _next_round(self) -> None:
@@ -122,13 +124,17 @@ class StreamedGradient:
 
 
 class StreamingSink(GradSink):
-    """The sink of a `StreamedGradient`: ready as soon as one micro-batch's worth has arrived; what comes before the
-    reduction starts joins it.
+    """The sink of a `StreamedGradient`. It is ready once the contributions of one micro-batch have arrived; what
+    arrives before the reduction starts is reduced with them.
 
-    A split backward brings the gradients of norms with the input's, and those of matrices a few micro-batches later:
-    sums do not mind. But a vector must not open its bucket so early, or all buckets of a stage would be in memory at
-    once: it waits beside it. And what it was ahead counts for the rounds to come, or the last rounds would never be
-    complete.
+    In a split backward (zero bubble), gradients of norms arrive with that of the input, those of matrices a few
+    micro-batches later. The sum is the same, but two things need care. A vector must not open its bucket that early, or
+    all buckets of a stage would be in memory at once, so it is kept in `waiting`. And contributions of later
+    micro-batches count for later rounds, or the last rounds would never be complete.
+
+    gradient: of the bucket.
+    seen: contributions that have arrived and do not belong to a finished round.
+    waiting: the sum of vectors that arrived before the bucket was open.
     """
 
     __slots__ = ("gradient", "seen", "waiting")
@@ -147,7 +153,7 @@ class StreamingSink(GradSink):
 
     @property
     def received(self) -> bool:
-        """Something has arrived that is not reduced yet."""
+        """Whether something has arrived that has not been reduced yet."""
         return not self.fresh or self.waiting is not None
 
     def reopen(self) -> None:
@@ -155,12 +161,12 @@ class StreamingSink(GradSink):
         self.seen = 0
 
     def next_round(self, complete: int) -> None:
-        """What has arrived is being reduced, `complete` micro-batches and perhaps a part of more."""
+        """What has arrived is being reduced: `complete` micro-batches, perhaps with a part of later ones."""
         super().reopen()
         self.seen -= complete * self.uses
 
     def expect(self, contributions: int) -> None:
-        """Nothing to count: every micro-batch is reduced by itself."""
+        """Does nothing: every micro-batch is reduced by itself."""
 
     def add(self, gradient: Tensor) -> None:
         if gradient.dim() > 1 or self.gradient.has_scratch:
@@ -183,17 +189,17 @@ class StreamingSink(GradSink):
 
 
 class ScratchPool:
-    """Memory for gradients that live only until they are reduced: taken and given back many times in a batch, and
-    returned to the allocator at its end, so that the next forward can have it.
+    """Memory for gradients that exist only until they are reduced. It is taken and given back many times in a batch,
+    and returned to the allocator at its end, so that the next forward can use it.
 
-    All stages of a rank share one pool, and one reduction at a time is under way in it (`flying`): a piece that fills
-    and a piece that travels are all there is (a test asserts it).
+    All stages of a rank share one pool, with one reduction in flight at a time. So there are never more than two
+    pieces, one being filled and one being reduced (a test asserts it).
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
-        self.flying: StreamedGradient | None = None
+        self.in_flight: StreamedGradient | None = None
         self.most_bytes = 0
         self._bytes = 0
         self._free: list[Tensor] = []
@@ -203,7 +209,7 @@ class ScratchPool:
         for place, piece in enumerate(self._free):
             if piece.numel() >= numel:
                 return self._free.pop(place)
-        if self._free:  # too small: they would only lie beside the new piece
+        if self._free:  # too small: they would only take memory beside the new piece
             self.release()
             give_back_freed_memory(self.device)
         piece = torch.empty(numel, dtype=self.dtype, device=self.device)
@@ -211,15 +217,15 @@ class ScratchPool:
         self.most_bytes = max(self.most_bytes, self._bytes)
         return piece
 
-    def give(self, piece: Tensor) -> None:
+    def give_back(self, piece: Tensor) -> None:
         self._free.append(piece)
 
-    def land(self) -> None:
-        """Returns when no reduction is under way."""
-        if self.flying is not None:
-            self.flying.finish()
+    def wait(self) -> None:
+        """Returns when no reduction is in flight."""
+        if self.in_flight is not None:
+            self.in_flight.finish()
 
     def release(self) -> None:
-        """Forgets what is not in use."""
+        """Returns to the allocator what is not in use."""
         self._bytes -= sum(piece.nbytes for piece in self._free)
         self._free.clear()

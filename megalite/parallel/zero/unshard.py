@@ -1,12 +1,12 @@
-"""Where the compute weights are: whole on every rank, or a slice a rank and whole only around their use (stage 3).
+"""Gathers compute weights before a layer uses them, and frees them afterwards (stage 3).
 
     forward    use(0) | use(1)  | use(2)  ...       use(i): wait for the weights of layer i, start the gather of
-    gather     0, 1     2         3                 layer i + 1, give back everything else
-    backward   use(2) | use(1)  | use(0)            the same in the other direction; the last layer is still there
+    gather     0, 1     2         3                 layer i + 1, free all others
+    backward   use(2) | use(1)  | use(0)            the same in the other direction; the last layer is still gathered
 
-A layer is given back when another one needs the room, not when its forward ends: so a layer whose backward follows its
-forward (the last two of a stage, or a recomputed one) is not gathered twice. All stages of a rank share the room. In
-stages 1 and 2 the same hooks wait for the gather of updated weights that runs behind the first forward after a step.
+A layer is freed when another one is gathered, not when its forward ends. So a layer whose backward follows its forward
+(the last two of a stage, or a recomputed one) is not gathered twice. In stages 1 and 2 the same hooks wait for the
+gather of updated weights, which overlaps the first forward after a step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class BucketWeights:
 
     full: all of them, contiguous; the parameters are views of it. In stage 3 its memory exists only while `resident`.
     shard: this rank's slice (stages 1 and 2: a view of `full`; stage 0: `full` itself).
+    pinned: gathered until `reshard`, whatever layers use.
     """
 
     def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int) -> None:
@@ -39,7 +40,7 @@ class BucketWeights:
         self._gather: Handle | None = None
 
     def start_gather(self, *, async_op: bool) -> None:
-        """Collective: every rank's slice to every rank. The result may be read after `wait`."""
+        """Starts to gather all ranks' slices; collective. The result may be read after `wait`."""
         self.wait()
         if not self.sharded:
             return
@@ -57,14 +58,14 @@ class BucketWeights:
             self._gather = None
 
     def free(self) -> None:
-        """Gives the memory of `full` back (stage 3 only)."""
+        """Frees the memory of `full` (stage 3 only)."""
         if self.released_after_use and self.resident:
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.resident = False
 
     def updated(self, *, async_op: bool) -> None:
-        """The slice holds new values: backward through older ones is an error from now on."""
+        """Called when the slice holds new values. A backward through the older ones is an error from now on."""
         torch.autograd.graph.increment_version(self.full)
         if self.released_after_use and not self.pinned:
             self.free()
@@ -78,7 +79,7 @@ Weights = Sequence[BucketWeights]
 
 
 class Unsharder:
-    """Keeps the weights that are in use, and those that come next, on this rank."""
+    """Keeps the weights of the layer in use and of the next one gathered on this rank."""
 
     def __init__(self, *, prefetch: bool) -> None:
         self.prefetch = prefetch
@@ -101,7 +102,7 @@ class Unsharder:
         self.use(wanted, ahead)
 
     def _after_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any, output: Tensor) -> None:
-        """The gradient of the output, when it comes, brings the weights back."""
+        """Gathers the weights again when the gradient of the output arrives."""
         if torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(lambda gradient: self.use(wanted, ahead, backward=True))
 
@@ -110,9 +111,9 @@ class Unsharder:
         recomputed = wanted is self._in_backward and not backward
         self._in_backward = wanted if backward else None
         if recomputed and all(bucket.resident for bucket in wanted):
-            return  # inside its own backward: what comes next is the layer before, and that is on its way
-        # where nothing comes next, the turn does: the layer before is the next that is needed
-        self._give_back([*wanted, *(ahead or self._last)] if self.prefetch else wanted)
+            return  # recomputed inside its own backward: the layer needed next is the one before it, already in flight
+        # After the last layer comes the backward, which needs the layer used before this one.
+        self._free_others([*wanted, *(ahead or self._last)] if self.prefetch else wanted)
         self._last = wanted
         ahead = ahead if self.prefetch else []
         for bucket in wanted:
@@ -123,16 +124,16 @@ class Unsharder:
             if not bucket.resident:
                 self._start(bucket, async_op=True)
 
-    def give_back_all(self) -> None:
+    def free_all(self) -> None:
         """Frees everything that is not pinned."""
         self._in_backward, self._last = None, []
-        self._give_back([])
+        self._free_others([])
 
     def _start(self, bucket: BucketWeights, *, async_op: bool) -> None:
         bucket.start_gather(async_op=async_op)
         self._present.append(bucket)
 
-    def _give_back(self, keep: Weights) -> None:
+    def _free_others(self, keep: Weights) -> None:
         for bucket in self._present:
             if bucket not in keep and not bucket.pinned:
                 bucket.free()
