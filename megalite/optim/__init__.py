@@ -1,10 +1,9 @@
 """Update rules, learning-rate schedules, loss scaling.
 
-Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions
-of consumed samples), `LossScaler`, `DynamicLossScaler`, `CORRECTIONS` (table: what is done about the `Delay` of
-gradients: `staleness.py`).
+Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of consumed samples),
+`LossScaler`, `DynamicLossScaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients: `staleness.py`).
 
-Nothing here knows about ranks: sharding is `parallel/zero`, which hands an update rule flat pieces of the parameters.
+Nothing here knows about ranks: `parallel/zero` shards, and gives an update rule flat pieces of the parameters.
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """
 

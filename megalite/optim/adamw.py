@@ -2,8 +2,8 @@
 
 With moments in the master's dtype a step is one call of torch's fused kernel. With 16-bit moments (half the optimizer
 state) each step widens a piece of them, runs the kernel on it, and rounds them back. The first moment loses nothing
-that matters. The second is another story: with `beta2` = 0.999 a bf16 value (8 bits) cannot take up changes below 0.4
-%, so its decay stalls; keep `--exp-avg-sq-dtype fp32` unless memory forces otherwise.
+that matters. The second does: a bf16 value (8 bits) does not change by less than 0.4 %, so with `beta2` = 0.999 its
+decay stalls. Keep `--exp-avg-sq-dtype fp32` unless memory forces you to change it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class AdamW(UpdateRule):
         return True
 
     def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
-        """The step that the moments stand for: the last one, but for the decay of `p`."""
+        """The last step again, with the decay of `p` as it is now."""
         state = self.state[p]
         moment, square = (state[name].view(-1)[piece].to(p.dtype) for name in MOMENTS)
-        step = state["step"].double()  # stays where it is: a number would have the host wait for the device
+        step = state["step"].double()  # a tensor: to read it as a number, the host would wait for the device
         beta1, beta2 = group["betas"]
         denominator = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
         direction: Tensor = (moment / (1 - beta1**step)).div_(denominator)
@@ -65,14 +65,14 @@ class AdamW(UpdateRule):
 
 
 def _adamw(p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-    """torch's fused kernel. step: those before this one."""
+    """torch's fused kernel. step: the number of steps before this one."""
     adamw_kernel(
         [p],
         [grad],
         moments[:1],
         moments[1:],
         [],
-        [step.clone()],  # the kernel counts; pieces of one step count once
+        [step.clone()],  # the kernel increments it; all pieces of a step need the same number
         fused=True,
         amsgrad=False,
         beta1=group["betas"][0],

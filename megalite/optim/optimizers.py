@@ -1,7 +1,7 @@
-"""The table of optimizers: a name to what builds the update rule over parameter groups.
+"""The table of optimizers: the name on the command line -> what builds the update rule over parameter groups.
 
-A new optimizer is one class, one line of the table, and one of `config/update_rules.py`, which says what it keeps and
-which parameters it must see in one piece.
+A new optimizer is a class, a line of this table, and a line of the table in `config/update_rules.py`, which says what
+state it keeps and which parameters it must see whole.
 """
 
 from __future__ import annotations

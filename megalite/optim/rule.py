@@ -1,6 +1,7 @@
-"""What an update rule is: parameter groups, state by tensor, `step`. `torch.optim.Optimizer` is one, too.
+"""The interface of an update rule: parameter groups, state by tensor, `step`. `torch.optim.Optimizer` has it, too.
 
-Ours do not derive from it: its constructor imports torch's compiler, 70 MB and most of a second on every rank.
+Our rules do not derive from that class: its constructor imports torch's compiler, which costs every rank 70 MB and most
+of a second.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 ParamGroup = dict[str, Any]
-"""Tensors and what is said of them (`parallel.zero.param_groups`), and the `lr` and `weight_decay` of the next step."""
+"""Tensors with what is known about them (`parallel.zero.param_groups`), and `lr` and `weight_decay` of the next
+step."""
 
 
 class UpdateRule:
@@ -35,15 +37,15 @@ class UpdateRule:
                     yield p, p.grad, group, index
 
     def statistics(self) -> Iterator[Any]:
-        """State that is not one number an element (`megalite.comm.Statistic`)."""
+        """State that is not one number per element (`megalite.comm.Statistic`)."""
         yield from ()
 
     def foresees(self, group: ParamGroup) -> bool:
-        """Whether the moments of the group's tensors tell what the next step will be."""
+        """Whether `expected_step` can be computed from the moments of the group's tensors."""
         return False
 
     def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
-        """What a step adds to `p.view(-1)[piece]` if the next gradient is as expected; see `foresees`."""
+        """What the next step adds to `p.view(-1)[piece]` if its gradient is what the moments expect; see `foresees`."""
         raise NotImplementedError
 
 

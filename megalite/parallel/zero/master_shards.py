@@ -4,8 +4,7 @@
     rank 0      [ master shard             ]
     rank 1                                 [ shard   | master shard          ]    its slice, cut where the kind changes
 
-A master shard knows where its gradient and its compute weights are, and which rectangles of which logical tensors it
-covers.
+A master shard knows its gradient, its compute weights, and which rectangles of which logical tensors it covers.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 class MasterShard:
     """Elements `start .. stop` of a family's flat buffer: one tensor of the optimizer.
 
-    segment: of the bucket that they lie in.
-    tensor: the one fp32 (or wider) copy; the compute weights themselves where they already have that dtype and one
-        version.
+    buffers, bucket, segment: those that the elements belong to.
+    tensor: the fp32 (or wider) copy; the compute weights themselves if they have that dtype and one version.
     offloaded: master and moments are in host memory.
-    remainders: what the masters of the bucket are put together from, where they are kept in 16 bits.
+    remainders: the 16 bits that the bucket's bf16 weights lack, if the masters are stored that way.
     """
 
     buffers: ParameterBuffers
@@ -56,12 +54,12 @@ class MasterShard:
         return flat.view(self.tensor.shape)
 
     def join(self) -> None:
-        """Makes `tensor` readable and writable; of the whole bucket at once."""
+        """Makes `tensor` readable and writable, for all shards of the bucket at once."""
         if self.remainders is not None:
             self.remainders.join()
 
     def split(self) -> None:
-        """Writes the masters of the bucket, where they are kept in 16 bits, into weights and remainders."""
+        """The inverse: writes the masters of the bucket into weights and remainders."""
         if self.remainders is not None:
             self.remainders.split()
 
@@ -86,10 +84,11 @@ class MasterShard:
 def cut_master_shards(
     buffers: ParameterBuffers, offload_fraction: float = 0.0, store_param_remainders: bool = False
 ) -> list[MasterShard]:
-    """The master shards of one family of a stage, in buffer order. Whole buckets are offloaded until the fraction is
-    reached.
+    """The master shards of one family of a stage, in buffer order.
 
-    (Matrices that need other tensor-parallel ranks for their update stay on the device.)
+    offload_fraction: whole buckets are offloaded until this fraction is reached. Matrices that need other
+        tensor-parallel ranks for their update stay on the device.
+    store_param_remainders: as in `ShardedOptimizer`.
     """
     separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
     owned = sum(b.owned_stop - b.owned_start for b in buffers.buckets)

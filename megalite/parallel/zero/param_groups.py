@@ -1,4 +1,4 @@
-"""Parameter groups: what an update rule is told about the master shards that it steps."""
+"""Parameter groups: what an update rule gets to know about the master shards that it updates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 
 ParamGroup = dict[str, Any]
-"""params: list of tensors. decay: whether weight decay applies. whole: the tensors have their parameter's shape and
-must be updated as matrices; placements: then, their places in the logical tensors.
+"""A group of tensors that are updated alike.
 
-For rules that keep statistics of a parameter: `parameters` (those of which some rank of `shard_axis` holds a part here:
-the same list on each of its ranks) and `pieces` (for each tensor, what lies in it). `cut_axes`: those that may cut the
-family's parameters."""
+params: the tensors.
+decay: whether weight decay applies.
+whole: whether the tensors have their parameter's shape and must be updated as matrices.
+placements: if so, their places in the logical tensors.
+parameters: all parameters of which some rank of `shard_axis` holds a part, the same list on each of its ranks (for
+rules
+    that keep statistics of a parameter).
+pieces: for each tensor, which parts of which parameters it holds.
+shard_axis: the axis over which ZeRO shards the group.
+cut_axes: the axes that may cut the family's parameters.
+"""
 
 MakeOptimizer = Callable[[list[ParamGroup]], Any]
 """Builds an `UpdateRule` (or a `torch.optim.Optimizer`) over parameter groups."""
@@ -31,7 +38,7 @@ class BucketParameter(NamedTuple):
 
 
 def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
-    """All parameters of the shards' buckets: every rank of the shard axis has a slice of each bucket."""
+    """All parameters of the shards' buckets, of each of which every rank of the shard axis has a slice."""
     buckets = {id(master.bucket): master for master in masters}
     return [
         BucketParameter(
@@ -43,7 +50,7 @@ def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
 
 
 def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[BucketParameter]) -> list[ParamGroup]:
-    """One group for each combination of weight decay and whole matrices."""
+    """One group for each combination of `decay` and `whole`."""
     groups: dict[tuple[bool, bool], list[MasterShard]] = {}
     for master in masters:
         groups.setdefault((master.segment.kind.no_decay, master.segment.whole), []).append(master)

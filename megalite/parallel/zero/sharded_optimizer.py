@@ -2,9 +2,9 @@
 
     reduced gradient --scale--> update of the fp32 masters --cast--> compute weights of one version --all-gather--> all
 
-There is one master per element: where parameters already have the main dtype and one version, the compute buffer itself
-is the master. The optimizer sees master shards, a few long flat tensors; any `torch.optim.Optimizer` whose update is
-elementwise works at any stage.
+There is one master per element. If parameters already have the main dtype and one version, the compute buffer itself is
+the master. The update rule sees master shards, a few long flat tensors, so any `torch.optim.Optimizer` with an
+elementwise update works at any stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from megalite.parallel.zero.sub_optimizers import make_sub_optimizers
 
 @dataclass(frozen=True)
 class PendingNorm:
-    """Sums of squares that are travelling: `[ranks of the norm axis]`, one a rank.
+    """A global norm in flight.
 
-    They are added up in one order whatever carries them: over the shards (`copies` ranks, each `inside` after the one
-    before), then over what holds different parameters.
+    squares: the sums of squares, `[ranks of the norm axis]`.
+    work: the gather that brings them.
+    copies, inside: the axis of the shards within the norm axis: its size, and the distance between its ranks. Sums go
+        over the shards first, then over different parameters, so that their order is the same at every ZeRO stage.
     """
 
     squares: Tensor
@@ -44,7 +46,7 @@ class PendingNorm:
 
 
 def _sum(x: Tensor, dim: int) -> Tensor:
-    """One after the other along `dim`, from its end."""
+    """The sum along `dim`, added one after the other from its end."""
     return x.flip(dim).cumsum(dim).select(dim, -1)
 
 
@@ -54,11 +56,11 @@ class ShardedOptimizer:
     Args:
         buffers: of this rank's stages (model chunks), family by family.
         make_optimizer: builds the update rule from parameter groups (see `ParamGroup`).
-        norm_axis: all ranks that hold parts of one copy of the model and its optimizer state; it goes through whole
-            axes of every family. The norm is summed over it.
-        offload_fraction: part of the masters and moments that lives, and is updated, in host memory (ZeRO-Offload,
-            arXiv 2101.06840).
-        store_param_remainders: keep the masters of bf16 weights as the 16 bits that the weights lack (exact).
+        norm_axis: all ranks that hold parts of one copy of the model and its optimizer state, over which the norm is
+            summed; it consists of whole axes of every family.
+        offload_fraction: part of the masters and moments that is kept and updated in host memory (ZeRO-Offload, arXiv
+            2101.06840).
+        store_param_remainders: store the masters of bf16 weights as the 16 bits that the weights lack (exact).
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class ShardedOptimizer:
     def _create_state(self) -> None:
         """Makes the optimizer allocate its moments, so that a checkpoint can be loaded before the first step.
 
-        A step of zero gradients at learning rate 0 leaves every weight as it is and every moment zero; its count is
-        taken back.
+        A step with zero gradients and learning rate 0 leaves every weight as it is and every moment zero; the step
+        count is then reset.
         """
         self._update_masters(lr=0.0, weight_decay=0.0, grad_scale=1.0)
         self._set_step_count(0.0)
@@ -93,7 +95,8 @@ class ShardedOptimizer:
             buffers.gradients.begin_batch()
 
     def memory(self) -> dict[str, int]:
-        """Bytes of separate master weights and of optimizer state on the device, and of both in host memory."""
+        """Bytes of master weights (if they are not the compute weights) and of optimizer state on the device, and of
+        both in host memory."""
         weights = {m.bucket.weights[0].shard.untyped_storage().data_ptr() for m in self.masters}
         held = {"master": 0, "state": 0, "offloaded": 0}
         for master in self.masters:
@@ -120,12 +123,12 @@ class ShardedOptimizer:
         """Global L2 norm of the reduced gradients (fp64, 0-dim), each element of the model counted once; the same on
         every rank.
 
-        Not finite if any gradient of any rank is: one agreed decision whether to step.
+        It is not finite if any gradient of any rank is not, so all ranks decide alike whether to step.
         """
         return self.start_grad_norm().wait()
 
     def start_grad_norm(self) -> PendingNorm:
-        """Sends this rank's share of `grad_norm`; `wait` gives the norm. Gradients may be scaled meanwhile."""
+        """Sends this rank's share of `grad_norm`; `wait` returns the norm. Gradients may be scaled in between."""
         device = self.buffers[0].device if self.buffers else torch.device("cpu")
         gradients = [master.gradient for master in self._counted]
         norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
@@ -141,7 +144,7 @@ class ShardedOptimizer:
         return PendingNorm(squares, work, copies, inside)
 
     def _counts(self, master: MasterShard) -> bool:
-        """Whether this rank counts the gradient: the first of those on the norm axis that hold the same."""
+        """Whether this rank counts the gradient: it is the first on the norm axis of those that hold the same one."""
         buffers = master.buffers
         if buffers.replica or (master.bucket.plan.tied and not buffers.counts_tied):
             return False
@@ -150,20 +153,21 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor = 1.0, version: int = 0) -> None:
-        """Updates the masters with `grad_scale` x gradient and writes the new weights into the compute weights of
-        `version`.
+        """Updates the masters with `grad_scale` x gradient, and writes them into the compute weights of `version`.
 
-        lr: learning rate (a group's `lr_scale`, if it has one, multiplies it). weight_decay: of the groups that decay.
-        grad_scale: 1 / loss scale x clip coefficient.
+        lr: learning rate; a group's `lr_scale`, if it has one, multiplies it.
+        weight_decay: of the groups that decay.
+        grad_scale: clip coefficient / loss scale.
+        version: number of updates that the new weights have seen.
         """
-        for buffers in self.buffers:  # a gather that no forward has waited for still reads the slices
+        for buffers in self.buffers:  # a gather that no forward has waited for may still read the slices
             buffers.weights.wait()
         self._update_masters(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
         self.step_count += 1
         self.write_weights(version)
 
     def _update_masters(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
-        for sub in self.sub_optimizers:  # transfers to the host run behind the device's update, which comes first
+        for sub in self.sub_optimizers:  # copies to the host overlap the device's update, which comes first
             sub.fetch_gradients()
         for sub in self.sub_optimizers:
             sub.begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
@@ -172,8 +176,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def write_weights(self, version: int = 0, *, as_masters: bool = False) -> None:
-        """Masters -> compute weights of one version, on every rank. A rule may make something else of them than
-        copies, unless `as_masters`."""
+        """Masters -> compute weights of one version, on every rank. The rule may correct them for delayed gradients,
+        unless `as_masters`."""
         for master in self.masters:
             if master.remainders is not None:
                 master.split()
@@ -184,7 +188,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def masters_as_weights(self, version: int) -> Iterator[None]:
-        """Inside, the compute weights of `version` are copies of the masters, whatever the rule makes of them."""
+        """Inside, the compute weights of `version` are copies of the masters, without any correction."""
         corrects = any(sub.corrects for sub in self.sub_optimizers)
         if corrects:
             self._rewrite(version, as_masters=True)
@@ -203,7 +207,7 @@ class ShardedOptimizer:
         """Masters (`<name>`), moments (`optimizer/<moment>/<name>`) and the step count (`optimizer/step`) as rectangles
         (views).
 
-        Loading writes through the views; `after_load` must follow.
+        Loading writes through these views; then call `after_load`.
         """
         shards: list[TensorShard] = []
         for master in self.masters:
@@ -223,7 +227,7 @@ class ShardedOptimizer:
         ]
 
     def version_shards(self, version: int, prefix: str) -> list[TensorShard]:
-        """The owned compute weights of a version as `<prefix><name>`: what an asynchronous schedule will use yet."""
+        """The owned compute weights of a version as `<prefix><name>`: an asynchronous schedule still needs them."""
         return [
             shard
             for master in self.masters
@@ -231,9 +235,9 @@ class ShardedOptimizer:
         ]
 
     def after_load(self, version: int = 0) -> None:
-        """Values have been written through `shards`: refreshes step counters and the compute weights of `version`.
+        """Refreshes step counters and the compute weights of `version` after values were written through `shards`.
 
-        (Call `weights.wait` of the buffers before writing, if a step was made since the last forward.)
+        (If a step was made since the last forward, call `weights.wait` of the buffers before writing.)
         """
         self._set_step_count(float(self.step_count))
         self.write_weights(version)
@@ -249,8 +253,9 @@ class ShardedOptimizer:
 
 
 def replica_of(buffers: ParameterBuffers, bucket: Bucket, sharded: frozenset[str], *, everywhere: bool) -> int:
-    """Which copy of a tensor that the axes `sharded` cut this rank holds, 0 being the one that is written.
+    """Which copy of a tensor this rank holds; copy 0 is the one that checkpoints write.
 
+    sharded: the axes that cut the tensor.
     everywhere: all ranks of the shard axis hold it.
     """
     copies = 0

@@ -1,11 +1,11 @@
-"""Sub-optimizers: masters and moments of one place, and the update rule over them.
+"""Sub-optimizers: the update rule over those masters and moments that are stored in the same way.
 
     DeviceOptimizer       gradient ------------------------> rule.step()
     RemainderOptimizer    weights, 16 bits --> masters ----> rule.step() ----> weights, 16 bits      a bucket at a time
     HostOptimizer         gradient --copy to the host -----> rule.step()                             a bucket at a time
 
-A step of each is `begin_step`, `rule.step()`, `end_step`. Copies to the host run on a stream of their own: behind the
-device's update, and behind one another.
+A step of each is `begin_step`, `rule.step()`, `end_step`. Copies to the host run on a stream of their own, so that they
+overlap the device's update.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SteppedOptimizer(Protocol):
 
 
 class DeviceOptimizer:
-    """Masters where their gradients are."""
+    """Masters on the device of their gradients."""
 
     def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
         self.masters = masters
@@ -41,10 +41,10 @@ class DeviceOptimizer:
         self.rule: SteppedOptimizer = make_optimizer(make_param_groups(masters, self.parameters))
 
     def fetch_gradients(self) -> None:
-        """Starts to bring the gradients to where the masters are."""
+        """Starts to copy the gradients to the masters' device."""
 
     def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
-        """Gives the rule its numbers, and every master `grad_scale` x gradient."""
+        """Sets the rule's learning rate and weight decay, and every master's `.grad` to `grad_scale` x gradient."""
         for group in self.rule.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
@@ -61,11 +61,11 @@ class DeviceOptimizer:
 
     @property
     def corrects(self) -> bool:
-        """Whether the rule says itself what is computed with."""
+        """Whether compute weights are more than copies of the masters (the rule corrects for delayed gradients)."""
         return hasattr(self.rule, "write_compute_weights")
 
     def write_weights(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
-        """Master -> compute weights, which the rule may choose otherwise (delayed gradients), unless `as_masters`."""
+        """Master -> compute weights. The rule may correct them for delayed gradients, unless `as_masters`."""
         target = master.weights(version)
         if target.data_ptr() == master.tensor.data_ptr():
             return
@@ -85,13 +85,13 @@ class DeviceOptimizer:
         }
 
     def statistics(self) -> Iterator[tuple[Statistic, BucketParameter]]:
-        """State that is not one number an element: the rule's own tensors, which all ranks of the shard axis hold."""
+        """State that is not one number per element: tensors of the rule that all ranks of the shard axis hold."""
         if hasattr(self.rule, "statistics"):
             for statistic in self.rule.statistics():
                 yield statistic, self.parameters[statistic.parameter]
 
     def set_step_count(self, count: float) -> None:
-        """How many steps have been made, as the rule remembers it."""
+        """Sets the number of steps that the rule has made."""
         for state in self.rule.state.values():
             if "step" in state:
                 state["step"] = state["step"].fill_(count) if isinstance(state["step"], Tensor) else count
@@ -100,7 +100,7 @@ class DeviceOptimizer:
                 group["step"] = int(count)
 
     def _gradient(self, master: MasterShard) -> Tensor:
-        """The gradient where the master is, in any float dtype; may be written."""
+        """The gradient on the master's device, in any float dtype; it may be overwritten."""
         return master.gradient
 
 
@@ -115,7 +115,7 @@ class HostOptimizer(DeviceOptimizer):
         self._received: dict[int, Tensor] = {}
 
     def fetch_gradients(self) -> None:
-        # A gradient that is not in memory is made here, and would belong to the other stream for good.
+        # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
         sources = [master.gradient for master in self.masters]
         if self._stream is None:
             self._copy(sources)
@@ -149,7 +149,7 @@ class HostOptimizer(DeviceOptimizer):
 
 
 class RemainderOptimizer(DeviceOptimizer):
-    """Masters of one bucket that are put together for the step (`ParamRemainders`)."""
+    """Masters of one bucket that exist only for the step (`ParamRemainders`)."""
 
     def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
         self.masters[0].join()
@@ -161,8 +161,11 @@ class RemainderOptimizer(DeviceOptimizer):
 
 
 def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> list[DeviceOptimizer]:
-    """What is on the device first, each family in one piece, or a bucket at a time where something exists for the step
-    only (masters that are put together, gradients that are widened); then one a bucket for the host."""
+    """The sub-optimizers in the order in which they step, those on the device before those on the host.
+
+    On the device there is one per family and dtype, or one per bucket if something exists only for the step (joined
+    masters, widened gradients); on the host there is one per bucket.
+    """
     groups: dict[tuple[int, type[DeviceOptimizer], Hashable], list[MasterShard]] = {}
     for master in masters:
         groups.setdefault(_place(master), []).append(master)
@@ -171,7 +174,7 @@ def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOpti
 
 
 def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
-    """(Turn, class, group) of the sub-optimizer that a master belongs to."""
+    """(Order of the step, class, group) of the sub-optimizer that a master belongs to."""
     if master.offloaded:
         return 3, HostOptimizer, id(master.bucket)
     if master.remainders is not None:
