@@ -16,7 +16,7 @@ from megalite.parallel.tensor import LayerContext
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer ('embedding', 'layers.3', 'head') that is not built yet. build: makes it, uninitialised."""
+    """A layer ('embedding', 'layers.3', 'head') that is not built yet; `build` makes it, uninitialised."""
 
     name: str
     build: Callable[[LayerContext], nn.Module]

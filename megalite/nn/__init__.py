@@ -4,17 +4,17 @@
 
 Letters of all shapes in this project: b samples of a micro-batch, s sequence, h hidden, a query heads, g key/value
 heads (groups), r = a/g, d channels of a head, f MLP width, V vocabulary, P positions, t tensor-parallel size, L
-layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); tokens, labels and masks are `[b, s]`,
-turned round in the embedding and the head only.
+layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); tokens, labels and masks are `[b, s]`;
+only embedding and head transpose.
 
     naming.py, init.py     logical names; initial values from (seed, name)
     embedding.py, block.py (attention.py, mlp.py, norm.py), head.py       the layers
-    rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what is inside of them
+    rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
     kv_cache.py            keys and values of generation
 
-What every layer is told is a `LayerContext` of `parallel.tensor`, and no collective is called here but through it; a
-layer computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
+A layer gets everything about the run from its `LayerContext` (`parallel.tensor`), calls collectives only through it,
+and computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
 """
 
 from megalite.nn.attention_core import AttentionCore

@@ -1,14 +1,14 @@
-"""Scaled dot-product attention of the heads on this rank, in one of several ways with the same result.
+"""Scaled dot-product attention of the heads on this rank, computed in one of several ways with the same result.
 
-fused     `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; nothing of size s x s is
-          stored.
-blocked   `nn.attention_blocked`: products over blocks of queries, for sequences of up to 1,024 tokens on CPU.
-tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU; what nobody sees is not computed.
-device    `nn.attention_device`: the same on a GPU, by the library's kernels.
-plain     products and a softmax: for dropout of attention weights (the library's kernels have no key), and for scores
-          in fp32 on request.
+    fused     `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; stores nothing of size
+              s x s
+    blocked   `nn.attention_blocked`: products over blocks of queries, for sequences of up to 1,024 tokens on CPU
+    tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU; skips masked tiles
+    device    `nn.attention_device`: the same on a GPU, by the library's kernels
+    plain     products and a softmax: for dropout of attention weights (the library's kernels have no key), and for
+              scores in fp32 on request
 
-Who sees whom is a value that each of them reads (`megalite.visibility`).
+Which keys a query sees is a value that all of them read (`megalite.visibility`).
 
 Queries are `[s, b, g, r, d]`: g groups (key/value heads) of r query heads; keys and values `[k, b, g, d]` with k >=
 s: the queries are the last s of k tokens (k > s while generating from a cache).
@@ -35,9 +35,12 @@ from megalite.visibility import Visibility
 class AttentionCore:
     """softmax(q k^T / sqrt(d)) v, causal.
 
-    softmax_in_fp32: scores and softmax in fp32 or wider. recompute: keep nothing of size s x s, compute it again in
-    backward. dropout, seed, layer: keyed dropout of attention weights; first_head: logical number of this rank's
-    first query head. window: a query sees itself and the `window - 1` keys before it (Mistral, arXiv 2310.06825).
+    softmax_in_fp32: compute scores and softmax in fp32 or wider.
+    recompute: keep nothing of size s x s; compute it again in backward.
+    dropout, key: probability and key of the dropout of attention weights.
+    first_head: logical number of this rank's first query head.
+    product_dtype: dtype of the matrix products (None: that of q).
+    window: a query sees itself and the `window - 1` keys before it (Mistral, arXiv 2310.06825).
     """
 
     softmax_in_fp32: bool = False
@@ -61,9 +64,9 @@ class AttentionCore:
     ) -> Tensor:
         """q `[s, b, g, r, d]`, k, v `[k, b, g, d]` -> `[s, b, g * r * d]`.
 
-        packed: q, k and v as one `[s, b, g, r + 2, d]`, where they already are (saves putting them together).
-        document_starts: int64 `[b, s]`, attention stays behind them. sample_ids: int64 `[b]`, needed by dropout in
-        training.
+        packed: q, k and v as one tensor `[s, b, g, r + 2, d]`, if it exists (saves a concatenation).
+        document_starts: int64 `[b, s]`; attention sees nothing before them.
+        sample_ids: int64 `[b]`, needed for dropout in training.
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
         drop = self.dropout if training else 0.0
@@ -93,14 +96,14 @@ class AttentionCore:
         return q.device.type == "cpu" and suits and not self.recompute
 
     def _wants_fp32(self, q: Tensor) -> bool:
-        """Whether fp32 scores have to be asked for: the fused kernels keep them on CUDA, and so does a widened
-        product.
-        """
+        """Whether fp32 scores need extra work: on CUDA the fused kernels compute them, and so does a widened
+        product."""
+
         narrow = (self.product_dtype or q.dtype).itemsize < 4
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
     def operand_dtype(self, q: Tensor) -> torch.dtype:
-        """In which tiles multiply."""
+        """The dtype in which tiles are multiplied."""
         return torch.float32 if self._wants_fp32(q) else self.product_dtype or q.dtype
 
     def _plain(

@@ -2,12 +2,12 @@
 
 With a parallel residual (GPT-J, GPT-NeoX; arXiv 2204.06745): x + attention(norm(x)) + mlp(other_norm(x)).
 
-A block is a list of segments, cut at its messages over the tensor axis. Running them one after the other is the block:
+A block is cut into segments at its messages over the tensor axis, and runs them one after the other:
 
     norm, qkv  |  attention  |  proj  |  add, norm, fc1  |  activation, fc2, add
     gather                        sum    gather                        sum
 
-Two micro-batches may take turns at them, so that one computes while the other's message travels.
+Two micro-batches can alternate between them, so that one computes while a message of the other is in flight.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Block(nn.Module):
         return values[0]
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
-        """One micro-batch's way through the block: the first segment takes x, the last returns `(x,)`."""
+        """The block for one micro-batch: the first segment takes x, the last returns `(x,)`."""
         attention, mlp = self.attention, self.mlp
 
         def norm_fc1(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,10 +87,10 @@ class Block(nn.Module):
         return x + self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
 
     def compile_segments(self, backend: str = "inductor") -> None:
-        """`torch.compile` for everything that lies between the linear layers.
+        """`torch.compile` for everything between the linear layers.
 
-        The linear layers themselves stay as they are: they compute weight gradients when the schedule says so, add
-        them to the main gradients and hide their messages behind products.
+        The linear layers themselves stay eager: they compute weight gradients when the schedule says so, add them to
+        the main gradients, and hide their messages behind products.
         """
         register_operator()
         places = (

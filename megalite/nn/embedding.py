@@ -1,4 +1,4 @@
-"""The first layer: tokens (and learned positions) become the residual stream."""
+"""The first layer: turns tokens (and learned positions) into the residual stream."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.inventory import placement_of
 from megalite.nn.naming import named_logical_parameters
 
-# Elements of a block, about: part of what defines the values, so it can never change.
+# Elements of a block, approximately. It is part of the definition of the values, so it can never change.
 BLOCK_ELEMENTS = 1 << 20
 
 

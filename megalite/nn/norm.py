@@ -13,8 +13,7 @@ from megalite.parallel.tensor import LayerContext, new_parameter
 class Norm(nn.Module):
     """Normalises the last dimension, `[..., size]` -> `[..., size]` in the parameter dtype.
 
-    `split_input`: each tensor-parallel rank sees other tokens or heads, so the gradients of the weights are shares of
-    the whole.
+    split_input: each tensor-parallel rank sees other tokens or heads, so it computes a share of the weights' gradients.
     """
 
     def __init__(self, size: int, config: ModelConfig, ctx: LayerContext, *, split_input: bool) -> None:

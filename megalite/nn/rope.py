@@ -3,8 +3,8 @@
 Channel i of the first half of the rotated channels is paired with channel i of the second half and turned by
 `position * base ** (-2i / rotary_dim)`; channels behind `rotary_dim` stay as they are.
 
-To read further than it was trained, a model may divide all positions (linear interpolation, arXiv 2306.15595) or slow
-down its low frequencies only (Llama 3.1, arXiv 2407.21783; YaRN, arXiv 2309.00071).
+For sequences longer than those of its first training, a model may divide all positions (linear interpolation, arXiv
+2306.15595) or lower only its low frequencies (Llama 3.1, arXiv 2407.21783; YaRN, arXiv 2309.00071).
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from megalite.nn.naming import named_logical_parameters
 
 
 class LayerStack(nn.Module):
-    """The layers 'embedding', 'layers.i', 'head' that a stage has of them; the paths of its parameters are their
+    """Those of the layers 'embedding', 'layers.i' and 'head' that a stage holds. The paths of its parameters are their
     logical names.
 
-    If both ends are here and the embeddings are tied, they share one parameter.
+    If the stage holds both ends and the embeddings are tied, they share one parameter.
     """
 
     def __init__(self, config: ModelConfig, named_layers: Sequence[tuple[str, nn.Module]]) -> None:
@@ -68,9 +68,8 @@ class LayerStack(nn.Module):
         return x
 
     def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
-        """All layers but the head, without recomputation; `cache` (one entry for each block here) is extended by the
-        micro-batch's tokens.
-        """
+        """All layers but the head, without recomputation. The micro-batch's tokens are added to `cache`, which has an
+        entry for each block of this stage."""
         entries: Iterator[LayerCache] = iter(cache.layers) if cache is not None else iter(())
         for layer in self.ordered():
             if isinstance(layer, Head):
@@ -96,7 +95,7 @@ class LayerStack(nn.Module):
 
 
 def run_layers(layers: Sequence[nn.Module], x: Tensor | None, microbatch: Microbatch) -> Tensor | None:
-    """One after the other."""
+    """Runs the layers one after the other."""
     for layer in layers:
         x = layer(x, microbatch)
     return x

@@ -1,4 +1,4 @@
-"""What every layer is told when it is built. Nothing about the run reaches a layer by another way."""
+"""LayerContext: everything that a layer gets to know about the run, when it is built."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from megalite.inventory import ParameterPlacement
 class LayerContext:
     """Shared by all layers of one stage.
 
-    tp: the tensor-parallel axis. cp: the axes over which sequences are cut.
-    sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b,
-    h]`. dtype, device: of the parameters ('meta' builds shapes only).
-    seed: keys dropout. weight_grads: where weight gradients are computed, now or (zero-bubble schedules) later.
+    tp: the tensor-parallel axis.
+    cp: the axes over which sequences are cut.
+    sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b, h]`.
+    dtype, device: of the parameters ('meta' builds shapes only).
+    seed: keys dropout.
+    weight_grads: takes the computations of weight gradients, which run at once or (zero-bubble schedules) later.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
-    model that is sharded is never whole on any rank.
+        sharded model is never whole on any rank.
     """
 
     tp: Axis = field(default_factory=lambda: Axis.single("tp"))
@@ -35,7 +37,7 @@ class LayerContext:
 
     @property
     def sequence_split(self) -> bool:
-        """Whether this rank's activations between blocks are really a part of the sequence."""
+        """Whether this rank's activations between blocks are only a part of the sequence."""
         return self.sequence_parallel and self.tp.size > 1
 
     @property
@@ -45,7 +47,7 @@ class LayerContext:
 
 
 def new_parameter(local_shape: tuple[int, ...], placement: ParameterPlacement, ctx: LayerContext) -> nn.Parameter:
-    """An uninitialised parameter of `local_shape` that knows its place (`param.placement`); deferred: no memory."""
+    """An uninitialised parameter of `local_shape` with `.placement`, without memory if the context is `deferred`."""
     parameter = nn.Parameter(torch.empty(local_shape, dtype=ctx.dtype, device="meta" if ctx.deferred else ctx.device))
     parameter.placement = placement  # type: ignore[attr-defined]  # ours, on a tensor of torch's
     return parameter

@@ -1,14 +1,14 @@
-"""The output layer and its cross entropy in one: over vocabulary shards, chunk by chunk, so that the logits never
-exist whole.
+"""Output layer and cross entropy in one, over vocabulary shards and chunk by chunk, so that all logits never exist at
+once.
 
 For a token with logits z, label y and weight w the loss is `w * (logsumexp(z) - z_y)`, its gradient `w * (softmax(z)
 - onehot(y))`. Every rank holds the rows `V_r` of the output matrix. It computes the logits of its rows, their maximum
-m_r and their sum S_r = sum exp(z - m_r); three numbers a token are gathered over the axis and give the logsumexp of
-the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows lie behind
-the last true one and are left out of the product.
+m_r and their sum S_r = sum exp(z - m_r); two numbers per token are gathered over the axis and give the logsumexp of
+the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows come after the
+last true one and are left out of the product.
 
-Gradients are computed in the forward, while a chunk's logits are at hand (nothing is computed twice and nothing of
-size tokens x V is kept): backward only scales them by the gradient of the sum.
+Gradients are computed in the forward, while a chunk's logits exist, so that nothing is computed twice and nothing of
+size tokens x V is kept. Backward only scales them by the gradient of the sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalite.parallel.tensor.products import product_dtype
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the vocabulary: `start .. start + rows`, of which the first `valid` are true tokens."""
+    """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens."""
 
     axis: Axis
     start: int
@@ -40,16 +40,16 @@ class VocabShard:
 
 @dataclass
 class _Chunk:
-    """Of one chunk of n tokens: log-softmax over the rank's own rows, what turns it into the global one, the losses."""
+    """The results of one chunk of n tokens."""
 
-    log_probabilities: Tensor  # [n, valid], of the rank's own rows
-    scale: Tensor | None  # [n], local softmax -> global softmax; None: the same
+    log_probabilities: Tensor  # [n, valid], log-softmax over the rank's own rows
+    scale: Tensor | None  # [n], the factor from this softmax to the one over all rows; None: 1
     losses: Tensor  # [n]
 
 
 @dataclass
 class _Workspace:
-    """Where the chunks of one call are computed, one after the other: memory is made once. `[step, valid]` each."""
+    """Memory for the logits of one chunk, `[step, valid]`, allocated once for all chunks of a call."""
 
     products: Tensor  # in the dtype that is multiplied in
     wide: Tensor  # in the dtype of the softmax; the same memory where that is the same dtype
@@ -182,7 +182,7 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
         column, own = _own_labels(labels, shard)
         picked = logits.gather(1, column[:, None])[:, 0]
         local = _log_softmax(logits)
-        logsum = picked - local.gather(1, column[:, None])[:, 0]  # any column tells the sum over the rank's rows
+        logsum = picked - local.gather(1, column[:, None])[:, 0]  # the same from any column
         picked = picked * own
     else:
         local, picked = logits, logits.new_zeros(len(x))

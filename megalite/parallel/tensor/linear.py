@@ -6,12 +6,12 @@ that work token by token.
 
     x  --f-->  [ x A_i ]  -->  nonlinearity  -->  [ y B_i ]  --g-->  sum over i
 
-Backward hides the messages: while the gradient of the input travels, the weight gradient is computed and added
-straight into the parameter's main-gradient buffer (`GradSink`), unless the executor has asked for it to be put aside
+Backward hides the messages: while the gradient of the input is in flight, the weight gradient is computed and added
+straight into the parameter's main-gradient buffer (`GradSink`), unless the executor has asked for it to be postponed
 (`WeightGradQueue`).
 
-A nonlinearity before a row-parallel layer is part of it: what it computes would be a fifth of what a block keeps for
-backward (4 of 21 s b h with GELU at 512 tokens), and costs an elementwise pass to compute again there.
+A nonlinearity before a row-parallel layer is part of it. Its result would be a fifth of what a block keeps for backward
+(4 of 21 s b h with GELU at 512 tokens); to compute it again there costs one elementwise pass.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.products import product_dtype
 
 Activation = Callable[[Tensor], Tensor]
-"""Token by token, elementwise in what each rank holds: `[..., parts * n]` -> `[..., n]`."""
+"""Elementwise in the channels that each rank holds: `[..., parts * n]` -> `[..., n]`."""
 
 
 class ColumnParallelLinear(nn.Module):
     """y = x A^T + b with the rows of A (columns of A^T) cut over the axis: `[s, b, in]` -> `[s, b, out/t]`.
 
-    Under sequence parallelism the input is `[s/t, b, in]` and is gathered here, again in backward (so it is never
-    stored whole). `parts` > 1 stacks several projections of the same input, each cut by itself: the weight is
-    `[parts, out/t, in]` and the result `[s, b, parts * out/t]` holds the parts one after the other (a gated MLP's
-    gate and value).
+    Under sequence parallelism the input is `[s/t, b, in]`. It is gathered here, and again in backward, so that it is
+    never stored whole.
+
+    parts: > 1 stacks several projections of the same input, each cut by itself (gate and value of a gated MLP). The
+        weight is `[parts, out/t, in]`, and the result `[s, b, parts * out/t]` holds the parts one after the other.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class RowParallelLinear(nn.Module):
     """y = sum over ranks of x_i B_i^T, plus b: `[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence
     parallelism).
 
-    The bias enters the first rank's product, so that the sum contains it once and costs nothing of its own. With
-    `activation`, x_i is that of the input, which alone is kept; `keeps_activated` keeps x_i too.
+    The bias is added in the first rank's product, so that the sum contains it once.
+
+    activation: applied to the input first; only the input is kept for backward, unless `keeps_activated` is set.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class RowParallelLinear(nn.Module):
             self.bias = new_parameter((out_features,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[s, b, in/t]` (what `activation` takes, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
+        """`[s, b, in/t]` (before `activation`, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
         parallelism)."""
         activation = self.activation
         if activation is not None and self.keeps_activated:
@@ -205,7 +207,8 @@ def _remember(
 
 
 def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, Handle]:
-    """The sum over the axis, whole or (sequence) this rank's part along dim 0, once the handle has been waited for."""
+    """The sum over the axis, valid once the handle has been waited for: whole, or this rank's part along dim 0 if
+    `sequence`."""
     if not sequence:
         return partial, all_reduce_(partial, axis, async_op=True)
     part = partial.new_empty((len(partial) // axis.size, *partial.shape[1:]))
@@ -233,11 +236,11 @@ def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def weight_gradients(
     ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dW = dy^T x and db = sum of dy, into the sinks (and then None) or returned for autograd where there is none."""
+    """dW = dy^T x and db = sum of dy: added to the sinks (then None is returned), or returned for autograd."""
     dweight = dbias = None
     dtype: torch.dtype = ctx.layer.product_dtype
     if ctx.needs_input_grad[1]:
-        # detached: put aside, it must not keep the graph of the micro-batch alive
+        # detached: if it is postponed, it must not keep the graph of the micro-batch alive
         rows, columns = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         sink: GradSink | None = ctx.sinks[0]
         if sink is None:
