@@ -2,9 +2,9 @@
 
     tokenising [#######-------------] 35 %, 1.02 GB of 2.90 GB, 35.1 MB/s, 54 s left
 
-A library function that may take long takes an `on_progress` and knows nothing of terminals; who calls it gives it a
-`ProgressBar`. It writes to standard error, so that what a tool prints stays data, and nothing at all about work of less
-than two seconds. Of tqdm's few hundred settings this needs four, and lines for a log it does not have.
+A library function that may take long has a parameter `on_progress` and knows nothing about terminals; its caller passes
+a `ProgressBar`. The bar writes to standard error, so that what a tool prints stays data, and stays silent about work
+that takes less than two seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def untold(done: float, total: float | None = None, note: str = "") -> None:
     """An `OnProgress` that reports nothing."""
 
 
-#: Seconds of work that nobody needs to be told about, between two drawings of a bar, between two lines of a log.
+#: Seconds before the first report, between two drawings of a bar, between two lines of a log.
 SILENT, REDRAW, LINES = 2.0, 0.1, 10.0
 WIDTH = 20
 NARROW = 80
@@ -31,10 +31,11 @@ ERASE = "\r\x1b[K"
 
 
 class ProgressBar:
-    """An `OnProgress` that tells people; as a context it takes its bar away at the end.
+    """An `OnProgress` for people. As a context manager it erases its bar at the end.
 
-    what: is being done. unit: of `done`; "B" becomes kB, MB ... lines: seconds between two lines of a log, 0: none,
-    nor a bar.
+    what: the work, "tokenising".
+    unit: of `done`; "B" becomes kB, MB ...
+    lines: seconds between two lines of a log; 0: neither lines nor a bar.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ProgressBar:
         self._drawn = False
 
     def __call__(self, done: float, total: float | None = None, note: str = "") -> None:
-        """`done` of `total`; without a total there is a rate and no bar."""
+        """Reports `done` of `total`; without a total there is a rate but no bar."""
         now = self._clock()
         if now < self._next:
             return
@@ -72,7 +73,7 @@ class ProgressBar:
         self.close()
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Erases the bar."""
         if self._drawn:
             self._write(ERASE)
             self._drawn = False
@@ -104,7 +105,7 @@ class ProgressBar:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more; the work continues
+        except (OSError, ValueError):  # the reader is gone; the work continues
             self._next = float("inf")
 
 

@@ -1,10 +1,10 @@
-"""BatchReader: gives the pipeline its micro-batches by global number, and the weight of each one's loss.
+"""BatchReader: gives the pipeline its micro-batches by global number, and the factor of each one's loss.
 
 What is read is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
-reads the same samples by itself and nothing is broadcast.
+reads the same samples itself and nothing is broadcast.
 
-The factor of a micro-batch turns its summed loss into its share of the batch's loss; gradients then need only be
-added up:
+The factor of a micro-batch turns its summed loss into its share of the batch's loss, so that gradients need only be
+summed:
 
     default                         loss_scale / (tokens of the micro-batch * m * dp)    mean of micro-batch means
     --calculate-per-token-loss      loss_scale / (tokens of the whole global batch)      mean over tokens
@@ -28,7 +28,14 @@ from megalite.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """One global batch: its number, that of its first micro-batch, this replica's micro-batches and weights."""
+    """This replica's part of one global batch.
+
+    number: of the batch.
+    first: number of its first micro-batch.
+    samples: of the batch over all replicas.
+    loss_scale: with which it is computed.
+    factors: of the micro-batches' losses.
+    """
 
     number: int
     first: int
@@ -41,10 +48,12 @@ class GlobalBatch:
 class BatchReader:
     """Fetches batches on demand and forgets them when asked to.
 
-    dp_size: data-parallel replicas. cut: takes this rank's part of a sequence, after its tokens were counted.
-    tokens_over: the axis over which tokens are counted, so that each has the same weight (None: each micro-batch has).
-    loss_scale: number of a batch -> the scale that it is computed with, asked when it is begun. loss_dtype: fp32, or
-    fp64 in fp64 mode.
+    dp_size: data-parallel replicas.
+    cut: takes this rank's part of a sequence, after its tokens were counted.
+    tokens_over: the axis over which tokens are counted, so that each token has the same weight; None: each micro-batch
+        has the same weight.
+    loss_dtype: fp32, or fp64 in fp64 mode.
+    loss_scale: number of a batch -> its loss scale; called when the batch is begun.
     """
 
     def __init__(
@@ -83,7 +92,7 @@ class BatchReader:
         return max(number for number, (first, _) in self._plan.items() if first <= microbatch)
 
     def share_of_loss(self, microbatch: int) -> tuple[int, Tensor]:
-        """(batch, what the micro-batch's summed loss is multiplied with to be its share of the batch's mean loss)."""
+        """(Number of the batch, factor from the micro-batch's summed loss to its share of the batch's mean loss)."""
         batch = self.batch(self.number_of(microbatch))
         return batch.number, batch.factors[microbatch - batch.first] / batch.loss_scale
 
@@ -101,7 +110,7 @@ class BatchReader:
         return self._batches[number]
 
     def pass_over(self, samples: int) -> None:
-        """Consumes a global batch that is not used."""
+        """Skips a global batch."""
         if self.loader is not None:
             self.loader.skip(samples)
 
