@@ -47,7 +47,7 @@ ranks=$!
 trap 'kill "$ranks" 2> /dev/null || true; rm -f "$log"' EXIT
 python -m pytest --durations=10 "${RANKS[@]/#/--ignore=}" "$@" || status=1
 echo "== coverage"
-measure_coverage megalite.config,megalite.inventory,megalite.schedule tests/unit/{config,inventory,schedule}
+measure_coverage megalite.config,megalite.inventory,megalite.schedule tests/unit/{config,inventory,schedule} || status=1
 wait "$ranks" || status=1
 cat "$log"
 exit "$status"
