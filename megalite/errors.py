@@ -54,7 +54,7 @@ class ScheduleError(MegaliteError):
 
 
 class RuntimeFailure(MegaliteError):
-    """Training was under way and failed (a dead peer, a time-out, a non-finite loss): the text names rank and phase."""
+    """Training had begun and failed (a dead peer, a time-out, a non-finite loss): the text names rank and phase."""
 
     exit_code: ClassVar[int] = 1
 

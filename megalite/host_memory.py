@@ -93,7 +93,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> float | None:
-    """None where there is no such file, or `max` stands in it."""
+    """None if there is no such file, or it says `max`."""
     text = _text(path)
     return float(text) if text.isdigit() else None
 

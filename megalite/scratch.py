@@ -46,7 +46,7 @@ def scratch_folder() -> Iterator[Path]:
 
 def _sweep(root: Path) -> None:
     for folder in root.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or somebody else is sweeping
+        with contextlib.suppress(OSError):  # another user's, or another process is sweeping
             if _is_ours(folder, stat.S_ISDIR) and _is_dead(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 logger.info("removed %s, left by a launcher that was killed", folder)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 class Stream:
     """A text stream whose `write` and `flush` never raise for what lies behind it.
 
-    stream: the real one. name: in words. other: where its failure is told.
+    stream: the real one. name: in words. other: where its failure is reported.
     """
 
     def __init__(self, stream: TextIO, name: str, other: TextIO) -> None:
@@ -34,7 +34,7 @@ class Stream:
         """Flushes; what cannot be written is dropped."""
         try:
             self._stream.flush()
-        except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+        except BlockingIOError:  # another process on the terminal has made it non-blocking
             with contextlib.suppress(OSError):
                 os.set_blocking(self._stream.fileno(), True)
                 self._stream.flush()

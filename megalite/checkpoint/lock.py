@@ -61,7 +61,7 @@ class LockHolder:
 def process_start(pid: int) -> str | None:
     """Something that tells a process from a later one with the same number; None where there is no such process.
 
-    A zombie has ended, though nobody has asked how: it is no process. Empty where the system does not tell.
+    A zombie has ended, though its parent has not asked how: it is no process. Empty if the system does not say.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -111,7 +111,7 @@ class RunLock:
                 f"{self._flag}: cannot be created ({error.strerror}); choose another --save"
             ) from None
         me = LockHolder.myself()
-        for _ in range(5):  # each round but the last lost a race against somebody else's take-over
+        for _ in range(5):  # each round but the last lost a race against another take-over
             if self._create(me):
                 self._me = me
                 self._stop.clear()
@@ -176,7 +176,7 @@ class RunLock:
         except FileNotFoundError:
             return
         buried = LockHolder.read(grave)
-        if buried != holder:  # between the look and the rename somebody else took over: give it back
+        if buried != holder:  # between the look and the rename another process took over: give it back
             with suppress(FileExistsError):
                 os.link(grave, self.path)
         elif holder:

@@ -120,7 +120,7 @@ def set_aside_newer(save: Path | str, step: int) -> list[Path]:
 
 
 def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
-    """What stands where a run will write the files of its directory; None if nothing does."""
+    """What is in the way of the files that a run will write into its directory; None if nothing is."""
     for name in (*files, COMPLETED, TRACKER):
         if (Path(save) / name).is_dir():
             return f"--save={save}: {name} is a directory, and a run writes a file of that name; move it away"

@@ -255,7 +255,7 @@ class ShardReader:
 def open_plain(path: Path, nbytes: int | None = None) -> int:
     """A descriptor of a plain file (no symbolic link) of exactly `nbytes`. Raises CheckpointError otherwise."""
     try:
-        # not blocking: to open a pipe for reading waits for whoever would write
+        # not blocking: to open a pipe for reading waits for a writer
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CheckpointError(f"{path}: {_reason(error)}{_advice(error)}") from None

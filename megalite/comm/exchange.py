@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megalite.comm.mesh import Axis
 
-# Tags keep the two kinds apart where both are under way; messages of one kind between two ranks arrive in order.
+# Tags keep the two kinds apart where both are in flight; messages of one kind between two ranks arrive in order.
 _REDUCE_TAG, _GATHER_TAG = 711, 712
 
 
 class Exchange:
-    """Messages under way; `wait`, which is called once, returns when they have arrived and been added up."""
+    """Messages in flight; `wait`, which is called once, returns when they have arrived and been summed."""
 
     def __init__(self, arriving: Sequence[Any], leaving: Sequence[Any], finish: Callable[[], None]) -> None:
         self._arriving, self._leaving, self._finish = arriving, leaving, finish

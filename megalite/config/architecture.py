@@ -84,7 +84,7 @@ ReadOffer = Callable[[str, int | None], Offer | None]
 def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architecture: bool) -> dict[str, GivenOption]:
     """What the parser takes from an offer, as a level below what users gave.
 
-    given: what files and flags say; whoever names any tokenizer gets that one.
+    given: what files and flags say; a tokenizer that they name is the one that is used.
     architecture: `--use-checkpoint-args`; else only the tokenizer and the size of the vocabulary.
     """
     values: dict[str, Any] = {"vocab_size": offer.model.vocab_size}

@@ -260,7 +260,7 @@ def _work_out_chunks(merged: dict[str, GivenOption], reader: Reader) -> None:
 
 
 def _build(reader: Reader, merged: Mapping[str, GivenOption]) -> tuple[Config, dict[str, str], list[str]]:
-    """The configuration, the origin of what was given, and the required fields that nobody gave.
+    """The configuration, the origin of what was given, and the required fields that were not given.
 
     What is missing or broken gets a stand-in, so that the rest can still be checked.
     """

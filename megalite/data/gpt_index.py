@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # The last epoch is shuffled apart from the others where less than this part of it is used.
 FINAL_EPOCH_SHARE = 0.80
-# Bytes of an order from which on it is told that one is made: it takes many seconds.
+# Bytes of an order above which making it is reported: it takes many seconds.
 ANNOUNCED = 1 << 29
 INT32_MAX = 2**31 - 1
 # Documents of a block of `build_sample_index`: its arrays together fit a core's second-level cache.

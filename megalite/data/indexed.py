@@ -306,7 +306,7 @@ class IndexedWriter:
         self.tokens += int(ids.size)
 
     def following(self, count: int) -> NDArray[np.integer]:
-        """The next `count` tokens that stand in a partial file. Raises ValueError: there are fewer."""
+        """The next `count` tokens of a partial file. Raises ValueError if there are fewer."""
         at, nbytes = self.tokens * self.dtype.itemsize, count * self.dtype.itemsize
         if not 0 <= nbytes <= os.fstat(self._bin.fileno()).st_size - at:
             raise ValueError(count)
@@ -314,7 +314,7 @@ class IndexedWriter:
         return np.frombuffer(self._bin.read(nbytes), self.dtype)
 
     def skip(self, count: int) -> None:
-        """Count tokens that stand in a partial file as written."""
+        """Counts tokens that are in a partial file as written."""
         self.tokens += count
 
     def flush(self) -> None:
@@ -323,7 +323,7 @@ class IndexedWriter:
             self._bin.flush()
 
     def cut(self) -> None:
-        """Cut off what stands in a partial file after the tokens that were written."""
+        """Cuts off what follows the written tokens in a partial file."""
         self._bin.truncate(self.tokens * self.dtype.itemsize)
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class UnitTokens:
 
 
 class KeptUnits:
-    """The units that stand in partial files, for one writer at a time; a context around the writers of `prefixes`.
+    """The units that are in partial files, for one writer at a time; a context around the writers of `prefixes`.
 
     settings: of the tokeniser; what was kept under others is dropped.
     skip_bad_lines: units from which broken lines were left out may be taken over.
@@ -93,7 +93,7 @@ class KeptUnits:
                 file.close()
 
     def find(self, unit: InputUnit, writers: Sequence[IndexedWriter]) -> UnitTokens | None:
-        """The tokens of the next unit, which stand in the writers' files; None where they do not: what follows in
+        """The tokens of the next unit, which are in the writers' files; None if they are not: what follows in
         the files is cut off.
         """
         at = self._file.tell()

@@ -145,7 +145,7 @@ def write_units(
 def _results(
     job: UnitJob, units: Iterator[InputUnit], workers: int, kept: KeptUnits, writers: Sequence[IndexedWriter]
 ) -> Iterator[tuple[InputUnit, UnitTokens, bool]]:
-    """The units in order, and whether their tokens stand in the writers' files already."""
+    """The units in order, and whether their tokens are in the writers' files already."""
     done = 0
     for unit in units:
         found = kept.find(unit, writers)
@@ -198,7 +198,7 @@ class _Merger:
         self.documents = 0
 
     def add(self, unit: InputUnit, result: UnitTokens, *, written: bool = False) -> None:
-        """written: the tokens stand in the writers' files already."""
+        """written: the tokens are in the writers' files already."""
         for number, (writer, ids, lengths) in enumerate(zip(self._writers, result.ids, result.lengths, strict=True)):
             if written:
                 writer.skip(ids.size)

@@ -107,7 +107,7 @@ def score_text(
     windows = TextWindows(ids, seq_length=seq_length, stride=seq_length - overlap)
     score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size, on_progress=on_progress)
     if score.num_bytes is None and not isinstance(loaded.tokenizer, NullTokenizer):
-        # The ids do not spell all of the text, but here the text itself is at hand.
+        # The ids do not spell all of the text, but here the text itself is known.
         unscored = loaded.tokenizer.decode([int(ids[0])])
         score = dataclasses.replace(score, num_bytes=utf8_length(text) - utf8_length(unscored))
     return dataclasses.replace(score, num_words=len(text.split()) if num_words is None else num_words)

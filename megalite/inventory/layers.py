@@ -266,7 +266,7 @@ def count_parameters(model: ModelConfig) -> int:
 def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model_parallel_size: int = 1) -> int:
     """Model FLOPs of one iteration, forward and backward, in Megatron-LM's convention: 2 per multiply-add, backward
     counted twice a forward, causal attention halved, nothing for recomputation, the output layer with the padded
-    vocabulary. Not comparable with conventions that count otherwise, so whoever prints them names it.
+    vocabulary. Other conventions count differently, so this one is named wherever the number is printed.
 
     With B samples of s tokens, width h, L layers, queries q = a*d, keys k = g*d, MLP width f with c matrices (3 when
     gated, else 2) and padded vocabulary V::

@@ -1,6 +1,6 @@
 """How work is cut into pieces: chunks of logits, blocks of queries, layers that are recomputed together.
 
-Layers compute in these pieces, and whoever counts memory counts them.
+Layers compute in these pieces, and the planner counts their memory.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def supervise(
 
 
 def find_culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that failed first; a rank that only lost its peer is named if there is nobody else.
+    """The rank that failed first; a rank that only lost its peer is named if there is no other.
 
     In this order: a rank that stopped answering, the first that failed on its own, one that never came back to the
     others, the first that lost a peer.

@@ -127,7 +127,7 @@ class RankWatch:
     def _listen(self) -> None:
         """Ends this rank some seconds after another one has ended, unless it does so by itself."""
         assert self._store is not None
-        with contextlib.suppress(Exception):  # whoever serves the store has gone: the connections tell
+        with contextlib.suppress(Exception):  # the store's server has gone: the connections show it
             while not self._leaving.wait(LISTEN_SECONDS):
                 if not self._store.check([OVER]):
                     continue

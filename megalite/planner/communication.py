@@ -2,8 +2,8 @@
 
 A group of n ranks with stride k (tensor 1, data t, pipeline t*d: the order of ranks) has g = min(n, node/k) members in
 a node. Inside a node a ring runs at the link of a device; over nodes it may use the network of its g members there, and
-the other groups of the node use theirs: nobody shares. A ring pays its latency n times, a tree log2(nodes) times; the
-faster one counts, as the libraries choose. Inside a node a profile's measured rates come first.
+the other groups of the node use theirs: no link is shared. A ring pays its latency n times, a tree log2(nodes) times;
+the faster one counts, as the libraries choose. Inside a node a profile's measured rates come first.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def layout_text(config: Config, world_size: int) -> str:
-    """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; how stages differ is told by `stages_text`."""
+    """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; `stages_text` says how stages differ."""
     layout = layout_of(config)
     dp = config.data_parallel_size(world_size)
     parts = [f"tp{layout.tensor_model_parallel_size}" + "+sp" * layout.sequence_parallel]

@@ -250,7 +250,7 @@ def search(
         stale: also schedules whose gradients are older than the weights (2BW, PipeDream).
         top: how many predictions are wanted.
         even: no other cuts than those that a run makes by itself.
-        on_progress: is told percents.
+        on_progress: called with percents.
     """
     quick = FastEstimator(config, world_size, hardware, source)
     ranked = _ranked(quick, given, stale, on_progress)

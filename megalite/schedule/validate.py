@@ -190,7 +190,8 @@ def _gathers(lists: Lists) -> Iterator[MessageFault]:
 
 
 def _circle(program: Program, lists: Lists) -> list[MessageFault]:
-    """Advance all ranks as far as data dependencies allow; whoever is not at its end is in, or behind, a circle."""
+    """Advances all ranks as far as data dependencies allow. A rank that is not at its end is in a circle, or behind
+    one."""
     done: set[ResultKey] = set()
     position = [0] * len(lists)
     moved = True

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class Listener(Protocol):
-    """A `Fault`, or somebody who only looks."""
+    """A `Fault`, or an object that only watches."""
 
     def reached(self, name: str, facts: Mapping[str, object]) -> None: ...
 

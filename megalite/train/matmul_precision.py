@@ -88,7 +88,7 @@ def _time_and_error(shapes: list[tuple[int, int, int]], mode: str, device: torch
     """(seconds, largest relative error) of products of these shapes in one mode."""
     generator = torch.Generator().manual_seed(0)
     seconds, worst = 0.0, 0.0
-    torch.set_float32_matmul_precision(mode)  # whoever asks sets the one that is chosen
+    torch.set_float32_matmul_precision(mode)  # asking sets the one that is chosen
     for n, k, m in shapes:
         a, b = (torch.randn(shape, generator=generator).to(device) for shape in ((n, k), (k, m)))
         sample = a[:64].double() @ b.double()

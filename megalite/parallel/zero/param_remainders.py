@@ -6,7 +6,7 @@
 The weight is the master rounded to the nearest bf16 (halves away from zero), the remainder is the difference of the two
 bit patterns, so the master comes back bit for bit. It exists only while its bucket is being stepped or saved.
 
-Halves cannot go to even: every even weight would then stand for 2^16 + 1 masters, which 16 bits do not tell apart.
+Halves cannot go to even: every even weight would then have 2^16 + 1 masters, which 16 bits cannot tell apart.
 """
 
 from __future__ import annotations
