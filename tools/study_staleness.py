@@ -1,6 +1,7 @@
 """What delayed gradients cost each optimizer, and what each `--staleness-correction` gives back.
 
     python tools/study_staleness.py run --data input.txt --results study.jsonl      trains what is missing, one by one
+    python tools/study_staleness.py run ... --runs 'lion: flush' --lr 1e-4 2e-4     the rates from which one is chosen
     python tools/study_staleness.py table --results study.jsonl                     mean over the seeds, as markdown
     python tools/study_staleness.py plot --results study.jsonl --output gap.svg     the same as a picture (matplotlib)
 
@@ -12,7 +13,8 @@ one included. A JSON line a run is appended to the results when it ends; a run t
     2bw              delay 1, nothing done           2bw METHOD [N]   delay 1 with a correction [N steps ahead]
     pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0
 
-A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time.
+A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The learning
+rate is that of `RECIPES`: the best, a factor of two apart, of the synchronous runs of one seed. Delayed runs take the same.
 """
 
 from __future__ import annotations
@@ -75,19 +77,20 @@ SEEDS = (1337, 1, 2)
 
 @dataclass(frozen=True)
 class Run:
-    """One training. variant: as the module says, e.g. `2bw predict 2`."""
+    """One training. variant: as the module says, e.g. `2bw predict 2`. lr: the highest learning rate."""
 
     recipe: str
     optimizer: str
     variant: str
     seed: int
+    lr: float
 
     def flags(self) -> list[str]:
         """Of the command line; a run on weights ahead begins with `AHEAD`."""
         recipe, (words, part) = RECIPES[self.recipe], self._words()
         iterations = round(recipe.iterations * part)
         flags = ["--config", str(ROOT / recipe.config), "--optimizer", self.optimizer, "--seed", str(self.seed)]
-        flags += ["--lr", str(recipe.rates[self.optimizer]), "--train-iters", str(iterations)]
+        flags += ["--lr", str(self.lr), "--train-iters", str(iterations)]
         if words[0] == "flush":
             if len(words) == 1:
                 return flags
@@ -138,35 +141,41 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wanted(recipe: str, names: Sequence[str], seeds: Sequence[int]) -> Iterator[Run]:
+def wanted(recipe: str, names: Sequence[str], seeds: Sequence[int], rates: Sequence[float] | None) -> Iterator[Run]:
+    """rates: None for that of the recipe."""
     for seed in seeds:
         for name in names:
             optimizer, _, variant = name.partition(": ")
-            yield Run(recipe, optimizer, variant, seed)
+            for lr in rates or (RECIPES[recipe].rates[optimizer],):
+                yield Run(recipe, optimizer, variant, seed, lr)
 
 
 def run_all(args: argparse.Namespace) -> None:
-    for run in wanted(args.recipe, args.runs, args.seeds):
-        done = {(line["recipe"], line["optimizer"], line["variant"], line["seed"]) for line in read(args.results)}
-        if (run.recipe, run.optimizer, run.variant, run.seed) in done:
+    for run in wanted(args.recipe, args.runs, args.seeds, args.lr):
+        if any(vars(run).items() <= line.items() for line in read(args.results)):
             continue
         line = train(run, args.data, args.cache)
         with args.results.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"{run.recipe} {run.optimizer}: {run.variant}, seed {run.seed}: {line['valid_loss']:.4f}", flush=True)
+        name = f"{run.recipe} {run.optimizer}: {run.variant}, lr {run.lr:g}, seed {run.seed}"
+        print(f"{name}: {line['valid_loss']:.4f}", flush=True)
 
 
-def summary(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], dict[int, float]]:
-    """(recipe, optimizer, variant) -> seed -> validation loss."""
-    found: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
+Key = tuple[str, str, float, str]
+"""Recipe, optimizer, learning rate, variant."""
+
+
+def summary(lines: Sequence[dict[str, Any]]) -> dict[Key, dict[int, float]]:
+    """Validation loss by seed."""
+    found: dict[Key, dict[int, float]] = defaultdict(dict)
     for line in lines:
-        found[line["recipe"], line["optimizer"], line["variant"]][line["seed"]] = line["valid_loss"]
+        found[line["recipe"], line["optimizer"], line["lr"], line["variant"]][line["seed"]] = line["valid_loss"]
     return dict(found)
 
 
-def gap(found: dict[tuple[str, str, str], dict[int, float]], key: tuple[str, str, str]) -> float | None:
-    """Above the synchronous runs of the same optimizer, over the seeds that both have."""
-    flush = found.get((*key[:2], "flush"), {})
+def gap(found: dict[Key, dict[int, float]], key: Key) -> float | None:
+    """Above the synchronous runs of the same optimizer and rate, over the seeds that both have."""
+    flush = found.get((*key[:3], "flush"), {})
     both = sorted(flush.keys() & found[key].keys())
     return mean(found[key][seed] - flush[seed] for seed in both) if both else None
 
@@ -174,13 +183,13 @@ def gap(found: dict[tuple[str, str, str], dict[int, float]], key: tuple[str, str
 def table(args: argparse.Namespace) -> None:
     found = summary(read(args.results))
     seeds = sorted({seed for values in found.values() for seed in values}, key=lambda s: (s not in SEEDS, s))
-    print("| recipe | optimizer | variant | " + " | ".join(f"seed {s}" for s in seeds) + " | mean | above flush |")
-    print("|---|---|---|" + "---|" * (len(seeds) + 2))
+    print("| recipe | optimizer | lr | variant | " + " | ".join(f"seed {s}" for s in seeds) + " | mean | above flush |")
+    print("|---|---|---|---|" + "---|" * (len(seeds) + 2))
     for key, values in sorted(found.items()):
         above = gap(found, key)
         cells = [f"{values[s]:.4f}" if s in values else "" for s in seeds]
         cells += [f"{mean(values.values()):.4f}", "" if above is None else f"{above:+.4f}"]
-        print(f"| {' | '.join(key)} | {' | '.join(cells)} |")
+        print(f"| {' | '.join(f'{word:g}' if isinstance(word, float) else word for word in key)} | {' | '.join(cells)} |")
 
 
 def plot(args: argparse.Namespace) -> None:
@@ -189,11 +198,12 @@ def plot(args: argparse.Namespace) -> None:
     pyplot = optional_package("plot", "matplotlib.pyplot")
     pyplot.rcParams["svg.hashsalt"] = "staleness"
     found = summary(read(args.results))
-    shown = [(key, gap(found, key)) for key in sorted(found) if key[2] != "flush"]
+    tuned = [key for key in sorted(found) if key[2] == RECIPES[key[0]].rates[key[1]]]
+    shown = [(key, gap(found, key)) for key in tuned if key[3] != "flush" and "@" not in key[3]]
     shown = [(key, above) for key, above in shown if above is not None]
     figure, axes = pyplot.subplots(figsize=(8, 0.32 * len(shown) + 1.2))
     colours = {"adam": "#1f77b4", "muon": "#d62728"}
-    names = [f"{key[1]}: {key[2]}" + ("" if key[0] == "character" else f" ({key[0]})") for key, _ in shown]
+    names = [f"{key[1]}: {key[3]}" + ("" if key[0] == "character" else f" ({key[0]})") for key, _ in shown]
     axes.barh(names, [above for _, above in shown], color=[colours.get(key[1], "#7f7f7f") for key, _ in shown])
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("validation loss above the same optimizer's synchronous runs")
@@ -219,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "study-staleness")
             command.add_argument("--recipe", choices=tuple(RECIPES), default="character")
             command.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+            command.add_argument("--lr", type=float, nargs="+", help="learning rates other than the recipe's")
             command.add_argument("--runs", nargs="+", default=(*FIRST, *SECOND, *REST), metavar="'OPTIMIZER: VARIANT'")
     args = parser.parse_args(argv)
     args.action(args)
