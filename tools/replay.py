@@ -78,17 +78,22 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
         raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")
     alone = ["--nprocs", "1"] if place.launcher else []
     config = parse(["--config", str(saved), *alone, *flags], world_size=place.size if place.launcher else None)
-    _same_updates(read_unjudged(["--config", str(saved)])[0], config)
+    was = read_unjudged(["--config", str(saved)])[0]
+    _same_updates(was, config)
     parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel
     training = replace(config.training, eval_iters=0, skip_train=False, exit_interval=None)
-    from megalite.checkpoint import committed, step_of
+    from megalite.checkpoint import committed, read_manifest, step_of
 
-    before = [step for step in map(step_of, committed(run)) if step < iteration]
+    saves = committed(run)
+    before = [step for step in map(step_of, saves) if step < iteration]
     settings = replace(config.checkpoint, save=None, auto_resume=False, async_save=False)
     if before:
         settings = replace(settings, load=run, ckpt_step=max(before), finetune=False, load_optim=True)
     config = replace(config, parallel=parallel, training=training, checkpoint=settings)
     world_size = place.size if place.launcher else (parallel.nprocs or 1)
+    ranks = was.parallel.nprocs or (read_manifest(saves[-1]).world_size if saves else None)
+    if ranks is not None:  # a run from a launcher that has saved nothing does not say how many it had
+        _same_samples(was, ranks, config, world_size)
     total = config.train_iterations(world_size)
     if iteration > total:
         raise ConfigError(f"--iteration={iteration}: the run has {total} iterations (--train-iters)")
@@ -109,6 +114,27 @@ def _same_updates(was: Config, now: Config) -> None:
             f"--pipeline-model-parallel-size={after.pipeline_model_parallel_size}: the run had "
             f"{before.pipeline_model_parallel_size}, and {before.schedule}'s delay is the number of stages; "
             f"give --pipeline-model-parallel-size {before.pipeline_model_parallel_size}"
+        )
+
+
+def _same_samples(was: Config, ranks: int, now: Config, world_size: int) -> None:
+    """Raises ConfigError where an update would be made of another number of samples than in the run."""
+    before, after = was.global_batch_size(ranks), now.global_batch_size(world_size)
+    if before != after:
+        raise ConfigError(
+            f"--global-batch-size={after}: the run's batches had {before} samples; give --global-batch-size {before}"
+        )
+    if not find_schedule(was.parallel.schedule).update_per_microbatch:
+        return
+    before = was.training.micro_batch_size * was.data_parallel_size(ranks)
+    replicas = now.data_parallel_size(world_size)
+    after = now.training.micro_batch_size * replicas
+    if before != after:
+        many = "replica" if replicas == 1 else "replicas"
+        raise ConfigError(
+            f"--micro-batch-size={now.training.micro_batch_size} on {replicas} {many}: an update of "
+            f"{after} samples, the run's {was.parallel.schedule} made one of every {before}; "
+            "change the two so that their product is that number"
         )
 
 

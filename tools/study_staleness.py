@@ -13,8 +13,9 @@ one included. A JSON line a run is appended to the results when it ends; a run t
     2bw              delay 1, nothing done           2bw METHOD [N]   delay 1 with a correction [N steps ahead]
     pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0
 
-A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The learning
-rate is that of `RECIPES`: the best, a factor of two apart, of the synchronous runs of one seed. Delayed runs take the same.
+A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The
+learning rate is that of `RECIPES`: the best, a factor of two apart, of one seed's synchronous runs.
+Delayed runs take the same.
 """
 
 from __future__ import annotations
@@ -189,7 +190,9 @@ def table(args: argparse.Namespace) -> None:
         above = gap(found, key)
         cells = [f"{values[s]:.4f}" if s in values else "" for s in seeds]
         cells += [f"{mean(values.values()):.4f}", "" if above is None else f"{above:+.4f}"]
-        print(f"| {' | '.join(f'{word:g}' if isinstance(word, float) else word for word in key)} | {' | '.join(cells)} |")
+        print(
+            f"| {' | '.join(f'{word:g}' if isinstance(word, float) else word for word in key)} | {' | '.join(cells)} |"
+        )
 
 
 def plot(args: argparse.Namespace) -> None:

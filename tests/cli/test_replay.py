@@ -17,6 +17,7 @@ from cli.test_preflight import wrong_weight_gradient
 import replay
 from megalite.comm import World
 from megalite.data import IndexedWriter
+from megalite.errors import ConfigError
 from megalite.launch import LaunchEnvironment
 from megalite.testing import run_single
 from replay_pass import Replay
@@ -114,6 +115,34 @@ def test_updates_by_other_rules_are_refused(spiked: tuple[Path, int], capsys: py
     flags = ["--load", str(spiked[0]), "--iteration", "9", "--pipeline-schedule", "2bw"]
     assert replay.main(flags) == 2
     assert "updates by other rules than the run's 1f1b; give --pipeline-schedule 1f1b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "line"),
+    [
+        ("1f1b", "--nprocs 2", None),
+        ("1f1b", "--micro-batch-size 4", None),
+        ("1f1b", "--global-batch-size 4", "--global-batch-size=4: the run's batches had 8 samples"),
+        ("pipedream", "--micro-batch-size 1 --nprocs 2", None),
+        ("pipedream", "--nprocs 2", "--micro-batch-size=2 on 2 replicas: an update of 4 samples, the run's pipedream"),
+        ("pipedream", "--micro-batch-size 4", "--micro-batch-size=4 on 1 replica: an update of 4 samples"),
+    ],
+)
+def test_updates_of_other_samples_are_refused(
+    schedule: str, flags: str, line: str | None, spiked: tuple[Path, int], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(spiked[0], run)
+    text = (run / "config.yaml").read_text()
+    text, count = re.subn("pipeline_schedule: .*", f"pipeline_schedule: {schedule}", text)
+    assert count == 1
+    text = re.sub("clip_grad: .*", "clip_grad: 0.0", text) if schedule == "pipedream" else text
+    (run / "config.yaml").write_text(text)
+    if line is None:
+        replay.again(str(run), 9, flags.split(), LaunchEnvironment())
+        return
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        replay.again(str(run), 9, flags.split(), LaunchEnvironment())
 
 
 @pytest.mark.parametrize(
