@@ -13,7 +13,7 @@ action `W`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -122,6 +122,24 @@ class GradSink:
             torch.mm(a, b, out=target)
         else:
             target.addmm_(a, b)
+        self.done()
+
+    def addmm_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """grad[i] += a_i @ b_i, `[n, k_i] @ [k_i, m]`, for all i of the first dimension; k_i may be 0."""
+        fresh = self.fresh
+        if fresh:
+            self._open()
+        for target, (a, b) in zip(self.buffer.view(len(pairs), -1), pairs, strict=True):
+            matrix = target.view(a.shape[0], b.shape[1])
+            if not a.shape[1]:
+                matrix.zero_() if fresh else None
+            elif a.dtype != matrix.dtype:
+                product = torch.mm(a, b)
+                matrix.copy_(product) if fresh else add_widened(matrix, product)
+            elif fresh:
+                torch.mm(a, b, out=matrix)
+            else:
+                matrix.addmm_(a, b)
         self.done()
 
     def done(self) -> None:

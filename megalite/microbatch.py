@@ -29,6 +29,8 @@ class Microbatch:
         has cut the sequence.
     order: int64, the positions of all tokens, rank after rank; `document_starts` is then of all tokens in that order.
         None unless context parallelism has cut the sequence.
+    share: 0-dim, the loss scale times this micro-batch's part of the mean over the batch's micro-batches: the weight of
+        losses that layers add by themselves. None where no gradient is asked for.
     """
 
     tokens: Tensor
@@ -39,6 +41,7 @@ class Microbatch:
     document_starts: Tensor | None = None
     places: Tensor | None = None
     order: Tensor | None = None
+    share: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -20,8 +20,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Fields of a section; another spelling of a field costs nothing.
 MAX_FIELDS = {
-    "model": 33,
-    "parallel": 20,
+    "model": 34,
+    "parallel": 21,
     "training": 20,
     "optimizer": 17,
     "data": 16,

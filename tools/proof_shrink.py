@@ -18,6 +18,7 @@ from megalite.config import (
     Correction,
     DataConfig,
     Decay,
+    Experts,
     LoggingConfig,
     ModelConfig,
     OptimizerArgs,
@@ -225,9 +226,33 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
         init_method_std=max(model.init_method_std, 0.02),
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
+        experts=_experts(config, _layers(config)),
     )
     changes.fields(model, small)
+    changes.fields(model.experts, small.experts)
     return small
+
+
+def _experts(config: Config, layers: int) -> Experts:
+    """Fewer and narrower ones; balanced by sequence, which does not depend on what a micro-batch is."""
+    given, parallel = config.model.experts, config.parallel
+    if given.num_experts is None:
+        return given
+    number, ep = given.num_experts, parallel.experts.expert_model_parallel_size
+    if given.moe_router_num_groups is None and number > 8:
+        number = min(number, ep * -(-max(8, given.moe_router_topk + 1) // ep))
+    width, shared = given.moe_ffn_hidden_size, given.moe_shared_expert_intermediate_size
+    unit = HEAD * parallel.tensor_model_parallel_size
+    whole = given.moe_router_load_balancing_type == "aux_loss"
+    mixed = "[" in given.moe_layer_freq and layers != config.model.num_layers
+    return replace(
+        given,
+        num_experts=number,
+        moe_ffn_hidden_size=None if width is None else unit,
+        moe_shared_expert_intermediate_size=None if shared is None else unit,
+        moe_router_load_balancing_type="seq_aux_loss" if whole else given.moe_router_load_balancing_type,
+        moe_layer_freq="2" if mixed else given.moe_layer_freq,
+    )
 
 
 def _layers(config: Config) -> int:

@@ -16,7 +16,7 @@ Invariant: if every axis has size 1, nothing here touches a process group, so a 
 every test. Only this room and `launch` import torch.distributed.
 """
 
-from megalite.comm.autograd import own_slice, reduce_from_axis, scatter_sum_sequence
+from megalite.comm.autograd import copy_to_axis, gather_sequence, own_slice, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.collectives import (
     Done,
     GatheredJson,
@@ -27,12 +27,13 @@ from megalite.comm.collectives import (
     all_gather_json,
     all_reduce_,
     all_to_all,
+    all_to_all_rows,
     barrier,
     device_of,
     reduce_scatter,
     reduce_scatter_into,
 )
-from megalite.comm.mesh import Axis, ContextAxes, FamilyAxes, ParallelMesh
+from megalite.comm.mesh import Axis, ContextAxes, ExpertAxes, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (

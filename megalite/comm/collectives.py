@@ -8,6 +8,7 @@ a handle whose `wait()` must be called before the result is read.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -148,6 +149,17 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     out, source = torch.empty_like(x), x.contiguous()
     with axis.waits:
         dist.all_to_all_single(out, source, group=axis.group)
+    return out
+
+
+def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    """`[sum(sent), ...]` -> `[sum(received), ...]`: `sent[j]` rows go to rank j, `received[i]` rows arrive from
+    rank i, rank after rank."""
+    if axis.size == 1:
+        return x
+    out, source = x.new_empty((sum(received), *x.shape[1:])), x.contiguous()
+    with axis.waits:
+        dist.all_to_all_single(out, source, list(received), list(sent), group=axis.group)
     return out
 
 

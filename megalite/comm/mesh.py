@@ -133,6 +133,14 @@ class ContextAxes:
         return self.heads.size * self.ring.size
 
 
+@dataclass(frozen=True)
+class ExpertAxes:
+    """etp: its ranks share each expert. ep: experts are dealt out over its ranks, and tokens travel to them."""
+
+    etp: Axis = field(default_factory=lambda: Axis.single("etp"))
+    ep: Axis = field(default_factory=lambda: Axis.single("ep"))
+
+
 class ParallelMesh:
     """The grid of ranks, seen from one of them.
 
@@ -252,6 +260,10 @@ class ParallelMesh:
     def context(self, *, gathers: bool) -> ContextAxes:
         """How a sequence is cut. Collective at first use."""
         return ContextAxes(self["cp_heads"], self["cp_ring"], gathers)
+
+    def experts(self) -> ExpertAxes:
+        """How experts are shared. Collective at first use."""
+        return ExpertAxes(self["etp"], self["ep"])
 
     def adopt(self, axis: Axis) -> None:
         """Replaces the axis of this name by `axis`, the same ranks with another transport."""

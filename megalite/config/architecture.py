@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.experts import layer_pattern
 from megalite.config.model import ModelConfig
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
@@ -31,12 +32,16 @@ FREE = frozenset(
         "recompute_method",
         "recompute_num_layers",
         "cpu_offloading_num_layers",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_expert_capacity_factor",
     }
 )
 # Taken by --use-checkpoint-args as well, as in Megatron-LM, but a flag may say otherwise.
 TAKEN_FREELY = ("model_type", "seq_length", "hidden_dropout", "attention_dropout")
 # Unset means: work it out from the others.
-DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings")
+DERIVED = ("ffn_hidden_size", "moe_ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings")
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
@@ -54,6 +59,16 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
     if not values["use_rope_scaling"]:
         values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None, "rope_scaling_type": None}
+    if model.experts.num_experts is None:
+        values |= {name: None for name in values if name.startswith("moe_")}
+    else:
+        values["moe_ffn_hidden_size"] = model.expert_ffn_size
+        try:
+            layers = model.sparse_layers
+        except ValueError:  # a rule will say so
+            return values
+        values["moe_layer_freq"] = layer_pattern(layers)
+        values |= {"ffn_hidden_size": None} if all(layers) else {}
     return values
 
 

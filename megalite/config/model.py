@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalite.config.experts import Experts, sparse_layers
 from megalite.config.schema import Spelled, option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
@@ -92,6 +93,7 @@ class ModelConfig:
     activation: str = option(
         "gelu", "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses", choices=ACTIVATIONS
     )
+    experts: Experts = Experts()
     add_bias_linear: bool = option(True, "biases in the linear layers")
     add_qkv_bias: bool = option(False, "a bias in the query/key/value projection even where the others have none")
     qk_layernorm: bool = option(False, "normalise queries and keys of each head before attention")
@@ -142,6 +144,19 @@ class ModelConfig:
             return self.ffn_hidden_size
         # Two thirds keep a gated MLP's three matrices at the parameter count of the plain MLP's two.
         return 4 * self.hidden_size * 2 // 3 // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of an expert."""
+        width = self.experts.moe_ffn_hidden_size
+        return self.ffn_size if width is None else width
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Which blocks have experts. Raises ValueError."""
+        if self.experts.num_experts is None:
+            return (False,) * self.num_layers
+        return sparse_layers(self.experts.moe_layer_freq, self.num_layers)
 
     @property
     def head_dim(self) -> int:

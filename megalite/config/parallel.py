@@ -60,6 +60,16 @@ class ContextParallelism(Spelled):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertParallelism(Spelled):
+    """How the ranks of a pipeline stage share the experts, in place of tensor x context x data parallelism."""
+
+    expert_model_parallel_size: int = option(1, "ranks over which experts are dealt out", ge=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "ranks that share each expert: 1 or --tensor-model-parallel-size; unset: the latter", ge=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Spelled):
     """What computes, in which memory, and by which library ranks talk."""
 
@@ -84,6 +94,7 @@ class ParallelConfig:
         False, "split norms, dropout and residuals along the sequence over the tensor-parallel ranks"
     )
     context: ContextParallelism = ContextParallelism()
+    experts: ExpertParallelism = ExpertParallelism()
     pipeline_schedule: str | None = option(
         None,
         "order of forwards, backwards and steps; unset: interleaved with several chunks per rank, else 1f1b",
@@ -125,6 +136,12 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context.context_parallel_size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert."""
+        given = self.experts.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if given is None else given
 
     @property
     def schedule(self) -> str:

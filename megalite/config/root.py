@@ -48,6 +48,12 @@ class Config:
         """Ranks that hold the same dense parameters and whose gradients are summed: data x context parallel."""
         return self.data_parallel_size(world_size) * self.parallel.context.context_parallel_size
 
+    def expert_copies(self, world_size: int) -> int:
+        """Ranks that hold the same experts and whose gradients are summed (edp)."""
+        parallel = self.parallel
+        cut = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
+        return world_size // parallel.pipeline_model_parallel_size // cut
+
     def batch_size_schedule(self, world_size: int) -> BatchSizeSchedule:
         """Global batch size by samples consumed. ValueError for malformed ramp-up flags (validation reports them)."""
         training = self.training

@@ -120,6 +120,7 @@ def _derived(config: Config) -> dict[str, Any]:
     model = config.model
     return {
         "ffn_hidden_size": model.ffn_size,
+        **({"moe_ffn_hidden_size": model.expert_ffn_size} if model.experts.num_experts else {}),
         "num_query_groups": model.query_groups,
         "kv_channels": model.head_dim,
         "max_position_embeddings": model.max_positions,

@@ -43,6 +43,7 @@ class OptimizerSpec:
     of_whole: (settings, local shape, shape without tensor parallelism) -> numbers as wide as the master that are kept
     of such a parameter. whole_moments: how many of them are as large as it.
     statistics: for each matrix it keeps a number for each row and each column instead.
+    stacks: whether it steps stacks of matrices of which ranks hold some each (experts).
     settings: fields of the optimizer section that other rules refuse.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
@@ -54,6 +55,7 @@ class OptimizerSpec:
     of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = _momentum
     whole_moments: int = 1
     statistics: bool = False
+    stacks: bool = True
     settings: tuple[str, ...] = ()
     high_lr: float | None = None
     correction: str = "none"
@@ -91,9 +93,10 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             whole=_blocks_matrix,
             of_whole=_moments_and_bases,
             whole_moments=2,
+            stacks=False,
             nesterov="no such step is known in a basis that turns",
         ),
-        "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
+        "adafactor": OptimizerSpec(lambda settings: (), statistics=True, stacks=False, nesterov="it has no momentum"),
     }
 )
 """Name -> OptimizerSpec. Muon and SOAP leave what is no matrix of a block to AdamW, whose moments are wide there."""

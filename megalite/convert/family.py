@@ -1,8 +1,8 @@
 """What a family of Hugging Face models is to us: its config.json, and a rule for every layer's tensors.
 
 A rule names a logical layer, the layers that it is on the other side, and the form in which the values stand there; it
-holds for `.weight` and `.bias` alike. `{i}` is the number of a block. A rule counts where the model has its logical
-tensor (a bias, an untied output), so a family lists all that it may have.
+holds for `.weight` and `.bias` alike. `{i}` is the number of a block, `{e}` of an expert. A rule counts where the model
+has its logical tensor (a bias, an untied output), so a family lists all that it may have.
 """
 
 from __future__ import annotations
@@ -70,9 +70,12 @@ class LayerRule:
     theirs: tuple[str, ...]
     form: TensorForm = SAME
 
-    def of(self, index: str, kind: str) -> TensorPair:
+    def of(self, index: str, kind: str, experts: int) -> TensorPair:
+        """Of block `index`; a name with `{e}` stands for as many as there are experts, one expert after the other."""
         names = [f"{name}.{kind}".replace("{i}", index) for name in (self.ours, *self.theirs)]
-        return TensorPair(names[0], tuple(names[1:]), self.form)
+        count = experts if any("{e}" in name for name in names) else 1
+        theirs = [name.replace("{e}", str(e)) for e in range(count) for name in names[1:]]
+        return TensorPair(names[0], tuple(theirs), self.form)
 
 
 @dataclass(frozen=True)
@@ -110,4 +113,4 @@ class HuggingFaceFamily:
             if layer.startswith("layers."):
                 _, index, rest = layer.split(".", 2)
                 layer = "layers.{i}." + rest
-            yield rules[layer].of(index, kind)
+            yield rules[layer].of(index, kind, model.experts.num_experts or 1)

@@ -39,7 +39,8 @@ RULES = (
 IGNORED = (".rotary_emb.inv_freq",)
 
 
-def _read(fields: Fields, **more: Any) -> ModelConfig:
+def read_shape(fields: Fields, **more: Any) -> ModelConfig:
+    """What all these families share; `more` says what a family has beside it. Raises ConfigError."""
     fields.only("pretraining_tp", 1)
     fields.only("partial_rotary_factor", 1, 1.0)
     heads, positions = fields.integer("num_attention_heads"), fields.integer("max_position_embeddings")
@@ -66,7 +67,8 @@ def _read(fields: Fields, **more: Any) -> ModelConfig:
     return ModelConfig(model_type="llama", **(values | more))
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def write_shape(model: ModelConfig) -> dict[str, Any]:
+    """The inverse: the entries of config.json that all of them have."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -90,20 +92,24 @@ def _read_llama(fields: Fields) -> ModelConfig:
     bias = fields.flag("attention_bias", False)
     if fields.flag("mlp_bias", False) != bias:
         raise fields.wrong("attention_bias", bias, "not supported with another mlp_bias")
-    return _read(fields, add_bias_linear=bias)
+    return read_shape(fields, add_bias_linear=bias)
 
 
 def _write_llama(model: ModelConfig) -> Mapping[str, Any]:
-    return _write(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    return write_shape(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+
+
+def read_window(fields: Fields) -> int | None:
+    """Mistral's, of all layers."""
+    return fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
 
 
 def _read_mistral(fields: Fields) -> ModelConfig:
-    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
-    return _read(fields, window_size=window)
+    return read_shape(fields, window_size=read_window(fields))
 
 
 def _write_mistral(model: ModelConfig) -> Mapping[str, Any]:
-    return _write(model) | {"sliding_window": model.window_size}
+    return write_shape(model) | {"sliding_window": model.window_size}
 
 
 def _read_qwen_window(fields: Fields) -> int | None:
@@ -116,24 +122,26 @@ def _read_qwen_window(fields: Fields) -> int | None:
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
-    return _write(model) | {
+    return write_shape(model) | {
         "use_sliding_window": model.window_size is not None,
         "sliding_window": model.window_size,
         "max_window_layers": 0 if model.window_size is not None else model.num_layers,
     }
 
 
-def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
+def write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    """The entries of Qwen3, whose blocks Qwen3-MoE has."""
     return _write_qwen(model) | {"head_dim": model.head_dim}  # there an absent one is 128
 
 
 def _read_qwen2(fields: Fields) -> ModelConfig:
-    return _read(fields, add_qkv_bias=True, window_size=_read_qwen_window(fields))
+    return read_shape(fields, add_qkv_bias=True, window_size=_read_qwen_window(fields))
 
 
-def _read_qwen3(fields: Fields) -> ModelConfig:
+def read_qwen3(fields: Fields) -> ModelConfig:
+    """Qwen3, or what Qwen3-MoE has of it. Raises ConfigError."""
     fields.only("attention_bias", False)
-    return _read(
+    return read_shape(
         fields,
         qk_layernorm=True,
         kv_channels=fields.integer("head_dim", 128),
@@ -144,4 +152,4 @@ def _read_qwen3(fields: Fields) -> ModelConfig:
 LLAMA = HuggingFaceFamily("llama", "LlamaForCausalLM", "model.", RULES, _read_llama, _write_llama, IGNORED)
 MISTRAL = HuggingFaceFamily("mistral", "MistralForCausalLM", "model.", RULES, _read_mistral, _write_mistral, IGNORED)
 QWEN2 = HuggingFaceFamily("qwen2", "Qwen2ForCausalLM", "model.", RULES, _read_qwen2, _write_qwen, IGNORED)
-QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", "model.", RULES, _read_qwen3, _write_qwen3, IGNORED)
+QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", "model.", RULES, read_qwen3, write_qwen3, IGNORED)

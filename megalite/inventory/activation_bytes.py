@@ -6,6 +6,7 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
+    experts              k times that, rows 2 e T k h, logits and probabilities 8 T E
 
 Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU); the plain path (attention
 dropout) keeps the weights, and blocked attention (a CPU with 128 to 1,024 tokens) half of them. The head computes its
@@ -164,12 +165,29 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     if layer.is_block:
         dropout = 2 * length * samples * h if model.hidden_dropout > 0 else 0.0
         norms = 2 * _norm_bytes(config, model, on_cpu)
-        fc1, _ = layer.product("fc1").local(config.parallel.tensor_model_parallel_size)
-        return norms + _attention_bytes(config, model, on_cpu) + size.compute * tokens * fc1 + dropout
+        between = size.compute * tokens * layer.mlp_width(config.parallel) + _expert_bytes(config, layer)
+        return norms + _attention_bytes(config, model, on_cpu) + between + dropout
     if not layer.products:
         return 0.0
     computed = tokens * h * size.compute + weight_only_bytes(config, layer)
     return computed + (_norm_bytes(config, model, on_cpu) - length * samples * h * size.compute)
+
+
+def expert_rows(config: Config, layer: Layer) -> float:
+    """Rows that the experts of a rank compute for a micro-batch where tokens spread evenly."""
+    parallel = config.parallel
+    shared = parallel.tensor_model_parallel_size // parallel.expert_tensor_size  # ranks with tokens of their own
+    return micro_tokens(config) / shared * layer.model.experts.moe_router_topk
+
+
+def _expert_bytes(config: Config, layer: Layer) -> float:
+    """Of a block with experts, beside what is between their matrices: a token's rows before and after its k experts,
+    logits and probabilities in fp32. (Tokens spread evenly; the fullest rank has more.)"""
+    if not layer.is_sparse:
+        return 0.0
+    size, given = ElementBytes.of(config), layer.model.experts
+    rows = 2 * expert_rows(config, layer) * layer.model.hidden_size * size.compute
+    return rows + micro_tokens(config) * 2.0 * (given.num_experts or 1) * size.wide
 
 
 def weight_only_bytes(config: Config, layer: Layer) -> float:

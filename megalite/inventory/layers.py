@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalite.config import ModelConfig
+from megalite.config import Experts, ModelConfig, ParallelConfig
 from megalite.inventory.families import AXIS_FAMILIES
 from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape
 
@@ -34,8 +34,9 @@ def _share(extent: int, shards: int, multiple: int) -> int:
 class Parameter:
     """One logical tensor of a layer.
 
-    name: inside its layer; shape: without padding. cut: the dimension that the tensor axis cuts, None: every rank
-    holds all of it. multiple: each rank's part of that dimension is padded to it (vocabulary).
+    name: inside its layer; shape: without padding. cut: the dimension that the tensor axis (of experts: etp) cuts,
+    None: every rank holds all of it. dealt: dimension 0 is dealt out over the axis ep. wide: kept in fp32 (or wider)
+    whatever the others are in. multiple: each rank's part of that dimension is padded to it (vocabulary).
     partial: what a rank sees only its share of, so that gradients must be summed over the tensor axis: `sequence` (its
     tokens, under sequence parallelism), `heads` (its heads), or nothing.
     decay, init_std, init_value, family: as in `ParameterPlacement`.
@@ -51,30 +52,47 @@ class Parameter:
     init_std: float | None = None
     init_value: float = 0.0
     family: str = "dense"
+    dealt: bool = False
+    wide: bool = False
     copy_of: str | None = None
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def local_shape(self, shards: int) -> Shape:
-        """What one of `shards` tensor-parallel ranks holds in memory."""
+    def local_shape(self, shards: int, ep: int = 1) -> Shape:
+        """What one of `shards` tensor-parallel ranks, and of `ep` that share the experts, holds in memory."""
         local = list(self.shape)
         if self.cut is not None:
             local[self.cut] = _share(local[self.cut], shards, self.multiple)
+        if self.dealt:
+            local[0] //= ep
         return tuple(local)
 
-    def place(self, shards: int, rank: int = 0, *, sequence_parallel: bool = False) -> ParameterPlacement:
-        """Where the part of tensor-parallel rank `rank` of `shards` lies."""
+    def local(self, parallel: ParallelConfig) -> Shape:
+        """What a rank of this layout holds in memory."""
+        return self.local_shape(self.shards(parallel), parallel.experts.expert_model_parallel_size)
+
+    def shards(self, parallel: ParallelConfig) -> int:
+        """Ranks of the tensor axis that cuts it."""
+        return parallel.expert_tensor_size if self.family == "expert" else parallel.tensor_model_parallel_size
+
+    def place(
+        self, shards: int, rank: int = 0, *, sequence_parallel: bool = False, ep: int = 1, ep_rank: int = 0
+    ) -> ParameterPlacement:
+        """Where the part of tensor-parallel rank `rank` of `shards`, and of rank `ep_rank` of `ep`, lies."""
         offset = [0] * len(self.shape)
         if self.cut is not None:
             offset[self.cut] = rank * self.local_shape(shards)[self.cut]
+        if self.dealt:
+            offset[0] = ep_rank * (self.shape[0] // ep)
         axes = frozenset(AXIS_FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
         shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
+        dealt = frozenset({"ep"}) if self.dealt and ep > 1 else NO_AXES
         return ParameterPlacement(
             self.shape,
             tuple(offset),
-            sharded=NO_AXES if self.cut is None else axes,
+            sharded=(NO_AXES if self.cut is None else axes) | dealt,
             partial=axes if shared else NO_AXES,
             decay=self.decay,
             init_std=self.init_std,
@@ -87,8 +105,9 @@ class Parameter:
 class Product:
     """`[m, k] x [k, n]`, m the tokens of a micro-batch.
 
-    cut: which of n and k the tensor axis cuts. multiple: of each rank's part of it. core: of two activations, inside
-    attention: no weights, cut by heads, causal (half of it counts), and what selective recomputation repeats.
+    cut: which of n and k the tensor axis cuts, none where empty. multiple: of each rank's part of it. core: of two
+    activations, inside attention: no weights, cut by heads, causal (half of it counts), and what selective
+    recomputation repeats. Of experts, n or k is that of all that a token takes.
     """
 
     name: str
@@ -100,13 +119,17 @@ class Product:
 
     def local(self, shards: int) -> tuple[int, int]:
         """(n, k) of one of `shards` tensor-parallel ranks."""
+        if not self.cut:
+            return self.n, self.k
         if self.cut == "n":
             return _share(self.n, shards, self.multiple), self.k
         return self.n, _share(self.k, shards, self.multiple)
 
     def flops(self, shards: int | None = None) -> int:
         """Of one token forward, 2 per multiply-add. shards: with what `shards` tensor-parallel ranks pad."""
-        n, k = (self.n, self.k) if shards is None else (_share(self.n, shards, self.multiple) * shards, self.k)
+        n, k = self.n, self.k
+        if shards is not None and self.cut:
+            n = _share(self.n, shards, self.multiple) * shards
         return n * k if self.core else 2 * n * k
 
 
@@ -129,6 +152,31 @@ class Layer:
     @property
     def is_block(self) -> bool:
         return self.kind == "block"
+
+    @property
+    def is_sparse(self) -> bool:
+        """A block with experts."""
+        return self.is_block and self.model.experts.num_experts is not None
+
+    @property
+    def active(self) -> int:
+        """Elements of its parameters that a token meets: of the experts, those that it takes."""
+        given = self.model.experts
+        total = sum(p.numel for p in self.parameters)
+        if not self.is_sparse or given.num_experts is None:
+            return total
+        dealt = sum(p.numel for p in self.parameters if p.dealt)
+        return total - dealt // given.num_experts * (given.num_experts - given.moe_router_topk)
+
+    def mlp_width(self, parallel: ParallelConfig) -> int:
+        """Numbers of a token between the two matrices of the MLP, or of all experts that it takes, on one rank."""
+        widths = (p.local(self.shards_of(p, parallel))[0] for p in self.products if p.name.endswith("fc1"))
+        return sum(widths)
+
+    def shards_of(self, product: Product, parallel: ParallelConfig) -> int:
+        """Ranks of the axis that cuts a product."""
+        of_expert = product.name.startswith("experts.")
+        return parallel.expert_tensor_size if of_expert else parallel.tensor_model_parallel_size
 
     def product(self, name: str) -> Product:
         return next(product for product in self.products if product.name == name)
@@ -176,8 +224,9 @@ def _embedding(model: ModelConfig) -> Layer:
 
 @lru_cache(maxsize=256)
 def _block(model: ModelConfig) -> Layer:
-    h, f, q, s, bias = model.hidden_size, model.ffn_size, model.query_size, model.seq_length, model.add_bias_linear
-    qkv, up = q + 2 * model.kv_size, (2, f) if model.gated else (f,)
+    h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
+    qkv = q + 2 * model.kv_size
+    mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
     head_norms = ("attention.q_norm", "attention.k_norm") if model.qk_layernorm else ()
     parameters = [
         *_norm("input_norm", h, model),
@@ -185,18 +234,46 @@ def _block(model: ModelConfig) -> Layer:
         *_row("attention.proj", h, q, model, bias),
         *(parameter for name in head_norms for parameter in _norm(name, model.head_dim, model, "heads")),
         *_norm("mlp_norm", h, model),
-        *_column("mlp.fc1", up, h, model, bias),
-        *_row("mlp.fc2", h, f, model, bias),
+        *mlp,
     ]
     products = (
         Product("qkv", qkv, h, "n"),
         Product("scores", s, q, "k", core=True),
         Product("context", q, s, "n", core=True),
         Product("proj", h, q, "k"),
-        Product("fc1", math.prod(up), h, "n"),
-        Product("fc2", h, f, "k"),
+        *mlp_products,
     )
     return Layer("block", model, tuple(parameters), products, gathers=2, sums=2)
+
+
+def _mlp(name: str, model: ModelConfig, f: int) -> tuple[list[Parameter], list[Product]]:
+    """Up and down, `name` inside of the block."""
+    h, bias, up = model.hidden_size, model.add_bias_linear, (2, f) if model.gated else (f,)
+    parameters = [*_column(f"{name}.fc1", up, h, model, bias), *_row(f"{name}.fc2", h, f, model, bias)]
+    inside = name.removeprefix("mlp").lstrip(".")
+    label = f"{inside}." if inside else ""
+    return parameters, [Product(f"{label}fc1", math.prod(up), h, "n"), Product(f"{label}fc2", h, f, "k")]
+
+
+def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
+    """The router, all experts in stacked matrices, and the MLP beside them, if there is one."""
+    given, h, f = model.experts, model.hidden_size, model.expert_ffn_size
+    number, k, bias = given.num_experts or 1, given.moe_router_topk, model.add_bias_linear
+    up = (2, f) if model.gated else (f,)
+    router = Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=model.init_method_std, wide=True)
+    columns = _column("mlp.experts.fc1", (number, *up), h, model, bias)
+    std = model.init_method_std / math.sqrt(2 * model.num_layers)
+    rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=std)]
+    rows += [Parameter("mlp.experts.fc2.bias", (number, h), decay=False)] if bias else []
+    experts = [replace(parameter, family="expert", dealt=True) for parameter in (*columns, *rows)]
+    products = [
+        Product("router", number, h, ""),
+        Product("experts.fc1", k * math.prod(up), h, "n"),
+        Product("experts.fc2", h, k * f, "k"),
+    ]
+    shared = given.moe_shared_expert_intermediate_size
+    beside = ([], []) if shared is None else _mlp("mlp.shared_experts", model, shared)
+    return [router, *experts, *beside[0]], [*products, *beside[1]]
 
 
 def _head(model: ModelConfig) -> Layer:
@@ -208,7 +285,8 @@ def _head(model: ModelConfig) -> Layer:
 
 def block_models(model: ModelConfig) -> Sequence[ModelConfig]:
     """The configuration as each block has it: the place where blocks begin to differ."""
-    return [model] * model.num_layers
+    dense = replace(model, experts=Experts())
+    return [model if sparse else dense for sparse in model.sparse_layers]
 
 
 @lru_cache(maxsize=256)
@@ -263,6 +341,12 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is None)
 
 
+def count_active_parameters(model: ModelConfig) -> int:
+    """Elements of the parameters that a token meets: of the experts of a block, those that it takes."""
+    copies = sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is not None)
+    return sum(layer.active for layer in model_layers(model)) - copies
+
+
 def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model_parallel_size: int = 1) -> int:
     """Model FLOPs of one iteration, forward and backward, in Megatron-LM's convention: 2 per multiply-add, backward
     counted twice a forward, causal attention halved, nothing for recomputation, the output layer with the padded
@@ -272,6 +356,8 @@ def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model
     gated, else 2) and padded vocabulary V::
 
         6*B*s * (L*h*f*c + L*h*(2q + 2k) + h*V) + 6*B*s*s*q*L
+
+    Of experts those count that a token takes, and the router.
     """
     per_token = sum(layer.flops(tensor_model_parallel_size) for layer in model_layers(model))
     return 3 * global_batch_size * model.seq_length * per_token

@@ -10,6 +10,7 @@ from torch import nn
 
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError
+from megalite.inventory import block_models
 from megalite.nn import Block, Embedding, Head, LayerStack, Rotary, initialize
 from megalite.parallel.tensor import LayerContext
 
@@ -25,7 +26,9 @@ class LayerSpec:
 def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
     """Embedding, L pre-norm blocks, head: everything that differs between gpt and llama is in the configuration."""
     rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-    blocks = [LayerSpec(f"layers.{i}", partial(Block, config, i, rotary=rotary)) for i in range(config.num_layers)]
+    blocks = [
+        LayerSpec(f"layers.{i}", partial(Block, own, i, rotary=rotary)) for i, own in enumerate(block_models(config))
+    ]
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", partial(Head, config))]
 
 

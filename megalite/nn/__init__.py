@@ -9,6 +9,7 @@ only embedding and head transpose.
 
     naming.py, init.py     logical names; initial values from (seed, name)
     embedding.py, block.py (attention.py, mlp.py, norm.py), head.py       the layers
+    experts.py, router.py       the MLP of a block with experts
     rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
     kv_cache.py            keys and values of generation

@@ -7,12 +7,15 @@ A block is cut into segments at its messages over the tensor axis, and runs them
     norm, qkv  |  attention  |  proj  |  add, norm, fc1  |  activation, fc2, add
     gather                        sum    gather                        sum
 
+With experts (`nn.experts`) the last two are: add, norm, route, to the experts | their products | back, sum, add.
+
 Two micro-batches can alternate between them, so that one computes while a message of the other is in flight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +25,14 @@ from megalite.microbatch import Microbatch
 from megalite.nn.attention import Attention
 from megalite.nn.attention_blocked import register_operator
 from megalite.nn.dropout import HiddenDropout, site_key
+from megalite.nn.experts import MoE
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.parallel.tensor import LayerContext
 
-BlockSegment = Callable[..., tuple[Tensor, ...]]
+BlockSegment = Callable[..., tuple[Any, ...]]
 """Takes what the segment before it returned."""
 
 
@@ -45,7 +49,7 @@ class Block(nn.Module):
         self.input_norm = Norm(config.hidden_size, config, ctx, split_input=split)
         self.attention = Attention(config, index, ctx, rotary)
         self.mlp_norm = Norm(config.hidden_size, config, ctx, split_input=split)
-        self.mlp = MLP(config, ctx)
+        self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
         self.attention_dropout, self.mlp_dropout = (
             HiddenDropout(
                 config.hidden_dropout,
@@ -56,25 +60,28 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
-        values: tuple[Tensor, ...] = (x,)
+        values: tuple[Any, ...] = (x,)
         for segment in self.segments(microbatch, cache):
             values = segment(*values)
-        return values[0]
+        y: Tensor = values[0]
+        return y
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
         """The block for one micro-batch: the first segment takes x, the last returns `(x,)`."""
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
+        first, *between, last = self.mlp.segments(microbatch)
 
-        def norm_fc1(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        def norm_first(x: Tensor, y: Tensor) -> tuple[Any, ...]:
             x, normed = self.after_attention(x, y, microbatch)
-            return x, mlp.fc1(normed)
+            return x, *several(first(normed))
 
         return [
             lambda x: (x, attention.qkv(self.input_norm(x))),
             lambda x, qkv: (x, attention.attend(qkv, microbatch, cache)),
             lambda x, context: (x, attention.proj(context)),
-            norm_fc1,
-            lambda x, hidden: (self.after_mlp(x, mlp.fc2(hidden), microbatch),),
+            norm_first,
+            *(lambda x, *values, part=part: (x, *several(part(*values))) for part in between),
+            lambda x, *values: (self.after_mlp(x, last(*values), microbatch),),
         ]
 
     def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -93,6 +100,7 @@ class Block(nn.Module):
         the main gradients, and hide their messages behind products.
         """
         register_operator()
+        assert isinstance(self.mlp, MLP), "experts are not compiled"
         places = (
             (self.input_norm, "forward"),
             (self.attention, "attend"),
@@ -104,3 +112,8 @@ class Block(nn.Module):
         for owner, name in places:
             setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
         self.mlp.fc2.keeps_activated = True
+
+
+def several(state: Any) -> tuple[Any, ...]:
+    """What a segment returned, as a tuple."""
+    return state if isinstance(state, tuple) else (state,)

@@ -7,6 +7,7 @@ fp32; a rank draws only the blocks that its rectangle touches, cuts its part out
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 
 import torch
@@ -45,13 +46,13 @@ def logical_normal(
 ) -> None:
     """out = the rectangle `offset .. offset + out.shape` of the logical tensor `name`, rounded from fp32."""
     *outer, rows, columns = global_shape
-    if not outer:
-        _rectangle(name, rows, columns, offset, std=std, seed=seed, out=out)
-        return
-    (parts,) = outer  # stacked projections: one matrix after the other
-    for part, matrix in enumerate(out, start=offset[0]):
-        begin = part * rows + offset[1]
-        _rectangle(name, parts * rows, columns, (begin, offset[2]), std=std, seed=seed, out=matrix)
+    parts = math.prod(outer)  # stacked projections, stacked experts: one matrix after the other
+    for index in itertools.product(*map(range, out.shape[:-2])):
+        part = 0
+        for extent, begin, place in zip(outer, offset, index, strict=False):
+            part = part * extent + begin + place
+        begin = part * rows + offset[-2]
+        _rectangle(name, parts * rows, columns, (begin, offset[-1]), std=std, seed=seed, out=out[index])
 
 
 def _rectangle(

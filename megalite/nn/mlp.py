@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
 
 from megalite.config import ModelConfig
+from megalite.microbatch import Microbatch
 from megalite.nn.activation import ACTIVATIONS
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear
 
@@ -17,13 +19,19 @@ def output_std(config: ModelConfig) -> float:
 
 
 class MLP(nn.Module):
-    """fc2(activation(fc1(x))), `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+    """fc2(activation(fc1(x))), `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism). width: of the
+    layer between, that of the configuration's MLP where none is given.
+    """
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, ctx: LayerContext, width: int | None = None) -> None:
         super().__init__()
-        h, f, bias = config.hidden_size, config.ffn_size, config.add_bias_linear
+        h, f, bias = config.hidden_size, config.ffn_size if width is None else width, config.add_bias_linear
         parts = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=config.init_method_std, ctx=ctx)
         self.fc2 = RowParallelLinear(
             f, h, bias=bias, init_std=output_std(config), ctx=ctx, activation=ACTIVATIONS[config.activation]
         )
+
+    def segments(self, microbatch: Microbatch) -> list[Any]:
+        """Cut at its messages: each takes what the one before returned."""
+        return [self.fc1, self.fc2]

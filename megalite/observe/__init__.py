@@ -14,4 +14,4 @@ from megalite.observe.hooks import Hooks
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, make_hooks, read_metrics
 from megalite.observe.pipeline_trace import PipelineTracer
-from megalite.observe.stats import Record, StepStats, evaluation_record, perplexity
+from megalite.observe.stats import ExpertStats, Record, StepStats, evaluation_record, perplexity

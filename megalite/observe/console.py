@@ -23,6 +23,10 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("number of skipped iterations", "skipped_iterations", "3d"),
     ("number of nan iterations", "nan_iterations", "3d"),
     # megalite's own fields follow, so that what reads Megatron's line finds its fields where it expects them
+    ("load balancing loss", "load_balancing_loss", ".6E"),
+    ("z loss", "z_loss", ".6E"),
+    ("fullest expert", "fullest_expert", ".2f"),
+    ("dropped (%)", "dropped_percent", ".2f"),
     ("tokens per second", "tokens_per_second", ",.0f"),
     ("MFU (%)", "mfu_percent", ".1f"),
 )
@@ -65,7 +69,8 @@ class ConsoleHook(Hook):
 def train_line(record: Record, train_iters: int, now: datetime) -> str:
     """The line of a `"train"` record, e.g. ` [2026-01-01 00:00:00.000000] iteration 1/ 10 | consumed samples: ...`."""
     percent = None if record.get("mfu") is None else 100 * record["mfu"]
-    values = record | {"mfu_percent": percent}
+    dropped = record.get("dropped_fraction")
+    values = record | {"mfu_percent": percent, "dropped_percent": None if dropped is None else 100 * dropped}
     parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record['iteration']:8d}/{train_iters:8d}"]
     parts += [
         f"{name}: {format(values[key], spec)}" for name, key, spec in _FIELDS if values.get(key) is not None

@@ -28,6 +28,22 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertStats:
+    """What routers did in one iteration: scalars that may live on the device, None where there is no such number.
+
+    load_balancing_loss, z_loss: mean over sparse blocks and micro-batches, without their coefficients; the former is 1
+        for experts that are evenly loaded.
+    fullest_expert: tokens of the fullest expert of any block, as a multiple of their mean.
+    dropped_fraction: of the choices, those beyond the capacity of an expert.
+    """
+
+    load_balancing_loss: Tensor | float | None = None
+    z_loss: Tensor | float | None = None
+    fullest_expert: Tensor | float | None = None
+    dropped_fraction: Tensor | float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepStats:
     """Measurements of one iteration, the same on all ranks but for the times.
 
@@ -40,6 +56,7 @@ class StepStats:
     learning_rate: the one this step used.
     loss_scale: factor of the loss in fp16 training, else 1.
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
+    experts: of a model with experts.
     iteration_time_s: seconds on this rank's clock.
     wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
     """
@@ -53,6 +70,7 @@ class StepStats:
     learning_rate: float
     loss_scale: float = 1.0
     skipped: bool = False
+    experts: ExpertStats | None = None
     iteration_time_s: float
     wait_time_s: float = 0.0
     data_time_s: float = 0.0
@@ -97,13 +115,18 @@ class IntervalStats:
         """Close the interval: one `"train"` record of its steps (at least one).
 
         `lm_loss` is the mean over the steps that were not skipped, None if there were none. `grad_norm` is that of the
-        last step. The time in which the host waits here for the device belongs to the steps and is added to theirs.
+        last step. Numbers about experts are means over the steps. The time in which the host waits here for the device
+        belongs to the steps and is added to theirs.
         """
         steps, self._steps = self._steps, []
         assert steps, "an interval without a step has no record"
         last = steps[-1]
         began = self._clock()
-        *losses, norm = _read([*(step.lm_loss for step in steps), last.grad_norm])
+        loads = [vars(step.experts) for step in steps if step.experts is not None]
+        names = list(loads[0]) if loads else []
+        values = [values[name] for name in names for values in loads]
+        read = _read([*values, *(step.lm_loss for step in steps), last.grad_norm])
+        experts, (*losses, norm) = read[: len(values)], read[len(values) :]
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
         taken = [loss for step, loss in zip(steps, losses, strict=True) if loss is not None and not step.skipped]
         record: Record = {
@@ -119,6 +142,10 @@ class IntervalStats:
             "skipped_iterations": sum(step.skipped for step in steps),
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
+        for name in names:
+            found, experts = experts[: len(loads)], experts[len(loads) :]
+            numbers = [number for number in found if number is not None]
+            record |= {name: math.fsum(numbers) / len(numbers)} if numbers else {}
         return record | self._rates(steps, seconds)
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:

@@ -48,14 +48,15 @@ class MatrixRule(AdamW):
 def gather_matrix(
     local: Tensor, placement: ParameterPlacement, cut_axes: Sequence[Axis]
 ) -> tuple[Tensor, int, Axis | None]:
-    """(the whole matrix, the dimension that is cut, the axis that cuts it: None where none does)."""
-    if not placement.sharded:
+    """(the whole matrix, the dimension that is cut, the axis that cuts it: None where none does). Of stacked matrices
+    each rank keeps those that it has."""
+    sizes = list(zip(local.shape, placement.global_shape, strict=True))
+    cut = [d for d, (have, total) in enumerate(sizes) if have != total and d >= local.dim() - 2]
+    if not cut:
         return local, 0, None
-    axes = [axis for axis in cut_axes if axis.name in placement.sharded]
-    assert len(axes) == len(placement.sharded) == 1, "a matrix is gathered over one axis"
-    cut = [d for d, (have, total) in enumerate(zip(local.shape, placement.global_shape, strict=True)) if have != total]
-    assert len(cut) == 1, "a matrix is cut along one dimension"
-    dim = cut[0]
+    axes = [axis for axis in cut_axes if axis.name in placement.sharded and axis.name != "ep"]
+    assert len(axes) == len(cut) == 1, "a matrix is cut along one dimension, and gathered over one axis"
+    (dim,) = cut
     return all_gather(local.transpose(0, dim).contiguous(), axes[0]).transpose(0, dim), dim, axes[0]
 
 

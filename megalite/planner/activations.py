@@ -98,7 +98,7 @@ def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tu
         logits = float(step * rows * (2 * size.wide + (size.compute if size.compute != size.wide else 0)))
     block = 0.0
     if blocks:
-        width = max(layer.product("fc1").local(tp)[0] for layer in set(blocks))
+        width = max(layer.mlp_width(config.parallel) for layer in set(blocks))
         block = size.compute * tokens * (model.hidden_size + 3.0 * width)  # gated: silu(gate) and the product
         _, _, longest = _segments(config, len(blocks))
         if longest:  # made again, and let go as the backward goes through it; its input is there already

@@ -8,13 +8,14 @@ parallelism that the engine hides behind a product are counted for what sticks o
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes, Layer, context_bytes, micro_tokens, model_layers
+from megalite.inventory import ElementBytes, Layer, Product, context_bytes, expert_rows, micro_tokens, model_layers
 from megalite.planner.communication import CommGroup
 from megalite.planner.hardware import Hardware
 
@@ -111,29 +112,50 @@ class Roofline:
         model, tp, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
         tokens, e, hw = micro_tokens(config), size.compute, self.hardware
         outer = tp if config.parallel.sequence_parallel else 1
-        local = {product.name: product.local(tp) for product in layer.products if not product.core}
-        products = {name: self.product(config, tokens, n, k) for name, (n, k) in local.items()}
+        products = {p.name: self._matrices(config, layer, p) for p in layer.products if not p.core}
         matrices = sum(products.values())
         attention = (
             tokens * layer.flops(core=True) / tp / (hw.matrix_flops[precision_name(config)] * hw.attention_efficiency)
         )
-        width = (6 if model.gated else 2) * model.ffn_size / tp
+        width = (3.0 if model.gated else 2.0) * layer.mlp_width(config.parallel)
+        if layer.is_sparse:  # rows are copied on their way to the experts, and added up on the way back
+            width += 6.0 * model.experts.moe_router_topk * model.hidden_size
         if model.position_embedding_type == "rope":
             width += 4 * (model.query_size + model.kv_size) / tp
         moved = e * tokens * (10 * model.hidden_size / outer + width + 4 * model.query_size / tp)
-        weights = sum(n * k for n, k in local.values())
+        weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay)
         accumulate = weights * (2 * size.gradient + (2 * e if e != size.gradient else 0))
         recomputed = attention if model.recompute_granularity == "selective" and model.attention_dropout > 0 else 0.0
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
         shared = self._context_messages(config, layer, attention)
-        forward, backward = forward + shared[0], backward + shared[1]
+        dispatched = self._expert_messages(config, layer)
+        forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
             matrices + attention + self.traffic(moved, 14) + forward,
             matrices + 2.5 * attention + recomputed + self.traffic(1.8 * moved, 24) + backward,
             matrices + self.traffic(accumulate, 8),
             hidden,
         )
+
+    def _matrices(self, config: Config, layer: Layer, product: Product) -> float:
+        """Seconds of a product of a block; of experts, of all that are on the rank, each with its share of the rows."""
+        given, axes = layer.model.experts, config.parallel.experts
+        n, k = product.local(layer.shards_of(product, config.parallel))
+        if not product.name.startswith("experts."):
+            return self.product(config, micro_tokens(config), n, k)
+        here, taken = (given.num_experts or 1) / axes.expert_model_parallel_size, given.moe_router_topk
+        one = (n / taken, k) if product.cut == "n" else (n, k / taken)
+        return here * self.product(config, expert_rows(config, layer) / here, *one)
+
+    def _expert_messages(self, config: Config, layer: Layer) -> float:
+        """Seconds in which tokens travel to their experts and back, in one direction of the pass; not hidden."""
+        ep = config.parallel.experts.expert_model_parallel_size
+        if not layer.is_sparse or ep == 1:
+            return 0.0
+        group = CommGroup(self.hardware, ep, config.parallel.expert_tensor_size)
+        sent = expert_rows(config, layer) * layer.model.hidden_size * ElementBytes.of(config).compute
+        return 2 * group.exchange(sent * (ep - 1) / ep)
 
     def _messages(self, config: Config, layer: Layer, behind: Sequence[float] = ()) -> tuple[float, float, float]:
         """Seconds of a layer's tensor-parallel messages in (forward, backward), and what W hides of the latter.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,9 +48,8 @@ class StateBytes:
 
 
 def stage_elements(config: Config, items: range) -> int:
-    """Parameters of a stage on one tensor-parallel rank. items: indices into [embedding, block 0, ..., head]."""
-    tp = config.parallel.tensor_model_parallel_size
-    return sum(math.prod(p.local_shape(tp)) for _, p in stage_parameters(config.model, items))
+    """Parameters of a stage on one rank. items: indices into [embedding, block 0, ..., head]."""
+    return sum(math.prod(p.local(config.parallel)) for _, p in stage_parameters(config.model, items))
 
 
 def state_bytes(
@@ -71,10 +70,24 @@ def state_bytes(
 def _state_bytes(
     config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
 ) -> StateBytes:
-    size, zero = ElementBytes.of(config), config.parallel.zero_stage
-    dp = config.gradient_ranks(world_size)
-    shards = max(1, dp // config.parallel.num_distributed_optimizer_instances)
-    buckets = _buckets(config, items, num_stages, shards, on_cpu)
+    total = StateBytes()
+    for family, wide in dict.fromkeys((p.family, p.wide) for _, p in stage_parameters(config.model, items)):
+        size, copies = ElementBytes.of(config), config.gradient_ranks(world_size)
+        size = ElementBytes(size.wide, size.wide, size.wide) if wide else size
+        copies = config.expert_copies(world_size) if family == "expert" else copies
+        shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
+        buckets = _buckets(config, items, num_stages, shards, on_cpu, (family, wide))
+        part = _family_bytes(config, buckets, size, shards, versions, num_gradients)
+        scratch = max(total.scratch, part.scratch)  # of all families one after the other
+        total = replace(total + part, scratch=scratch)
+    return total
+
+
+def _family_bytes(
+    config: Config, buckets: Sequence[_Bucket], size: ElementBytes, shards: int, versions: int, num_gradients: int
+) -> StateBytes:
+    """Of the buffers of one family and dtype. shards: ranks over which ZeRO shards it."""
+    zero = config.parallel.zero_stage
     numel = sum(bucket.numel for bucket in buckets)
     owners = shards if zero else 1
     owned = sum(bucket.numel // owners for bucket in buckets)
@@ -83,12 +96,13 @@ def _state_bytes(
     held += sum(bucket.numel // owners for bucket in streamed)
     come_and_go = zero == 3 and shards > 1
     separate = size.compute != size.wide or versions > 1
+    remainders = config.optimizer.store_param_remainders and size.compute != size.wide
     on_host, moments_host, moments = _moments(config, buckets, owners, owned, size)
     largest = sorted((bucket.numel for bucket in buckets), reverse=True)
     return StateBytes(
         weights=versions * (owned if come_and_go else numel) * size.compute,
         gradients=held * size.gradient,
-        master=(owned - on_host) * (2 if config.optimizer.store_param_remainders else size.wide) if separate else 0,
+        master=(owned - on_host) * (2 if remainders else size.wide) if separate else 0,
         moments=moments,
         scratch=min(2, len(streamed)) * max((bucket.numel for bucket in streamed), default=0) * size.gradient,
         gathered=sum(largest[:2]) * size.compute if come_and_go else 0,
@@ -105,15 +119,19 @@ class _Bucket(NamedTuple):
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
 
 
-def _buckets(config: Config, items: range, num_stages: int, shards: int, on_cpu: bool) -> list[_Bucket]:
+def _buckets(
+    config: Config, items: range, num_stages: int, shards: int, on_cpu: bool, of: tuple[str, bool]
+) -> list[_Bucket]:
+    """Of the parameters of one family and width, `of`."""
     model, parallel = config.model, config.parallel
-    tp, needs_whole = parallel.tensor_model_parallel_size, OPTIMIZER_SPECS[config.optimizer.optimizer].whole
+    needs_whole, ep = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, parallel.experts.expert_model_parallel_size
     apart = not model.untie_embeddings_and_output_weights and num_stages > 1
     entries = []
-    for index, (name, parameter) in enumerate(stage_parameters(model, items)):
-        shape = parameter.local_shape(tp)
+    own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide) == of]
+    for index, (name, parameter) in enumerate(own):
+        shape = parameter.local(parallel)
         whole = needs_whole is not None and needs_whole(name, len(shape))
-        place = parameter.place(tp, sequence_parallel=parallel.sequence_parallel)
+        place = parameter.place(parameter.shards(parallel), sequence_parallel=parallel.sequence_parallel, ep=ep)
         entries.append(BufferParameter(index, name, shape, place, whole))
     plans = plan_buckets(
         entries,

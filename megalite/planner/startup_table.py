@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import Config, has_delay
-from megalite.inventory import FLOPS_CONVENTION, count_parameters, flops_per_iteration
+from megalite.config import Config, ModelConfig, has_delay
+from megalite.inventory import FLOPS_CONVENTION, count_active_parameters, count_parameters, flops_per_iteration
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 
@@ -43,7 +43,8 @@ def startup_rows(
             f"{model.num_attention_heads} heads of {model.head_dim}{groups}, ffn {model.ffn_size} {model.activation}, "
             f"sequence {model.seq_length:,}, vocabulary {model.vocab_size:,} (padded {config.padded_vocab_size():,})",
         ),
-        ("parameters", f"{in_units(count_parameters(model))} ({count_parameters(model):,})"),
+        ("parameters", _parameters(model)),
+        *([("experts", _experts(model))] if model.experts.num_experts is not None else []),
         ("layout", f"{describe_layout(config, world_size)}, on {world_size} x {device}"),
         ("precision", _precision(config)),
         (
@@ -60,6 +61,22 @@ def startup_rows(
     ]
 
 
+def _parameters(model: ModelConfig) -> str:
+    total, active = count_parameters(model), count_active_parameters(model)
+    text = f"{in_units(total)} ({total:,})"
+    return text if active == total else f"{text}, of which a token meets {in_units(active)} ({active:,})"
+
+
+def _experts(model: ModelConfig) -> str:
+    given, sparse = model.experts, sum(model.sparse_layers)
+    shared = given.moe_shared_expert_intermediate_size
+    beside = f", one of width {shared} for all" if shared is not None else ""
+    return (
+        f"{given.num_experts} of width {model.expert_ffn_size} in {sparse} of {model.num_layers} blocks, "
+        f"{given.moe_router_topk} a token{beside}"
+    )
+
+
 def format_table(rows: Sequence[tuple[str, str]]) -> str:
     """Align the rows, one a line."""
     width = max(len(name) for name, _ in rows)
@@ -74,6 +91,7 @@ def describe_layout(config: Config, world_size: int) -> str:
         "cp": parallel.context.context_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
         "dp": config.data_parallel_size(world_size),
+        "ep": parallel.experts.expert_model_parallel_size,
     }
     parts = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"]
     if sizes["pp"] > 1:

@@ -26,6 +26,7 @@ from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build_program
+from megalite.testing.experts import PlainExperts
 from megalite.testing.update_rules import RULES, decay_of, learning_rate
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -56,6 +57,8 @@ class Pupil:
         context = LayerContext(dtype=self.dtype, seed=self.config.training.seed)
         self.specs = layer_specs(self.config.model)
         self.model = build_stack(self.config.model, self.specs, context, init_seed=self.config.training.seed)
+        self.experts = PlainExperts(self.config.model)
+        self.experts.replace(self.model)
         self.parameters = dict(self.model.logical_parameters())
         named = self.model.named_parameters()
         self.paths = {name: path for path, p in named for name, q in self.parameters.items() if p is q}
@@ -91,7 +94,7 @@ class Pupil:
         for sample, own in list(zip(batch, tokens, strict=True))[part]:
             loss = functional_call(self.model, by_path, (None, sample))
             loss = loss * (1 / sum(tokens) if per_token else 1 / (own * len(batch)))
-            loss.backward()
+            (loss + self.experts.take() / len(batch)).backward()
             total += float(loss.detach())
         return total, {name: self.logical(name, gradient_of(leaf)) for name, leaf in used.items()}
 

@@ -9,14 +9,15 @@ summed:
     default                         loss_scale / (tokens of the micro-batch * m * dp)    mean of micro-batch means
     --calculate-per-token-loss      loss_scale / (tokens of the whole global batch)      mean over tokens
 
-A token counts where the loss mask is 1.
+A token counts where the loss mask is 1. Losses that layers add by themselves (experts) are means over the micro-batches
+of a batch, whatever the masks say: loss_scale / (m * dp), `Microbatch.share`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ class BatchReader:
             local = [mb.to(self._device, non_blocking=True) for mb in self.loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
-            own, factors = [self._cut(mb) for mb in local], self._factors(local, scale)
+            share = torch.full((), scale / (len(local) * self._dp_size), dtype=self.loss_dtype, device=self._device)
+            own, factors = [replace(self._cut(mb), share=share) for mb in local], self._factors(local, scale)
             self._batches[number] = GlobalBatch(number, first, samples, scale, own, factors)
         return self._batches[number]
 

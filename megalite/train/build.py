@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from megalite.comm import Axis, ParallelMesh, TensorSpec
+from megalite.comm import Axis, ExpertAxes, FamilyAxes, ParallelMesh, TensorSpec
 from megalite.config import OPTIMIZER_SPECS, Config
+from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import AXIS_FAMILIES, boundary_shape, lowered_program
 from megalite.models import LayerSpec, build_stack, layer_specs
@@ -121,19 +122,20 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     num_versions = program.weight_versions[rank]
     tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
     replica_axes = _replica_axes(mesh, placement)
-    families = {"dense": mesh.family("dense")}
+    families = _families(config, mesh)
     stages: dict[StageKey, Stage] = {}
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key in placement.stages_of(rank):
-        queue = WeightGradQueue()
+        queue, loads = WeightGradQueue(), ExpertLoads()
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
-        modules = [_build_module(own, mesh, items, queue, device) for _ in range(num_versions)]
+        modules = [_build_module(own, mesh, items, queue, loads, device) for _ in range(num_versions)]
         stages[key] = Stage(
             modules,
             queue,
             spec=boundary_spec(config, device),
             is_first=key[0] == 0,
             is_last=key[0] == placement.num_stages - 1,
+            loads=loads,
         )
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
@@ -154,7 +156,6 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]))
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
-    tied_at = holders(placement) if tied_apart else []
     delay = Delay(program.staleness[rank], config.parallel.pipeline_flush_steps, config.training.iterations_to_skip)
     optimizer = ShardedOptimizer(
         [made for stage in buffers.values() for made in stage],
@@ -168,11 +169,17 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         buffers,
         optimizer,
         placement,
-        SharedGradient(mesh.through(tied_at, apart="embedding")),
+        SharedGradient(mesh.through(holders(placement) if tied_apart else [], apart="embedding")),
         num_versions,
         program.update_per_microbatch,
         delay,
     )
+
+
+def _families(config: Config, mesh: ParallelMesh) -> dict[str, FamilyAxes]:
+    """The axes of the families of parameters that the model has."""
+    sparse = config.model.experts.num_experts is not None
+    return {name: mesh.family(name) for name in (("dense", "expert") if sparse else ("dense",))}
 
 
 def _announced(specs: list[LayerSpec], mesh: ParallelMesh) -> list[LayerSpec]:
@@ -182,16 +189,23 @@ def _announced(specs: list[LayerSpec], mesh: ParallelMesh) -> list[LayerSpec]:
 
 
 def _build_module(
-    config: Config, mesh: ParallelMesh, specs: list[LayerSpec], queue: WeightGradQueue, device: torch.device
+    config: Config,
+    mesh: ParallelMesh,
+    specs: list[LayerSpec],
+    queue: WeightGradQueue,
+    loads: ExpertLoads,
+    device: torch.device,
 ) -> LayerStack:
     context = LayerContext(
         tp=mesh["tp"],
         cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
+        experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
         sequence_parallel=config.parallel.sequence_parallel,
         dtype=parameter_dtype(config),
         device=device,
         seed=config.training.seed,
         weight_grads=queue,
+        loads=loads,
         deferred=True,
     )
     stack = build_stack(config.model, specs, context)
@@ -203,6 +217,8 @@ def _build_module(
 def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
     """The ranks that hold one copy of the model and, where it is sharded, of the optimizer's state."""
     shards = AXIS_FAMILIES["dense"].shard if config.parallel.zero_stage else ()
+    if config.model.experts.num_experts is not None:
+        shards = ("cp", "dp")  # experts are cut over, or shared by, any of them: each is counted on one rank of all
     # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
     pipeline = () if program.update_per_microbatch else ("pp",)
     return mesh.over("tp", *shards, *pipeline)

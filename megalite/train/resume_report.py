@@ -37,6 +37,8 @@ SILENT = frozenset(
 LAYOUT = (
     "tensor_model_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "pipeline_schedule",

@@ -27,6 +27,7 @@ from megalite.train import matmul_precision
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import ProgramCache, build_model, build_scaler, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
+from megalite.train.expert_report import ExpertReport
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.memory_check import check_memory
 from megalite.train.param_schedules import resolve_schedules
@@ -129,6 +130,8 @@ def make_mesh(config: Config, world: World) -> ParallelMesh:
         cp=parallel.context.context_parallel_size,
         cp_heads=parallel.context.traders,
         pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.experts.expert_model_parallel_size,
+        etp=parallel.expert_tensor_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
         timeout=60 * parallel.distributed_timeout_minutes,
     )
@@ -207,6 +210,7 @@ def assemble_trainer(
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank, start_facts),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
+        experts=ExpertReport(config, model, mesh, world.device),
         finish_save=state.checkpointer.wait,
         evaluate=Validator(data, model, channel, updater.newest_version),
         save=state.save if config.checkpoint.save is not None else None,

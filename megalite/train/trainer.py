@@ -25,7 +25,7 @@ from megalite.comm import Done, Handle, ParallelMesh, all_reduce_
 from megalite.config import BatchSizeSchedule, Config
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.observe import Hooks, PipelineTracer, Record, StepStats
+from megalite.observe import ExpertStats, Hooks, PipelineTracer, Record, StepStats
 from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
@@ -65,6 +65,7 @@ class Trainer:
     save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
     report_phase: says what this rank is doing, for whoever watches it.
     finish_save: waits for a save in the background.
+    experts: numbers of a batch's micro-batches -> what routers did with them.
     """
 
     progress: TrainingProgress
@@ -83,6 +84,7 @@ class Trainer:
     save: Callable[[TrainingProgress], str] | None
     report_phase: Callable[[str], None]
     finish_save: Callable[[], None] | None = None
+    experts: Callable[[range], ExpertStats | None] = lambda microbatches: None
     tracer: PipelineTracer | None = None
 
     def __post_init__(self) -> None:
@@ -191,6 +193,7 @@ class Trainer:
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
             skipped=skipped,
+            experts=self.experts(range(batch.start, batch.start + batch.size)),
             iteration_time_s=time.perf_counter() - began,
             wait_time_s=self.mesh.waits.take(),
             data_time_s=self.batch_reader.take_seconds(),

@@ -202,11 +202,40 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     layout += pick([[], ["--no-overlap-grad-reduce"], ["--ddp-bucket-size", "3000"]])
     layout += ["--num-distributed-optimizer-instances", "2"] if dp > 2 and rng.random() < 0.5 else []
     layout += pick([[], ["--make-vocab-size-divisible-by", "128"]])  # the last of several ranks hold padding only
-    model = [*_draw_model(rng, optimizer), *OPTIMIZERS[optimizer].split(), *pick([[], *(r.split() for r in RAMPS)])]
+    experts, shared = _draw_experts(rng) if rng.random() < 0.3 else ([], [])
+    layout += shared
+    model = [
+        *_draw_model(rng, optimizer),
+        *experts,
+        *OPTIMIZERS[optimizer].split(),
+        *pick([[], *(r.split() for r in RAMPS)]),
+    ]
     if schedule != "pipedream":
         return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=int(schedule == "2bw"))
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]
     return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, stages=pp, together=size * dp)
+
+
+def _draw_experts(rng: random.Random) -> tuple[list[str], list[str]]:
+    """(What the model is, how experts are spread.)"""
+    pick = rng.choice
+    model = ["--num-experts", "4"]
+    model += pick(
+        [
+            [],
+            ["--moe-router-topk", "1", "--moe-router-pre-softmax"],
+            ["--moe-router-topk", "4", "--moe-layer-freq", "2"],
+            ["--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5"],
+            ["--moe-router-num-groups", "2", "--moe-router-group-topk", "1"],
+        ]
+    )
+    model += pick([[], ["--moe-ffn-hidden-size", "24"], ["--moe-shared-expert-intermediate-size", "16"]])
+    model += pick([[], ["--moe-expert-capacity-factor", "1.0"]])
+    losses = ["--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.1"]
+    # over a micro-batch the loss would depend on which samples are together
+    model += pick([[], [*losses, "--moe-router-load-balancing-type", "seq_aux_loss"]])
+    layout = ["--expert-model-parallel-size", pick(["1", "2", "4"])]
+    return model, layout + pick([[], ["--expert-tensor-parallel-size", "1"]])
 
 
 def _draw_model(rng: random.Random, optimizer: str) -> list[str]:

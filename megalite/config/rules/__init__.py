@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
 from megalite.config.rules.context import context_parallel
+from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
 from megalite.config.rules.layout import (
     batch,
@@ -31,6 +32,8 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     world,
     tensor_parallel,
     context_parallel,
+    experts,
+    expert_parallel,
     pipeline_stages,
     stage_layers,
     pipeline_schedule,

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 TP = "--tensor-model-parallel-size"
 CP = "--context-parallel-size"
+EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
 PP = "--pipeline-model-parallel-size"
 VPP = "--virtual-pipeline-model-parallel-size"
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.comm import TensorSpec
+from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import Microbatch
 
@@ -43,6 +44,7 @@ class Stage:
     weight_grads: the queue into which the stage's layers put the computations of weight gradients.
     spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
+    loads: where its routers note what they did; a forward says for which micro-batch.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Stage:
         spec: TensorSpec,
         is_first: bool,
         is_last: bool,
+        loads: ExpertLoads | None = None,
     ) -> None:
         self.modules = list(modules)
+        self.loads = loads or ExpertLoads()
         self.spec = spec
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
@@ -72,7 +76,8 @@ class Stage:
         """
         if x is not None:
             x = x.detach().requires_grad_()
-        out: Tensor = self.module(version)(x, microbatch)
+        with self.loads.of(number):
+            out: Tensor = self.module(version)(x, microbatch)
         if self.is_last:
             self._in_flight[number] = _InFlight(x, out * factor)
             return out.detach()

@@ -23,6 +23,7 @@ WORLDS = {
     "llama_1b.yaml": (8, None),
     "llama_1b_128k.yaml": (8, None),
     "llama_7b.yaml": (64, None),
+    "mixtral_8x7b.yaml": (64, None),
     "gpt3_175b.yaml": (1024, None),
 }
 # Files that a user brings; none of them is read here.

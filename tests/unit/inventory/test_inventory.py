@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megalite.comm.mesh import Axis
+from megalite.comm.mesh import Axis, ExpertAxes
+from megalite.config.experts import Experts
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
 from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
@@ -36,6 +37,8 @@ OTHERS = [
     {**FAMILY_DEFAULTS["llama"], "model_type": "llama", "num_query_groups": 2},
     {"activation": "geglu", "kv_channels": 10, "max_position_embeddings": 20, "init_method_std": 0.5},
     {"activation": "squared-relu", "ffn_hidden_size": 36, "num_layers": 3},
+    {"experts": Experts(num_experts=4, moe_layer_freq="2", moe_ffn_hidden_size=20)},
+    {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
 ]
 LAYOUTS = ((1, 0, True), (2, 0, False), (2, 1, True))  # tensor-parallel size, rank, sequence parallelism
@@ -49,11 +52,14 @@ def _models() -> Iterator[ModelConfig]:
 
 
 def _check(model: ModelConfig, items: range, size: int, rank: int, split: bool) -> None:
-    ctx = LayerContext(tp=Axis("tp", size, rank, tuple(range(size))), sequence_parallel=split, device="meta")
+    axes = ExpertAxes(Axis("etp", size, rank, tuple(range(size))), Axis("ep", 2, 1, (0, 1)))
+    ctx = LayerContext(
+        tp=Axis("tp", size, rank, tuple(range(size))), experts=axes, sequence_parallel=split, device="meta"
+    )
     stack = build_stack(model, layer_specs(model)[items.start : items.stop], ctx)
     built = [(name, tuple(p.shape), placement_of(p)) for name, p in stack.logical_parameters()]
     listed = [
-        (name, p.local_shape(size), p.place(size, rank, sequence_parallel=split))
+        (name, p.local_shape(size, 2), p.place(size, rank, sequence_parallel=split, ep=2, ep_rank=1))
         for name, p in stage_parameters(model, items)
     ]
     assert built == listed, f"{model}, tensor-parallel rank {rank} of {size}, sequence parallel {split}"
@@ -78,7 +84,7 @@ def test_products_are_those_of_the_linear_layers() -> None:
     """Every weight matrix but those that are looked up multiplies once a token, cut as its layer is."""
     for size in (1, 2):
         ctx = LayerContext(tp=Axis("tp", size, 0, tuple(range(size))), device="meta")
-        for model in (ModelConfig(**{**SHAPE, **changes}) for changes in ({}, *OTHERS)):
+        for model in (ModelConfig(**{**SHAPE, **changes}) for changes in ({}, *OTHERS) if "experts" not in changes):
             block = build_stack(model, layer_specs(model)[1:2], ctx).ordered()[0]
             linears = {
                 name.rpartition(".")[2]: module

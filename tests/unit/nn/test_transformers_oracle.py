@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
 from megalite.inventory import placement_of
 from megalite.microbatch import Microbatch
@@ -89,7 +91,22 @@ def to_llama(config: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
             theirs[f"{b}.self_attn.q_norm.weight"] = ours[f"{a}.attention.q_norm.weight"]
             theirs[f"{b}.self_attn.k_norm.weight"] = ours[f"{a}.attention.k_norm.weight"]
         theirs[f"{b}.mlp.gate_proj.weight"], theirs[f"{b}.mlp.up_proj.weight"] = ours[f"{a}.mlp.fc1.weight"]
-        theirs[f"{b}.mlp.down_proj.weight"] = ours[f"{a}.mlp.fc2.weight"]
+        theirs[f"{b}.mlp.down_proj.weight"] = ours.get(f"{a}.mlp.fc2.weight", torch.zeros(1))
+    return theirs
+
+
+def to_mixtral(config: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our logical tensors under the names of Mixtral, Qwen3-MoE and OLMoE, which stack their experts as well."""
+    theirs = to_llama(
+        config, {**ours, **{f"layers.{i}.mlp.fc1.weight": torch.zeros(2, 1) for i in range(config.num_layers)}}
+    )
+    for i in range(config.num_layers):
+        a, b = f"layers.{i}.mlp", f"model.layers.{i}.mlp"
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del theirs[f"{b}.{name}.weight"]
+        theirs[f"{b}.gate.weight"] = ours[f"{a}.router.weight"]
+        theirs[f"{b}.experts.gate_up_proj"] = ours[f"{a}.experts.fc1.weight"].flatten(1, 2)
+        theirs[f"{b}.experts.down_proj"] = ours[f"{a}.experts.fc2.weight"]
     return theirs
 
 
@@ -164,3 +181,57 @@ def test_qwen3_has_query_key_norms_and_its_own_head_size() -> None:
     config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=2, kv_channels=16, qk_layernorm=True)
     peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**PEER, num_key_value_heads=2, head_dim=16))
     compare(config, peer, to_llama)
+
+
+EAGER = {"experts_implementation": "eager"}  # the library's grouped products have no fp64
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_mixtral(k: int) -> None:
+    experts = Experts(num_experts=4, moe_router_topk=k, moe_ffn_hidden_size=48)
+    config = ModelConfig(**SHAPE, **{**LLAMA, "ffn_hidden_size": None}, num_query_groups=2, experts=experts)
+    peer = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **PEER, num_key_value_heads=2, **EAGER, num_local_experts=4, num_experts_per_tok=k, sliding_window=None,
+            rope_theta=1e4,
+        )
+    )  # fmt: skip
+    compare(config, peer, to_mixtral)
+
+
+def test_qwen3_moe() -> None:
+    experts = Experts(num_experts=4, moe_ffn_hidden_size=48)
+    config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=2, kv_channels=16, qk_layernorm=True, experts=experts)
+    peer = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **PEER, num_key_value_heads=2, head_dim=16, **EAGER, num_experts=4, num_experts_per_tok=2,
+            norm_topk_prob=True,
+            moe_intermediate_size=48,
+        )
+    )  # fmt: skip
+    compare(config, peer, to_mixtral)
+
+
+def test_the_auxiliary_loss_is_that_of_transformers() -> None:
+    """Theirs takes all layers' tokens as one batch and is not divided by k: of a single layer, k times ours."""
+    coefficient, share = 0.7, 0.5
+    experts = Experts(num_experts=4, moe_ffn_hidden_size=48, moe_aux_loss_coeff=coefficient)
+    config = ModelConfig(**{**SHAPE, "num_layers": 1}, **LLAMA, num_query_groups=2, experts=experts)
+    peer = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            **{**PEER, "num_hidden_layers": 1},
+            num_key_value_heads=2, **EAGER, num_local_experts=4, num_experts_per_tok=2,
+            sliding_window=None, rope_theta=1e4, output_router_logits=True,
+        )
+    ).double()  # fmt: skip
+    stack, data = build(config), dataclasses.replace(batch(), share=torch.tensor(share, dtype=torch.float64))
+    parameters = dict(stack.logical_parameters())
+    peer.load_state_dict(
+        to_mixtral(config, {name: without_padding(p, p.detach()) for name, p in parameters.items()}), strict=False
+    )
+    output = peer(input_ids=data.tokens)
+    expected = nn.functional.cross_entropy(output.logits.flatten(0, 1), data.labels.flatten(), reduction="sum")
+    (expected + coefficient * share * output.aux_loss / 2).backward()
+    stack(None, data).backward()
+    theirs, ours = peer.model.layers[0].mlp.gate.weight.grad, parameters["layers.0.mlp.router.weight"].grad
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

@@ -34,6 +34,7 @@ BASE = (
     "--log-interval 1 --device cpu --num-workers 0"
 )
 TEXT = "--no-mock-data --vocab-size 0 --data-path TEXT --data-cache-path CACHE --split 80,20,0"
+EXPERTS = "--num-experts 4"
 TIMES = re.compile(
     r"time|second|tflops|memory|mfu|host|pid|started|goodput|path|save|trace|wall|date|fraction|straggler"
 )
@@ -130,6 +131,20 @@ ROWS = [
     ("", "--exp-avg-dtype bf16"),
     ("", "--exp-avg-sq-dtype bf16"),
     ("", "--clip-grad 0.01"),
+    ("", "--num-experts 4"),
+    (EXPERTS, "--moe-router-topk 3"),
+    (EXPERTS, "--moe-ffn-hidden-size 32"),
+    (EXPERTS, "--moe-layer-freq 2"),
+    (EXPERTS, "--moe-shared-expert-intermediate-size 16"),
+    (f"{EXPERTS} --moe-aux-loss-coeff 0.5", "--moe-router-load-balancing-type seq_aux_loss"),
+    (EXPERTS, "--moe-aux-loss-coeff 0.5"),
+    (EXPERTS, "--moe-z-loss-coeff 0.5"),
+    (EXPERTS, "--moe-expert-capacity-factor 0.5"),
+    (EXPERTS, "--moe-router-score-function sigmoid"),
+    (EXPERTS, "--moe-router-pre-softmax"),
+    (f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2", "--moe-router-group-topk 1"),
+    (f"{EXPERTS} --moe-router-group-topk 1 --moe-router-num-groups 1", "--moe-router-num-groups 2"),
+    (EXPERTS, "--moe-router-topk-scaling-factor 2"),
     ("--split 50,50,0", "--split 90,10,0"),
     ("", "--reset-position-ids"),
     ("", "--reset-attention-mask"),

@@ -1,0 +1,108 @@
+"""Rules of mixture of experts: the router's numbers, what experts are cut into, and what does not go together yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.experts import sparse_layers
+from megalite.config.root import Config
+from megalite.config.rules.text import EP, ETP, TP, divisors, listed, multiples_around
+from megalite.config.update_rules import OPTIMIZER_SPECS
+from megalite.config.values import show
+
+
+def experts(config: Config, world_size: int) -> Iterator[str]:
+    """What the model's own numbers must fit."""
+    given = config.model.experts
+    number, k = given.num_experts, given.moe_router_topk
+    if number is None:
+        return
+    try:
+        if not any(sparse_layers(given.moe_layer_freq, config.model.num_layers)):
+            yield f"--moe-layer-freq={given.moe_layer_freq}: no block is sparse; drop --num-experts"
+    except ValueError as error:
+        yield f"--moe-layer-freq={given.moe_layer_freq}: {error}"
+    if k > number:
+        yield f"--moe-router-topk={k}: more than --num-experts={number}"
+    if k == 1 and given.moe_router_score_function == "softmax" and not given.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk=1: the softmax of one score is 1, so the router would learn nothing; add "
+            "--moe-router-pre-softmax"
+        )
+    if given.moe_router_pre_softmax and given.moe_router_score_function == "sigmoid":
+        yield "--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them"
+    if given.moe_router_load_balancing_type == "none" and given.moe_aux_loss_coeff > 0:
+        coefficient = show(given.moe_aux_loss_coeff)
+        yield f"--moe-aux-loss-coeff={coefficient}: not with --moe-router-load-balancing-type=none; drop one of them"
+    yield from _groups(config)
+
+
+def _groups(config: Config) -> Iterator[str]:
+    given = config.model.experts
+    groups, chosen, k, number = (
+        given.moe_router_num_groups,
+        given.moe_router_group_topk,
+        given.moe_router_topk,
+        given.num_experts or 1,
+    )
+    if groups is None and chosen is not None:
+        yield f"--moe-router-group-topk={chosen}: needs --moe-router-num-groups"
+    elif groups is not None and chosen is None:
+        yield f"--moe-router-num-groups={groups}: needs --moe-router-group-topk"
+    elif groups is not None and chosen is not None:
+        flag = f"--moe-router-num-groups={groups}"
+        if number % groups:
+            yield f"{flag}: does not divide --num-experts={number}; legal: {listed(divisors(number))}"
+        elif chosen > groups:
+            yield f"--moe-router-group-topk={chosen}: more than {flag}"
+        elif k > (have := chosen * number // groups):
+            yield f"--moe-router-topk={k}: --moe-router-group-topk={chosen} groups have {have} experts"
+
+
+def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """What the axes of experts must divide."""
+    given, parallel = config.model.experts, config.parallel
+    axes, tp = parallel.experts, parallel.tensor_model_parallel_size
+    ep, etp, number = axes.expert_model_parallel_size, parallel.expert_tensor_size, given.num_experts
+    if number is None:
+        for flag, value in ((EP, ep), (ETP, axes.expert_tensor_parallel_size)):
+            if value not in (None, 1):
+                yield f"{flag}={value}: needs --num-experts"
+        return
+    if number % ep:
+        yield f"{EP}={ep}: does not divide --num-experts={number}; legal: {listed(divisors(number))}"
+    if etp not in (1, tp):
+        yield f"{ETP}={etp}: must be 1 or {TP}={tp}"
+    elif etp < tp and not parallel.sequence_parallel:
+        yield (
+            f"{ETP}={etp}: with {TP}={tp} each rank must have tokens of its own; add --sequence-parallel, or {ETP}={tp}"
+        )
+    stage = world_size // parallel.pipeline_model_parallel_size
+    if world_size % parallel.model_parallel_size == 0 and stage % (etp * ep):
+        yield (
+            f"{EP}={ep}: the {stage} ranks of a pipeline stage cannot be dealt out to {ETP}={etp} x {EP}={ep} = "
+            f"{etp * ep}; use {multiples_around(stage, etp * ep)} ranks a stage, or a smaller {EP}"
+        )
+    elif stage // max(1, etp * ep) % parallel.num_distributed_optimizer_instances:
+        instances = parallel.num_distributed_optimizer_instances
+        yield (
+            f"--num-distributed-optimizer-instances={instances}: must divide the {stage // (etp * ep)} ranks that hold "
+            "the same experts"
+        )
+    width = config.model.expert_ffn_size
+    if width % etp:
+        yield f"{ETP}={etp}: does not divide --moe-ffn-hidden-size={width}; try {multiples_around(width, etp)}"
+    shared = given.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tp:
+        yield f"{TP}={tp}: does not divide --moe-shared-expert-intermediate-size={shared}"
+    yield from _not_yet(config)
+
+
+def _not_yet(config: Config) -> Iterator[str]:
+    """Refused rather than wrong."""
+    if config.training.compile:
+        yield "--compile: not with --num-experts; drop one of them"
+    name = config.optimizer.optimizer
+    if not OPTIMIZER_SPECS[name].stacks:
+        others = ", ".join(other for other, rule in OPTIMIZER_SPECS.items() if rule.stacks)
+        yield f"--optimizer={name}: not with --num-experts; use one of {others}"

@@ -1,0 +1,101 @@
+"""Mixtral and Qwen3-MoE: Llama's blocks with experts, each expert a module of its own there, all stacked here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megalite.config import Experts, ModelConfig, layer_pattern
+from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
+from megalite.convert.fields import Fields
+from megalite.convert.llama import IGNORED, RULES, read_qwen3, read_shape, read_window, write_qwen3, write_shape
+
+# Of every expert gate and value: 2E tensors there, `[E, 2, f, h]` here.
+STACKED_PAIRS = TensorForm(
+    lambda model, t: list(t.flatten(0, 1).unbind()),
+    lambda model, parts: torch.stack(list(parts)).unflatten(0, (-1, 2)),
+)
+# E tensors there, `[E, ...]` here.
+STACKED_ALL = TensorForm(lambda model, t: list(t.unbind()), lambda model, parts: torch.stack(list(parts)))
+MOST_EXPERTS = 4096
+
+
+MIXTRAL_BLOCK, QWEN_BLOCK = "model.layers.{i}.block_sparse_moe.", "model.layers.{i}.mlp."
+ROUTER, FC1, FC2 = "layers.{i}.mlp.router", "layers.{i}.mlp.experts.fc1", "layers.{i}.mlp.experts.fc2"
+MIXTRAL_RULES = (
+    *RULES,
+    LayerRule(ROUTER, (MIXTRAL_BLOCK + "gate",)),
+    LayerRule(FC1, (MIXTRAL_BLOCK + "experts.{e}.w1", MIXTRAL_BLOCK + "experts.{e}.w3"), STACKED_PAIRS),
+    LayerRule(FC2, (MIXTRAL_BLOCK + "experts.{e}.w2",), STACKED_ALL),
+)
+QWEN_RULES = (
+    *RULES,
+    LayerRule(ROUTER, (QWEN_BLOCK + "gate",)),
+    LayerRule(FC1, (QWEN_BLOCK + "experts.{e}.gate_proj", QWEN_BLOCK + "experts.{e}.up_proj"), STACKED_PAIRS),
+    LayerRule(FC2, (QWEN_BLOCK + "experts.{e}.down_proj",), STACKED_ALL),
+)
+
+
+def _numbers(fields: Fields, number: str) -> dict[str, Any]:
+    experts = fields.integer(number)
+    if not 2 <= experts <= MOST_EXPERTS:
+        raise fields.wrong(number, experts, f"not supported (2 to {MOST_EXPERTS})")
+    k = fields.integer("num_experts_per_tok")
+    if k > experts:
+        raise fields.wrong("num_experts_per_tok", k, f"is more than {number}")
+    return {"num_experts": experts, "moe_router_topk": k}
+
+
+def _read_mixtral(fields: Fields) -> ModelConfig:
+    fields.only("router_jitter_noise", 0, 0.0)
+    experts = Experts(**_numbers(fields, "num_local_experts"))
+    return read_shape(fields, window_size=read_window(fields), experts=experts)
+
+
+def _write_mixtral(model: ModelConfig) -> Mapping[str, Any]:
+    return write_shape(model) | {
+        "intermediate_size": model.expert_ffn_size,
+        "num_local_experts": model.experts.num_experts,
+        "num_experts_per_tok": model.experts.moe_router_topk,
+        "sliding_window": model.window_size,
+    }
+
+
+def _read_qwen3_moe(fields: Fields) -> ModelConfig:
+    model = read_qwen3(fields)
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise fields.wrong("mlp_only_layers", dense, "is not a list of layers")
+    layers = [(index + 1) % step == 0 and index not in dense for index in range(min(model.num_layers, 10_000))]
+    if not any(layers):
+        raise fields.wrong("mlp_only_layers", dense, "leaves no layer with experts")
+    experts = Experts(
+        **_numbers(fields, "num_experts" if "num_experts" in fields.raw else "num_local_experts"),
+        moe_ffn_hidden_size=fields.integer("moe_intermediate_size"),
+        moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
+        moe_layer_freq=layer_pattern(layers),
+    )
+    return dataclasses.replace(model, experts=experts)
+
+
+def _write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
+    given = model.experts
+    return write_qwen3(model) | {
+        "num_experts": given.num_experts,
+        "num_experts_per_tok": given.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "norm_topk_prob": not given.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index, sparse in enumerate(model.sparse_layers) if not sparse],
+    }
+
+
+MIXTRAL = HuggingFaceFamily(
+    "mixtral", "MixtralForCausalLM", "model.", MIXTRAL_RULES, _read_mixtral, _write_mixtral, IGNORED
+)
+QWEN3_MOE = HuggingFaceFamily(
+    "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN_RULES, _read_qwen3_moe, _write_qwen3_moe, IGNORED
+)

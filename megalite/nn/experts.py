@@ -1,0 +1,122 @@
+"""The sparse MLP of a block: a router, E experts of which each token takes k, and perhaps one MLP that all take.
+
+    y = sum over the token's experts e of w_e * expert_e(x)   (+ shared(x))
+
+The experts' matrices are stacked, `[E, f, h]` (gated: `[E, 2, f, h]`), cut over `etp` as an MLP is over `tp`, and dealt
+out over `ep`. Where ranks share an expert each needs all tokens of the others: they are gathered under sequence
+parallelism, and are the same anyway without it; the sum over the ranks is that of an MLP.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import all_gather, copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
+from megalite.config import ModelConfig
+from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.microbatch import Microbatch
+from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.mlp import MLP, output_std
+from megalite.nn.router import Router, Routing
+from megalite.parallel.expert import GroupedProduct, Plan, combine, dispatch, plan_dispatch
+from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
+
+
+class StackedLinear(nn.Module):
+    """One linear layer of each expert that is here: `[E, ..., out, in]`, and biases `[E, ..., out]`.
+
+    cut: the dimension of the weight that `etp` cuts, its outputs or its inputs; a bias of outputs that are not cut is
+    added by the first rank.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, cut: int, bias: bool, init_std: float, ctx: LayerContext) -> None:
+        super().__init__()
+        axes = ctx.experts
+        parts = {0: axes.ep, cut: axes.etp}
+        local = tuple(n // parts[d].size if d in parts else n for d, n in enumerate(shape))
+        offset = tuple(parts[d].rank * local[d] if d in parts else 0 for d in range(len(shape)))
+        sharded, rows = axes.ep.names | axes.etp.names, cut < len(shape) - 1
+        place = ParameterPlacement(shape, offset, sharded, init_std=init_std, family="expert")
+        self.weight = new_parameter(local, place, ctx)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            sharded = axes.ep.names | (axes.etp.names if rows else NO_AXES)
+            place = ParameterPlacement(shape[:-1], offset[:-1], sharded, decay=False, family="expert")
+            self.bias = new_parameter(local[:-1], place, ctx)
+        self.product = GroupedProduct(
+            ctx.weight_grads, product_dtype(ctx.dtype, torch.device(ctx.device).type), rows or axes.etp.is_first
+        )
+
+
+class StackedExperts(nn.Module):
+    """Every expert an MLP of its own: rows of one expert after the other, `[n, h]` -> `[n, h]`."""
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        number, h, f, bias = (
+            config.experts.num_experts or 1,
+            config.hidden_size,
+            config.expert_ffn_size,
+            (config.add_bias_linear),
+        )
+        up = (2, f) if config.gated else (f,)
+        std = config.init_method_std
+        self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)
+        self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=output_std(config), ctx=ctx)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        up, down = self.fc1, self.fc2
+        hidden = up.product(x, up.weight, up.bias, counts)
+        return down.product(hidden, down.weight, down.bias, counts, self.activation)
+
+
+class MoE(nn.Module):
+    """The sparse MLP of layer `index`, `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+
+    def __init__(self, config: ModelConfig, index: int, ctx: LayerContext) -> None:
+        super().__init__()
+        self.router = Router(config, index, ctx)
+        self.experts = StackedExperts(config, ctx)
+        width = config.experts.moe_shared_expert_intermediate_size
+        self.shared_experts = None if width is None else MLP(config, ctx, width)
+        # The ranks that share an expert are those of the tensor axis, whose messages are the faster ones.
+        self.shares = ctx.tp if ctx.experts.etp.size > 1 else ctx.experts.etp
+        self.split, self.ep = ctx.sequence_split, ctx.experts.ep
+
+    def segments(self, microbatch: Microbatch) -> list[Any]:
+        """Cut at its messages: routing and the way to the experts | their products | the way back and the sum."""
+        return [partial(self.send, microbatch), self.compute, self.receive]
+
+    def send(self, microbatch: Microbatch, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Plan]:
+        """(x, rows of the experts that are here, the weights of each token's experts, the way)."""
+        tokens, routing = self._whole(x.flatten(0, 1), self.router(x, microbatch))
+        experts, weights, kept = routing
+        plan = plan_dispatch(experts, kept, self.router.num_experts, self.ep)
+        return x, dispatch(tokens, plan), weights, plan
+
+    def compute(self, x: Tensor, rows: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Plan]:
+        """(x, what all experts made of their rows, weights, plan)."""
+        return x, self.experts(rows, plan.counts), weights, plan
+
+    def receive(self, x: Tensor, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+        """`[s, b, h]`: the sum of what a token's experts, and the shared one, made of it."""
+        y = combine(rows, weights, plan)
+        y = scatter_sum_sequence(y, self.shares) if self.split else reduce_from_axis(y, self.shares)
+        y = y.view(x.shape)
+        return y if self.shared_experts is None else y + self.shared_experts.fc2(self.shared_experts.fc1(x))
+
+    def _whole(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        """What this rank's part of an expert must see: the tokens of all ranks that share it."""
+        experts, weights, kept = (None if part is None else part.flatten(0, 1) for part in routing)
+        assert experts is not None and weights is not None
+        axis = self.shares
+        if axis.size > 1 and self.split:
+            experts = all_gather(experts, axis)
+            kept = None if kept is None else all_gather(kept.to(torch.uint8), axis).bool()
+        enter = gather_sequence if self.split else copy_to_axis
+        return enter(tokens, axis), Routing(experts, enter(weights.contiguous(), axis), kept)

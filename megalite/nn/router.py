@@ -1,0 +1,193 @@
+"""Which experts a token takes, with what weights, and the losses that keep experts evenly loaded.
+
+    logits = x W^T, [s, b, E], in fp32 or wider
+    softmax             weights: softmax over the k largest logits; `pre_softmax`: the k largest of the softmax over all
+    sigmoid             the k largest; weights: sigmoids, divided by their sum (DeepSeek-V3, arXiv 2412.19437)
+    groups              first the groups with the best experts are chosen, then experts among theirs
+
+Of equal scores the expert with the lower number comes first: the same on every rank.
+
+Auxiliary losses, each added to the loss of the batch with weight 1, layer by layer:
+
+    a E/k sum_e f_e P_e         f_e: tokens of expert e / tokens; P_e: mean of its probability (arXiv 2101.03961); over
+                                the tokens of a sequence or of a micro-batch, then the mean over the batch; balanced: a
+    c mean(logsumexp(logits)^2) over all tokens of the batch (arXiv 2202.08906)
+
+f_e counts all tokens of a sequence, on whatever ranks they are, and has no gradient, so each rank's gradient is that of
+its own tokens: nothing is scaled by the size of any axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megalite.comm import all_gather, all_reduce_, own_slice
+from megalite.config import Experts, ModelConfig
+from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.microbatch import Microbatch
+from megalite.parallel.tensor import LayerContext, new_parameter
+
+
+class Routing(NamedTuple):
+    """Of the tokens that are here, `[s, b, k]` each. experts: int64. weights: fp32 or wider. kept: bool, None: all."""
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor | None
+
+
+class Router(nn.Module):
+    """The router of layer `index`: `[s, b, h]` (this rank's part of the sequence) -> `Routing`."""
+
+    def __init__(self, config: ModelConfig, index: int, ctx: LayerContext) -> None:
+        super().__init__()
+        self.given, self.index, self.loads = config.experts, index, ctx.loads
+        self.num_experts = config.experts.num_experts or 1
+        shape = (self.num_experts, config.hidden_size)
+        partial = ctx.tp.names if ctx.sequence_split else NO_AXES
+        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
+        self.weight = new_parameter(shape, place, ctx, wide=True)
+        # ranks that hold other tokens of the same sequences, innermost first
+        parts = (*((ctx.tp,) if ctx.sequence_split else ()), ctx.cp.heads, ctx.cp.ring)
+        self.parts = [axis for axis in parts if axis.size > 1]
+        self.counts = ctx.sequence_split or ctx.tp.is_first  # else another rank has the same tokens
+
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Routing:
+        given, k = self.given, self.given.moe_router_topk
+        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        probabilities, ranking = scores(logits, given)
+        with torch.no_grad():
+            experts = choose(ranking, given)
+        weights = weights_of(logits, probabilities, experts, given)
+        kept, factor = None, given.moe_expert_capacity_factor
+        if factor is not None and self.training:
+            length = x.shape[0] * math.prod(axis.size for axis in self.parts)
+            kept = self.first_in_line(experts, math.ceil(factor * k * length / self.num_experts), microbatch)
+        balance, z = self.losses(logits, probabilities, experts)
+        self._note(experts, kept, balance, z)
+        if torch.is_grad_enabled() and microbatch.share is not None:
+            extra = given.moe_aux_loss_coeff * balance + given.moe_z_loss_coeff * z
+            if extra.requires_grad:
+                weights = _Attach.apply(weights, extra, microbatch.share)
+        return Routing(experts, weights, kept)
+
+    def losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of the load-balancing loss and of the z-loss; zeros where there is none."""
+        given, nothing = self.given, logits.new_zeros(())
+        length, samples = logits.shape[0] * math.prod(axis.size for axis in self.parts), logits.shape[1]
+        z = nothing
+        if given.moe_z_loss_coeff > 0:
+            z = torch.logsumexp(logits, -1).square().sum() / (length * samples)
+        if not given.balances:
+            return nothing, z
+        counts, mass, tokens = tokens_of_experts(experts, self.num_experts), probabilities.sum(0), length
+        if given.moe_router_load_balancing_type == "aux_loss":
+            counts, mass, tokens = counts.sum(0, keepdim=True), mass.sum(0, keepdim=True), length * samples
+        counts = counts.to(logits.dtype)
+        for axis in self.parts:
+            all_reduce_(counts, axis)
+        even = self.num_experts / given.moe_router_topk
+        return even * (counts / tokens * (mass / tokens)).sum(-1).mean(), z
+
+    @torch.no_grad()
+    def first_in_line(self, experts: Tensor, capacity: int, microbatch: Microbatch) -> Tensor:
+        """Whether a choice `[s, b, k]` is among the first `capacity` of its sequence for its expert, token after token
+        in the order of the sequence, and of a token in the order of its choices."""
+        everyone = experts
+        for axis in self.parts:
+            everyone = all_gather(everyone.contiguous(), axis)
+        order = microbatch.order
+        if order is not None:
+            everyone = torch.empty_like(everyone).index_copy_(0, order, everyone)
+        line = everyone.transpose(0, 1).flatten(1)  # [b, s * k]
+        ordered, places = line.sort(dim=1, stable=True)
+        counts = tokens_of_experts(everyone, self.num_experts)
+        begins = (counts.cumsum(1) - counts).gather(1, ordered)
+        position = torch.empty_like(line).scatter_(1, places, torch.arange(line.shape[1], device=line.device) - begins)
+        kept = (position < capacity).view(everyone.shape[1], -1, everyone.shape[2]).transpose(0, 1)
+        if order is not None:
+            kept = kept[order]
+        for axis in reversed(self.parts):
+            kept = own_slice(kept, axis)
+        return kept
+
+    def _note(self, experts: Tensor, kept: Tensor | None, balance: Tensor, z: Tensor) -> None:
+        if not self.counts:
+            return
+        dropped = balance.new_zeros(()) if kept is None else (~kept).sum().to(balance.dtype)
+        counts = tokens_of_experts(experts, self.num_experts).sum(0).to(balance.dtype)
+        self.loads.note(self.index, torch.cat([counts, torch.stack([balance.detach(), z.detach(), dropped])]))
+
+
+def scores(logits: Tensor, given: Experts) -> tuple[Tensor, Tensor]:
+    """(Probabilities of the experts, which sum up to 1; what decides which of them are taken), `[s, b, E]` each."""
+    if given.moe_router_score_function == "sigmoid":
+        open_gates = torch.sigmoid(logits)
+        return open_gates / (open_gates.sum(-1, keepdim=True) + 1e-20), open_gates
+    probabilities = torch.softmax(logits, -1)
+    return probabilities, probabilities if given.moe_router_pre_softmax else logits
+
+
+def choose(ranking: Tensor, given: Experts) -> Tensor:
+    """The experts that are taken, best first, int64 `[s, b, k]`."""
+    k, groups, best_groups = given.moe_router_topk, given.moe_router_num_groups, given.moe_router_group_topk
+    if groups is not None and best_groups is not None:
+        grouped = ranking.unflatten(-1, (groups, -1))
+        best = grouped.topk(min(max(1, k // best_groups), grouped.shape[-1]), -1).values.sum(-1)
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, largest(best, best_groups), True)
+        ranking = grouped.masked_fill(~allowed.unsqueeze(-1), -math.inf).flatten(-2)
+    return largest(ranking, k)
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """Indices of the k largest of the last dimension, largest first, of equal ones the first: `[..., k]`."""
+    rest, found = x.detach().clone(), []
+    for _ in range(k):
+        found.append(rest.argmax(-1, keepdim=True))
+        rest.scatter_(-1, found[-1], -math.inf)
+    return torch.cat(found, -1)
+
+
+def weights_of(logits: Tensor, probabilities: Tensor, experts: Tensor, given: Experts) -> Tensor:
+    """Of the experts that are taken, `[s, b, k]`."""
+    if given.moe_router_score_function == "sigmoid":
+        weights = torch.sigmoid(logits.gather(-1, experts))
+        if given.moe_router_topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    elif given.moe_router_pre_softmax:
+        weights = probabilities.gather(-1, experts)
+    else:
+        weights = torch.softmax(logits.gather(-1, experts), -1)
+    factor = given.moe_router_topk_scaling_factor
+    return weights if factor is None else weights * factor
+
+
+def tokens_of_experts(experts: Tensor, num_experts: int) -> Tensor:
+    """`[s, b, k]` -> int64 `[b, E]`: how many tokens of each sequence take each expert."""
+    line = experts.transpose(0, 1).flatten(1)
+    counts = torch.zeros(len(line), num_experts, dtype=torch.int64, device=line.device)
+    return counts.scatter_add_(1, line, torch.ones_like(line))
+
+
+class _Attach(Function):
+    """y as it is; backward gives `loss` the gradient `share`, whatever y's is."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        ctx.dtype = loss.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (share,) = ctx.saved_tensors
+        return dy, share.to(ctx.dtype), None

@@ -1,0 +1,133 @@
+"""Products of many experts: rows of one expert after the other, times that expert's matrix.
+
+As the other linear layers do, backward adds weight gradients straight into the main gradient, or puts them aside
+(`megalite.gradient`), and computes an activation before the product again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.gradient import WeightGradQueue, sink_of, sum_widened
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """weight_grads: where weight gradients are put. dtype: what is multiplied in. adds_bias: False where another rank
+    adds it to the sum."""
+
+    weight_grads: WeightGradQueue
+    dtype: torch.dtype
+    adds_bias: bool = True
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        counts: Sequence[int],
+        activation: Activation | None = None,
+    ) -> Tensor:
+        """`[sum(counts), in]`, weights `[E, ..., out, in]`, biases `[E, ..., out]` -> `[sum(counts), ... * out]`.
+
+        activation: of the input, elementwise in its rows; what it takes is kept, and it is computed again in backward.
+        """
+        return _Grouped.apply(x, weight, bias, activation, counts, self)
+
+
+class _Grouped(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        counts: Sequence[int],
+        product: GroupedProduct,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.activation, ctx.counts, ctx.product = activation, counts, product
+        ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+        x = x if activation is None else activation(x)
+        parts = [
+            _product(rows, matrix.t(), product.dtype)
+            for rows, matrix in zip(x.split(counts), _matrices(weight), strict=True)
+        ]
+        y = torch.cat(parts)
+        if bias is not None and product.adds_bias:
+            y += bias.flatten(1).repeat_interleave(_repeats(counts, y), 0)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        product: GroupedProduct = ctx.product
+        before = x
+        if ctx.activation is not None:
+            with torch.enable_grad():
+                before = x.detach().requires_grad_(ctx.needs_input_grad[0])
+                x = ctx.activation(before)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            pairs = zip(dy.split(ctx.counts), _matrices(weight), strict=True)
+            dx = torch.cat([_product(rows, matrix, product.dtype) for rows, matrix in pairs])
+        dweight = _weight_gradient(ctx, x.detach(), dy, weight) if ctx.needs_input_grad[1] else None
+        dbias = None if bias is None or not ctx.needs_input_grad[2] else _bias_gradient(ctx, dy, bias)
+        if dx is not None and before is not x:
+            (dx,) = torch.autograd.grad(x, before, dx)
+        return dx, dweight, dbias, None, None, None
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    """`[E, ..., out, in]` -> `[E, ... * out, in]`."""
+    return weight.flatten(1, -2)
+
+
+def _product(rows: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.dtype == dtype:
+        return torch.mm(rows, matrix)
+    return torch.mm(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
+
+
+def _repeats(counts: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(counts, device=like.device)
+
+
+def _weight_gradient(ctx: Any, x: Tensor, dy: Tensor, weight: Tensor) -> Tensor | None:
+    """dy_e^T x_e of every expert, into the sink (and then None) or returned."""
+    counts, product, sink = ctx.counts, ctx.product, ctx.sinks[0]
+
+    def pairs() -> list[tuple[Tensor, Tensor]]:
+        rows, columns = x.to(product.dtype).split(counts), dy.to(product.dtype).split(counts)
+        return [(b.t(), a) for a, b in zip(rows, columns, strict=True)]
+
+    if sink is None:
+        return torch.stack([torch.mm(a, b) for a, b in pairs()]).to(weight.dtype).view(weight.shape)
+    product.weight_grads.put(lambda: sink.addmm_each(pairs()))
+    return None
+
+
+def _bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
+    """The sum of dy over the rows of every expert, into the sink or returned."""
+    counts, sink = ctx.counts, ctx.sinks[1]
+
+    def sums() -> Tensor:
+        return torch.stack([sum_widened(rows) for rows in dy.split(counts)]).view(bias.shape)
+
+    if sink is None:
+        return sums().to(bias.dtype)
+    ctx.product.weight_grads.put(lambda: sink.add(sums()))
+    return None

@@ -1,0 +1,40 @@
+"""What the routers of all ranks did in one batch, as the numbers of a log line."""
+
+from __future__ import annotations
+
+import torch
+
+from megalite.comm import ParallelMesh, all_reduce_
+from megalite.config import Config
+from megalite.expert_loads import EXTRA
+from megalite.observe import ExpertStats
+from megalite.train.build import Model, wide_dtype
+
+
+class ExpertReport:
+    """Adds up the loads of this rank's stages, and those of all ranks. Collective over the world."""
+
+    def __init__(self, config: Config, model: Model, mesh: ParallelMesh, device: torch.device) -> None:
+        self._given, self._model, self._mesh, self._device = config.model.experts, model, mesh, device
+        self._dtype = wide_dtype(config)
+        sparse = [index for index, sparse in enumerate(config.model.sparse_layers) if sparse]
+        self._rows = {index: row for row, index in enumerate(sparse)}
+
+    def __call__(self, microbatches: range) -> ExpertStats | None:
+        """Of a batch, by the numbers of this replica's micro-batches; None for a model without experts."""
+        number = self._given.num_experts
+        if number is None:
+            return None
+        total = torch.zeros(len(self._rows), number + EXTRA, dtype=self._dtype, device=self._device)
+        for stage in self._model.stages.values():
+            for layer, load in stage.loads.take(microbatches).items():
+                total[self._rows[layer]] += load
+        all_reduce_(total, self._mesh.world)
+        counts, (balance, z, dropped) = total[:, :number], total[:, number:].unbind(1)
+        batches = len(microbatches) * self._mesh.size("dp")
+        return ExpertStats(
+            load_balancing_loss=balance.mean() / batches if self._given.balances else None,
+            z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,
+            fullest_expert=(counts.amax(1) / counts.mean(1)).max(),
+            dropped_fraction=dropped.sum() / counts.sum() if self._given.moe_expert_capacity_factor else None,
+        )

@@ -1,0 +1,178 @@
+"""Experts at any layout equal their definition in one process; and ways to be quietly wrong, each of which is seen.
+
+Bugs that others have had, and what sees them here: gradients of experts doubled at ep = 2 (torch 160285), the norm
+undercounted with ep and tp (Megatron-LM 5916), auxiliary losses that are not attached or scaled by the size of an axis
+(Automodel 1412, Megatron-LM 5047), experts reduced over the wrong ranks at ep = 1 (Megatron-LM 1622).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from equivalence.layouts import TINY, Layout, compare, draw, train_body
+from megalite.comm import Axis
+from megalite.comm.mesh import FamilyAxes
+from megalite.comm.world import World
+from megalite.nn import experts, router
+from megalite.parallel.expert import plan
+from megalite.testing import run_ranks
+from megalite.testing.oracle import reference
+from megalite.train import batch_reader, build
+
+TP2, TP2SP = ("--tensor-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP2, CP2 = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
+EP2, EP4 = ("--expert-model-parallel-size", "2"), ("--expert-model-parallel-size", "4")
+ETP1 = ("--expert-tensor-parallel-size", "1")
+PER_SEQUENCE = ("--moe-router-load-balancing-type", "seq_aux_loss")
+LOSSES = ("--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.1")
+GPT = ("--num-layers", "2", "--num-experts", "4", *LOSSES)
+LLAMA = (*GPT, "--model-type", "llama", "--moe-ffn-hidden-size", "24", *PER_SEQUENCE)
+FOUR = (*LLAMA, "--num-layers", "4")
+CAPACITY = (*LLAMA, "--moe-expert-capacity-factor", "1.0")
+SIGMOID = (*LLAMA, "--moe-router-score-function", "sigmoid", "--moe-shared-expert-intermediate-size", "16")
+
+CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
+    "one process": (GPT, ("--micro-batch-size", "1"), 1),
+    "two samples at once": (LLAMA, ("--micro-batch-size", "2"), 1),
+    "dp2 ep2": (GPT, ("--micro-batch-size", "1", *EP2), 2),
+    "dp2 zero2": (LLAMA, ("--micro-batch-size", "2", "--zero-stage", "2"), 2),
+    "dp4 ep2 zero1": (SIGMOID, ("--micro-batch-size", "1", *EP2, "--zero-stage", "1"), 4),
+    "dp4 ep4 zero3": (LLAMA, ("--micro-batch-size", "2", *EP4, "--zero-stage", "3"), 4),
+    "tp2": (SIGMOID, ("--micro-batch-size", "2", *TP2), 2),
+    "tp2 sequence parallel": (CAPACITY, ("--micro-batch-size", "2", *TP2SP), 2),
+    "tp2 etp1": (CAPACITY, ("--micro-batch-size", "2", *TP2SP, *ETP1), 2),
+    "tp2 etp1 ep2": (SIGMOID, ("--micro-batch-size", "1", *TP2SP, *ETP1, *EP2), 2),
+    "tp2 dp2 ep2": (GPT, ("--micro-batch-size", "1", *TP2, *EP2), 4),
+    "cp2 ep2": (CAPACITY, ("--micro-batch-size", "1", *CP2, *EP2), 2),
+    "tp2 cp2 etp1 ep4": (CAPACITY, ("--micro-batch-size", "2", *TP2SP, *CP2, *ETP1, *EP4), 4),
+    "pp2 zb-h1 recomputed": (
+        GPT,
+        ("--micro-batch-size", "1", *PP2, "--pipeline-schedule", "zb-h1", "--recompute-granularity", "full"),
+        2,
+    ),
+    "pp2 dp2 ep2 2bw": (LLAMA, ("--micro-batch-size", "1", *PP2, *EP2, "--pipeline-schedule", "2bw"), 4),
+    "pp2 dp2 ep2 zb-v": (FOUR, ("--micro-batch-size", "1", *PP2, *EP2, "--pipeline-schedule", "zb-v"), 4),
+}
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_corner(name: str) -> None:
+    model, layout, size = CORNERS[name]
+    compare(Layout(model, layout, size, delay=int("2bw" in layout)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+def test_other_optimizers(optimizer: str) -> None:
+    rng = random.Random(f"experts {optimizer}")
+    compare(draw(rng, optimizer, lambda case: "--num-experts" in case.model and case.world_size in (2, 4)))
+
+
+@pytest.mark.full
+def test_many_random_layouts() -> None:
+    rng = random.Random("experts")
+    for _ in range(60):
+        compare(draw(rng, want=lambda case: "--num-experts" in case.model))
+
+
+# ---- ways to be quietly wrong ----------------------------------------------------------------------------------------
+
+
+def expert_gradients_doubled():
+    """As many times as there are ranks that share the experts."""
+    right = plan._Combine.backward
+
+    def backward(ctx, dy):
+        rows, weights, _ = right(ctx, dy)
+        return rows * ctx.plan.axis.size, weights, None
+
+    return patch.object(plan._Combine, "backward", staticmethod(backward))
+
+
+def norm_over_the_ranks_of_dense_parameters():
+    """Experts of other ranks are not counted."""
+    return patch.object(build, "_norm_axis", lambda config, mesh, program: mesh.over("tp", "pp"))
+
+
+def shared_experts_counted_on_every_rank():
+    return patch.object(FamilyAxes, "alike", lambda self, sharded, everywhere: [])
+
+
+def losses_not_attached():
+    return patch.object(router._Attach, "apply", lambda y, loss, share: y)
+
+
+def losses_scaled_by_the_ranks():
+    right = batch_reader.replace
+    return patch.object(batch_reader, "replace", lambda batch, share: right(batch, share=share * 2))
+
+
+def losses_of_local_tokens():
+    """The tokens of an expert are those of this rank's part of a sequence."""
+    return patch.object(router, "all_reduce_", lambda x, axis: x.mul_(axis.size))
+
+
+def capacity_of_local_tokens():
+    right = router.Router.first_in_line
+
+    def first(self, chosen, capacity, batch):
+        with patch.object(self, "parts", []):
+            return right(self, chosen, -(-capacity // 2), replace(batch, order=None))
+
+    return patch.object(router.Router, "first_in_line", first)
+
+
+def weights_without_their_gradient_of_other_ranks():
+    """What a rank computes a part of is taken for the whole."""
+    return patch.object(experts, "copy_to_axis", lambda x, axis: x)
+
+
+def experts_reduced_over_the_ranks_of_dense_parameters():
+    right = build.ParallelMesh.family
+
+    def family(self, name="dense"):
+        own = right(self, name)
+        return own if name == "dense" else FamilyAxes(name, own.cut, self["dp"], Axis.single("edp_replicate"))
+
+    return patch.object(build.ParallelMesh, "family", family)
+
+
+def results_in_the_order_of_arrival():
+    right = plan.plan_dispatch
+    return patch.object(experts, "plan_dispatch", lambda *args: replace(right(*args), arrangement=None))
+
+
+MUTATIONS: list[tuple[Callable, tuple[str, ...], tuple[str, ...]]] = [
+    (expert_gradients_doubled, GPT, EP2),
+    (norm_over_the_ranks_of_dense_parameters, GPT, EP2),
+    (shared_experts_counted_on_every_rank, GPT, ()),
+    (losses_not_attached, GPT, EP2),
+    (losses_scaled_by_the_ranks, GPT, EP2),
+    (losses_of_local_tokens, LLAMA, (*TP2SP, *ETP1)),
+    (losses_of_local_tokens, LLAMA, (*CP2, *EP2)),
+    (capacity_of_local_tokens, CAPACITY, CP2),
+    (weights_without_their_gradient_of_other_ranks, GPT, TP2),
+    (experts_reduced_over_the_ranks_of_dense_parameters, GPT, (*TP2SP, *ETP1)),
+    (results_in_the_order_of_arrival, GPT, EP2),
+]
+
+
+def losses_body(world: World, argv: list[str], name: str) -> tuple[list[float], list[float | None]]:
+    mutation = next(m for m, *_ in MUTATIONS if m.__name__ == name)
+    with mutation():
+        return train_body(world, argv, 3)
+
+
+@pytest.mark.parametrize(
+    ("mutation", "model", "layout"), MUTATIONS, ids=[f"{m.__name__} {' '.join(flags)}" for m, _, flags in MUTATIONS]
+)
+def test_mutation_is_seen(mutation: Callable, model: tuple[str, ...], layout: tuple[str, ...]) -> None:
+    argv = [*TINY, *model, "--clip-grad", "0.5", "--micro-batch-size", "1"]
+    expected = reference(tuple(argv), 3)
+    found = run_ranks(losses_body, 2, [*argv, *layout], mutation.__name__)[0]
+    pairs = [*zip(found[0], expected.losses, strict=True), *zip(found[1], expected.norms, strict=True)]
+    assert max(abs(a - b) for a, b in pairs) > 1e-9, f"{mutation.__name__} went unseen"
