@@ -2,7 +2,7 @@
 
 A reader that has gone (`| head`), a full disk behind `> log`, a terminal that was lost with its ssh: what is written
 there is lost, what is computed is not. The first failure is said once, on the other of the two streams; from then on
-the null device stands in for the one that failed, for Python and for libraries alike.
+the null device replaces the one that failed, for Python and for libraries alike.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stream:
 
 def keep_streams() -> None:
     """Makes this process's standard streams outlive their readers. Call it first: closed ones become the null device,
-    lest the next file that is opened takes their number and is written into by whoever prints.
+    lest the next file that is opened takes their number and is written into by the next print.
     """
     for descriptor in range(3):
         try:

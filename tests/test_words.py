@@ -22,6 +22,15 @@ BANNED = {
     r"nobody (knows|asks|tells)": "unknown, is requested, is reported",
     r"of another kind than": "a different kind from",
     r"is no (section|dictionary|checkpoint)": "is not a",
+    r"what it is of": "the thing's name",
+    r"runs empty (with|between|for)": "drains",
+    r"(reductions?|messages?|sums?|gather|training was) under way": "in flight, has begun",
+    r"(takes?|took) up (a|the) (checkpoint|scale)": "loads, continues with",
+    r"goes? on (after|anyway)": "continues",
+    r"for good": "permanently, until the end",
+    r"so many consecutive": "this number of consecutive",
+    r"stands? (twice|in the way|in a partial file)": "is",
+    r"is told (percents|apart|so)": "is called with, is distinguished, is reported",
 }
 SUFFIXES = {".py", ".md", ".yaml", ".sh", ".sbatch", ".toml"}
 

@@ -44,7 +44,7 @@ order is that of [the picture](architecture.svg), from the ground up.
 
 
 def reading() -> list[tuple[str, Path]]:
-    """What a part is about (empty: goes on) and a file of it, in the order of reading."""
+    """What a part is about (empty: as before) and a file of it, in the order of reading."""
     found = []
     for about, folder, names in ENGINE:
         files = names.split()

@@ -2,7 +2,7 @@
 
 `run.lock` holds host, process, start time and a token. The holder touches it every few seconds. It is stale, and taken
 over, when its process is gone (same host) or its heartbeat is (another host): a requeue on another machine needs
-nobody's help. Ages are measured by the file server's clock only, so the hosts' clocks may differ.
+no help. Ages are measured by the file server's clock only, so the hosts' clocks may differ.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ _SPLIT_BYTES = 2**20
 def share_out(holdings: Sequence[Sequence[HeldRectangle]]) -> list[list[WriteDuty]]:
     """Decides who writes what: every box once, the bytes spread over the ranks that hold copies.
 
-    holdings[r] is what rank r holds; a box of which nobody holds replica 0 is a copy of parts of others and is not
+    holdings[r] is what rank r holds; a box of which no rank holds replica 0 is a copy of parts of others and is not
     written. The result depends only on the arguments, so every rank computes the same. Large boxes are cut by rows over
     their holders; small ones go, largest first, to the holder with the fewest bytes so far.
     """

@@ -11,12 +11,12 @@ from torch import Tensor
 from megalite.comm.collectives import device_of
 from megalite.comm.mesh import Axis
 
-# Two kinds of messages may be under way at once: what goes round, and the gradient that follows it.
+# Two kinds of messages may be in flight at once: what travels round the ring, and the gradient that follows it.
 _TAGS = (721, 722)
 
 
 class Shift:
-    """A tensor on its way to the next rank, and the one that comes instead."""
+    """A tensor in flight to the next rank, and the one that arrives from the previous rank."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[Any], axis: Axis, device: torch.device) -> None:
         self._sent, self._received, self._works = sent, received, works

@@ -3,13 +3,13 @@
 Tensor parallelism waits for four sums a block, and gloo's sockets copy each of them several times. Here every rank
 owns a ring of slots in a mapped file. To send is to copy into one's next slot and to publish a counter; to receive is
 to read the others' slots in the order of ranks, so that a sum has the same rounding on every rank and in every run,
-whoever comes first.
+whichever comes first.
 
     counters   [ rank 0: posted, consumed | rank 1: posted, consumed | ... ]     a cache line each, written by its owner
     slots      [ slot 0 of rank 0, 1, ... | slot 1 of rank 0, 1, ... | ... ]     message n lies in slot n mod DEPTH
 
 A message is published as it is posted, so what the caller computes before `wait` hides the others' lateness. A slot
-is written again only when every rank has consumed it; whoever has to wait for that first finishes what it has posted
+is written again only when every rank has consumed it; a rank that must wait for that first finishes what it has posted
 itself, so no order of waits can lock.
 
 Counters are plain aligned 64-bit words, which x86 makes visible in the order they were written; on other processors,

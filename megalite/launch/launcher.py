@@ -207,7 +207,7 @@ def _run_rank(
     set_phase("leaving")
     if watch is not None:
         watch.leave()
-    # Nobody tears connections down while a peer still needs them.
+    # No rank tears connections down while a peer still needs them.
     dist.all_reduce(torch.zeros(1, device="cpu"))
     dist.destroy_process_group()
     return status

@@ -7,7 +7,7 @@
 
 A rank writes what it does into its page, so its last phase is known even after SIGKILL. A thread of the rank renews
 the beat; it stands still when the process is stopped or something holds the interpreter lock, which waiting in a
-collective does not. That is how a frozen rank is told from the ranks that wait for it.
+collective does not. That distinguishes a frozen rank from the ranks that wait for it.
 
 `megalite.launch.launcher` runs `--nprocs N` through this, and the rank harness of the tests runs every case through it.
 Needs no torch. The proof is `tests/faults/test_launcher.py`.

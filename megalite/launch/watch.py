@@ -6,8 +6,8 @@
 
 A rank that breaks leaves word in the store where the ranks have met. A rank that loses a peer leaves its name there,
 and who has not done so after a few seconds is the one that is missing: it is named with its host. Ranks that hear of
-an end and do not come to one by themselves are ended. A rank whose launcher has gone ends too: nobody would end it.
-The proof is `tests/faults/test_outer_launchers.py`.
+an end and do not come to one by themselves are ended. A rank whose launcher has gone ends too: nothing else would end
+it. The proof is `tests/faults/test_outer_launchers.py`.
 """
 
 from __future__ import annotations

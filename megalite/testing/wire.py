@@ -1,4 +1,4 @@
-"""Arguments and results of a rank on their way between two processes of one test.
+"""Arguments and results of a rank, sent between two processes of one test.
 
 The standard library's `ForkingPickler` would pass tensors through shared memory that outlives a killed rank, so
 tensors travel as plain bytes. For tests only: both ends are ours.

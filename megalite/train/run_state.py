@@ -78,7 +78,7 @@ class RunState:
         return self.checkpointer.failure is not None
 
     def load(self, start: StartingPoint) -> tuple[TrainingProgress, list[str]]:
-        """Takes up a checkpoint of any layout, or a Hugging Face model's weights. Collective.
+        """Loads a checkpoint of any layout, or a Hugging Face model's weights. Collective.
 
         Returns where the run stands, and what was taken, as text.
         """

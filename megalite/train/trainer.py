@@ -63,7 +63,7 @@ class Trainer:
     train_iters: number of the last iteration.
     evaluate: (iteration, whether it is the last) -> records.
     save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
-    report_phase: says what this rank is doing, for whoever watches it.
+    report_phase: records what this rank is doing, for its supervisor.
     finish_save: waits for a save in the background.
     experts: numbers of a batch's micro-batches -> what routers did with them.
     """

@@ -166,7 +166,7 @@ def scales_body(world: World, argv: list[str], steps: int, drained: tuple[int, .
 
 
 def test_in_fp16_2bw_skips_the_same_batches_at_every_depth(tmp_path: Path) -> None:
-    """However deep the pipeline is, and whenever it runs empty for a checkpoint: what the update of batch t says of the
+    """However deep the pipeline is, and whenever it drains for a checkpoint: what the update of batch t says of the
     scale counts from batch t + 2 on."""
     flags = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 3 --num-layers 4".split()
     base = [*(flag for flag in TINY if flag != "--fp64"), *flags, "--micro-batch-size", "1"]

@@ -81,7 +81,7 @@ class Executor:
     stages: this rank's stages by (stage, replica).
     placement: which ranks hold the others.
     channel: messages to and from other pipeline ranks.
-    events: what the owner of the weights is told.
+    events: callbacks to the owner of the weights.
     synchronize: called before clocks are read while tracing, so that a GPU's stream has caught up; None on the CPU.
     """
 
@@ -122,7 +122,7 @@ class Executor:
         }
 
     def run(self, actions: Sequence[Action], source: MicrobatchSource) -> Iterator[Action]:
-        """Runs the actions in order. Yields those that concern weights; the caller carries them out before going on."""
+        """Runs the actions in order. Yields those that concern weights, for the caller to carry out."""
         for index, action in enumerate(actions):
             for part in action.parts or (action,):
                 fault_point("action", kind=part.kind, stage=part.stage, microbatch=part.microbatch)

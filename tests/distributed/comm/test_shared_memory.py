@@ -67,7 +67,7 @@ def test_every_operation_agrees_with_gloo(size: int) -> None:
 
 
 def body_pending(world: World) -> list[float]:
-    """More messages under way than there are slots, waited for in the wrong order, ranks at different speeds."""
+    """More messages in flight than there are slots, waited for in the wrong order, ranks at different speeds."""
     shared, _ = axes(world)
     tensors = [torch.full((ELEMENTS // 2 + i,), float(world.rank + i)) for i in range(3 * DEPTH)]
     handles = []
