@@ -17,6 +17,9 @@
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt: read rank by rank, written file by file
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
+To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
+(CONTRIBUTING, "Adding a converter").
+
 Public: `FAMILIES`, `family_of`, `HuggingFaceSource`, `CheckpointSource`, `MegatronSource`, `write_huggingface`,
 `write_checkpoint`, `write_megatron`.
 

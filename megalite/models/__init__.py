@@ -4,6 +4,9 @@
 
     specs = layer_specs(config)
     stage = build_stack(config, specs[begin:end], ctx)      # a LayerStack, initialised
+
+To add a family: its defaults in `config/model.py`, its list of layers as a line of `MODELS` in `families.py`, and new
+kinds of layers, if it has any, in `nn` and `inventory/layers.py` (CONTRIBUTING, "Adding a model family").
 """
 
 from megalite.models.families import MODELS, LayerSpec, build_stack, layer_specs

@@ -3,6 +3,9 @@
 Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of consumed samples),
 `LossScaler`, `DynamicLossScaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients: `staleness.py`).
 
+To add one: a class beside these, a line of the table in `optimizers.py`, and what it keeps in `config/update_rules.py`
+(CONTRIBUTING, "Adding an optimizer").
+
 Nothing here knows about ranks: `parallel/zero` shards, and gives an update rule flat pieces of the parameters.
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """
