@@ -14,10 +14,19 @@ from torch import Tensor
 
 from benchmarks.turns import Place, Variant
 from megalite.comm import Channel, ParallelMesh, share_axis
-from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, Precision, TrainingConfig
+from megalite.config import (
+    Config,
+    ContextParallelism,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    TrainingConfig,
+)
 from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.optim import LossScaler
+from megalite.parallel.context import SequenceCut
 from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, resolve_chunks
 from megalite.train import Hyperparameters, ProgramCache, Updater, build_model
@@ -25,9 +34,11 @@ from megalite.train import Hyperparameters, ProgramCache, Updater, build_model
 
 @dataclass(frozen=True)
 class Layout:
-    """tp, pp: sizes; what they leave of the ranks is data-parallel. batches: in a call, of an asynchronous schedule."""
+    """tp, cp, pp: sizes; what they leave of the ranks is data-parallel. batches: in a call of an asynchronous one."""
 
     tp: int = 1
+    cp: int = 1
+    cp_comm_type: str = "p2p"
     pp: int = 1
     sequence_parallel: bool = False
     zero_stage: int = 0
@@ -55,11 +66,9 @@ class TrainingStep:
     ) -> None:
         self.size, device = layout.num_microbatches, tokens.device
         config = config_of(model, layout, update, tokens.shape[0] // self.size)
-        mesh = (
-            ParallelMesh.build(rank=place.rank, size=place.ranks, tp=layout.tp, pp=layout.pp)
-            if place.ranks > 1
-            else ParallelMesh.single()
-        )
+        given = config.parallel.context
+        sizes = {"tp": layout.tp, "cp": layout.cp, "cp_heads": given.traders, "pp": layout.pp}
+        mesh = ParallelMesh.build(rank=place.rank, size=place.ranks, **sizes)
         if device.type == "cpu":
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
@@ -77,8 +86,9 @@ class TrainingStep:
         )
         channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), built.placement.neighbours)
         self.executor = Executor(mesh.coordinate("pp"), built.stages, built.placement, channel, self.updater)
+        cut = SequenceCut(mesh.coordinate("cp"), layout.cp, given.ring)
         self.microbatches = [
-            microbatch(x, y) for x, y in zip(tokens.chunk(self.size), labels.chunk(self.size), strict=True)
+            cut(microbatch(x, y)) for x, y in zip(tokens.chunk(self.size), labels.chunk(self.size), strict=True)
         ]
         self.factor = torch.tensor(1.0 / (tokens.numel() * mesh.size("dp")), device=device)
         self.batches = layout.batches if self.program.asynchronous else 1
@@ -112,6 +122,7 @@ def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_si
         parallel=ParallelConfig(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            context=ContextParallelism(context_parallel_size=layout.cp, cp_comm_type=layout.cp_comm_type),
             sequence_parallel=layout.sequence_parallel,
             zero_stage=layout.zero_stage,
             pipeline_schedule=layout.schedule,

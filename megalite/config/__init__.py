@@ -34,7 +34,7 @@ from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.names import NOT_NEEDED
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
-from megalite.config.parallel import DeviceOptions, ParallelConfig, StageLayout
+from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
 from megalite.config.rules.shape import model_shape
 from megalite.config.saved import dump_yaml, from_dict, to_dict

@@ -33,6 +33,7 @@ TINY = {
     "checkpoint": "--megabytes 1",
     "tokens": "--megabytes 0.05 --documents 100 --workers 1",
     "attention": "--lengths 16",
+    "context": "--length 64",
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {
@@ -42,6 +43,7 @@ CHEAP = {
     "pipeline": ("megalite-2bw", "ideal"),
     "checkpoint": ("megalite",),
     "attention": ("megalite", "sdpa", "plain"),
+    "context": ("megalite-one", "megalite-p2p", "torch"),
 }
 
 
