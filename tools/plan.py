@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -29,6 +29,8 @@ from megalite.planner import (
     TimeSource,
     as_json,
     available,
+    closed_form,
+    explain_terms,
     layout_of,
     load_hardware,
     load_profile,
@@ -59,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top", type=int, default=10, metavar="K", help="candidates to show (default 10)")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--write-config", metavar="FILE", help="the first candidate as a configuration that runs as it is")
+    p.add_argument(
+        "--explain", action="store_true", help="also the first candidate's model, data and domain terms in closed form"
+    )
     p.add_argument("--allow-2bw", action="store_true", help="also schedules with one-step-old gradients")
     p.add_argument(
         "--free", default="", metavar="NAME,...", help="fields to search although a file gives them; `all` of them"
@@ -128,6 +133,8 @@ def _run(argv: list[str]) -> None:
             why.append(f"--num-devices={args.num_devices}: {NOTHING_LEGAL}")
         raise ConfigError(why)
     print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
+    if args.explain and not args.json:
+        print(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
     if args.write_config:
         _write(found.predictions[0].config, args.num_devices, args.write_config)
 
@@ -148,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--profile={args.profile}: measured times know no upgrade; leave it out of --what-if upgrades"
         )
-    for flag, value in (("--write-config", args.write_config), ("--json", args.json)):
+    for flag, value in (("--write-config", args.write_config), ("--json", args.json), ("--explain", args.explain)):
         if args.what_if and value:
             raise ConfigError(f"{flag}: belongs to a plan; leave it out of --what-if {args.what_if}")
 
@@ -168,6 +175,7 @@ def _answer(
 def _json(found: SearchResult, args: argparse.Namespace, hardware: Hardware) -> str:
     shown = found.predictions[: args.top]
     front = pareto(shown)
+    best = found.predictions[0].config
     return json.dumps(
         {
             "num_devices": args.num_devices,
@@ -175,6 +183,7 @@ def _json(found: SearchResult, args: argparse.Namespace, hardware: Hardware) -> 
             "layouts_considered": found.considered,
             "candidates": [as_json(prediction, hardware) for prediction in shown],
             "pareto": [number for number, prediction in enumerate(shown) if prediction in front],
+            **({"closed_form": asdict(closed_form(best, args.num_devices, hardware))} if args.explain else {}),
         },
         indent=1,
     )

@@ -4,6 +4,7 @@
            ──> cost.py    seconds per stage and action ──> schedule.simulate ──> predict.py: a step
     hardware/*.yaml, a measured profile ──┘
            ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> result_table.py
+           ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
 Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
@@ -18,6 +19,7 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 `tools/check_plan.py`, which measures what was predicted.
 """
 
+from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
 from megalite.planner.memory import TERMS, RankMemory, rank_memory, shared_memory_bytes

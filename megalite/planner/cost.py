@@ -125,7 +125,6 @@ class Roofline:
         moved = e * tokens * (10 * model.hidden_size / outer + width + 4 * model.query_size / tp)
         weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay)
         accumulate = weights * (2 * size.gradient + (2 * e if e != size.gradient else 0))
-        recomputed = attention if model.recompute_granularity == "selective" and model.attention_dropout > 0 else 0.0
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
         shared = self._context_messages(config, layer, attention)
@@ -133,7 +132,7 @@ class Roofline:
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
             matrices + attention + self.traffic(moved, 14) + forward,
-            matrices + 2.5 * attention + recomputed + self.traffic(1.8 * moved, 24) + backward,
+            matrices + 2.5 * attention + self.traffic(1.8 * moved, 24) + backward,
             matrices + self.traffic(accumulate, 8),
             hidden,
         )
@@ -176,24 +175,23 @@ class Roofline:
 
     def _context_messages(self, config: Config, layer: Layer, attention: float) -> tuple[float, float]:
         """Seconds of a block's messages between the ranks of a sequence, in (forward, backward). A ring's travel while
-        attention is computed."""
+        attention is computed: forward while all but the last part of it is, backward while any is."""
         given, tp = config.parallel.context, config.parallel.tensor_model_parallel_size
         sent, kind = context_bytes(config, layer), given.cp_comm_type
         trade = CommGroup(self.hardware, given.traders, tp).exchange
         ring = CommGroup(self.hardware, given.ring, tp * given.traders)
-        seconds = []
-        for traded, passed, compute in (
-            (sent.traded, sent.forward, attention),
-            (sent.traded, sent.backward, 2.5 * attention),
-        ):
-            hops = (
-                ring.exchange(passed)
-                if kind == "all_gather"
-                else (given.ring - 1) * ring.send(passed / max(1, given.ring - 1))
-            )
-            hidden = 0.0 if kind == "all_gather" else self.hardware.overlap * compute * (1 - 1 / given.ring)
-            seconds.append(trade(traded) + max(0.0, hops - hidden))
-        return seconds[0], seconds[1]
+        others, gathers, overlap = given.ring - 1, kind == "all_gather", self.hardware.overlap
+
+        def exposed(nbytes: float, messages: int, compute: float) -> float:
+            if gathers or not others:
+                return ring.exchange(nbytes)
+            return max(0.0, messages * ring.send(nbytes / messages) - overlap * compute)
+
+        traded = trade(sent.traded)
+        return (
+            traded + exposed(sent.forward, others, attention * others / given.ring),
+            traded + exposed(sent.backward, 2 * others, 2.5 * attention),
+        )
 
     def _embedding(self, config: Config, layer: Layer) -> LayerTimes:
         size, numbers = ElementBytes.of(config), micro_tokens(config) * config.model.hidden_size

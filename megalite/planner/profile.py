@@ -4,7 +4,7 @@ A profile is JSON: `points` with the tensor-parallel size, sequence parallelism,
 (and what B hides) of an embedding, a block and a head of the model that was measured, messages of tensor parallelism
 included; `optimizer` (seconds of an update and per owned element), `step` (seconds besides the actions, and per sample
 of a rank), `links` (operation -> latency, bytes per second inside a node). A layout whose point is missing takes the
-nearest one, scaled by what the roofline says of the difference.
+nearest one, scaled by what the roofline says of the difference; so does one that shares sequences.
 """
 
 from __future__ import annotations
@@ -43,10 +43,16 @@ class Profile:
         tp, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
         split = tp > 1 and config.parallel.sequence_parallel
         kinds = [layer.kind for layer in model_layers(config.model)]
-        if (tp, split, micro) in self.points:
+        whole = config.parallel.context.context_parallel_size == 1  # as everything in a profile is
+        if whole and (tp, split, micro) in self.points:
             return [self.points[tp, split, micro][kind] for kind in kinds]
         nearest = min(self.points, key=lambda key: (abs(key[0] - tp), key[1] != split, abs(key[2] - micro)))
-        parallel = replace(config.parallel, tensor_model_parallel_size=nearest[0], sequence_parallel=nearest[1])
+        parallel = replace(
+            config.parallel,
+            tensor_model_parallel_size=nearest[0],
+            sequence_parallel=nearest[1],
+            context=replace(config.parallel.context, context_parallel_size=1),
+        )
         there = self.roofline.layers(
             replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=nearest[2]))
         )

@@ -153,7 +153,7 @@ def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool
     m = config.training.global_batch_size // dp // micro
     splits = [here.sequence_parallel] if "sequence_parallel" in given else [False, True] if tp > 1 else [False]
     zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp * cp > 1 else [0]
-    kinds: list[str | None] = [None, "full"] if config.model.attention_dropout == 0 else [None, "selective", "full"]
+    kinds: list[str | None] = [None, "full"]
     if here.recompute_granularity not in kinds:
         kinds = [here.recompute_granularity, *kinds]
     if "recompute_granularity" in given:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
+from megalite.inventory import context_bytes, model_layers
 from megalite.inventory.layers import count_parameters, flops_per_iteration
 from megalite.planner.communication import CommGroup
-from megalite.planner.cost import Roofline
-from megalite.planner.hardware import available, load_hardware, parse_hardware
+from megalite.planner.cost import LayerTimes, Roofline
+from megalite.planner.hardware import Link, available, load_hardware, parse_hardware
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
+from megalite.planner.profile import Profile
 from megalite.schedule import Costs, simulate
 
 GPT = (
@@ -121,3 +124,37 @@ def test_chimera_pays_for_its_second_copy_of_every_stage() -> None:
     assert twice.breakdown["shared_weights"] > once.breakdown["shared_weights"]
     total = [sum(memory.weights for memory in prediction.memory) for prediction in (twice, once)]
     assert total[0] == pytest.approx(2 * total[1])
+
+
+def test_a_profile_knows_that_ranks_share_a_sequence() -> None:
+    """It was measured with whole sequences: two ranks take about half of that, and the ring's messages."""
+    hardware = load_hardware("cpu-2core")
+    kinds = ("embedding", "block", "head")
+    profile = Profile(
+        Roofline(hardware), {(1, False, 1): dict.fromkeys(kinds, LayerTimes(1.0, 1.0, 1.0))}, (0.0, 0.0), (0.0, 0.0)
+    )
+    flags = "--micro-batch-size 1 --seq-length 8192"
+    whole = _gpt(2, 512, 8, 1, 1, 1, flags, 1)
+    shared = _gpt(2, 512, 8, 1, 1, 1, f"{flags} --context-parallel-size 2", 2)
+    for one, two in zip(profile.layers(whole), profile.layers(shared), strict=True):
+        assert one.forward == 1.0 and 0.45 < two.forward < 0.65
+
+
+def test_what_a_ring_sends_hides_behind_attention() -> None:
+    """All of it backward, all but the last part's share forward; gathered keys never."""
+    slow = replace(load_hardware("h100"), intra_node=Link(1e9, 0.0), overlap=1.0)
+    flags = "--micro-batch-size 1 --seq-length 65536 --context-parallel-size 4"
+    times = {}
+    for kind in ("p2p", "all_gather"):
+        config = _gpt(1, 1024, 8, 1, 1, 1, f"{flags} --cp-comm-type {kind}", 4)
+        for overlap in (0.0, 1.0):
+            times[kind, overlap] = Roofline(replace(slow, overlap=overlap)).layers(config)[1]
+    config = _gpt(1, 1024, 8, 1, 1, 1, flags, 4)
+    sent = context_bytes(config, model_layers(config.model)[1])
+    in_the_open, hidden = times["p2p", 0.0], times["p2p", 1.0]
+    attention = 16384 * model_layers(config.model)[1].flops(core=True) / (
+        slow.matrix_flops["bf16"] * slow.attention_efficiency
+    )  # fmt: skip
+    assert in_the_open.forward - hidden.forward == pytest.approx(min(sent.forward / 1e9, 0.75 * attention))
+    assert in_the_open.backward - hidden.backward == pytest.approx(min(sent.backward / 1e9, 2.5 * attention))
+    assert times["all_gather", 0.0] == times["all_gather", 1.0]

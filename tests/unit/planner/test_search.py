@@ -40,7 +40,7 @@ def _search(config: Config, devices: int, hardware: Hardware, given: frozenset[s
 def test_no_legal_layout_is_missed(devices: int, flags: str) -> None:
     """Every combination of values, judged by the validator alone, against the search's own list."""
     config = _config(flags)
-    kinds = [None, "full"] if not flags else [None, "selective", "full"]
+    kinds = [None, "full"]
     tensor = pipeline = range(1, devices + 1)
     brute = set()
     for tp, pp, chunks, split, name, zero, micro, kind in itertools.product(

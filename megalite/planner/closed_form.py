@@ -1,0 +1,121 @@
+"""What a layout costs by the closed form of Gholami et al., "Integrated Model, Batch and Domain Parallelism in Training
+Neural Networks" (arXiv 1712.04432): computation divided by the ranks, and a sum of messages for each way of dividing.
+
+With t tensor-, c context- and d data-parallel ranks, n tokens of a rank and step, message times alpha + beta bytes and
+nothing hidden (their equations 3 to 9, for transformers)::
+
+    model    4 L_stage m (2 alpha ceil(log2 t) + 2 beta (t - 1) / t  n/m h e)      sums of activations, t ranks
+    data     2 alpha ceil(log2 cd) + 2 beta (cd - 1) / cd  |W| / (t p) w           sum of gradients, c d ranks
+    domain   L_stage m (hops alpha + beta (keys and values that travel))           c ranks; their halo of a convolution
+
+The halo of causal attention is everything before a token, so `domain` sends keys and values c - 1 times where a
+convolution sends a few rows to each neighbour. Pipelines are not in the paper: their stages only divide the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megalite.config import Config
+from megalite.inventory import ElementBytes, context_bytes, micro_tokens, model_layers, stage_layer_ranges
+from megalite.planner.communication import CommGroup
+from megalite.planner.cost import precision_name
+from megalite.planner.hardware import Hardware
+from megalite.planner.model_states import stage_elements
+from megalite.planner.predict import program_of
+
+DIMENSIONS = ("model", "data", "domain")
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """Seconds of a step of the slowest stage, each dimension's messages in the open."""
+
+    computation: float
+    model: float
+    data: float
+    domain: float
+
+    @property
+    def total(self) -> float:
+        return self.computation + self.model + self.data + self.domain
+
+    @property
+    def dominant(self) -> str:
+        """The dimension whose messages take longest; "" where nothing is divided."""
+        largest = max(DIMENSIONS, key=self.of)
+        return largest if self.of(largest) > 0 else ""
+
+    def of(self, dimension: str) -> float:
+        """Seconds of a dimension's messages."""
+        seconds: float = getattr(self, dimension)
+        return seconds
+
+
+def closed_form(config: Config, world_size: int, hardware: Hardware) -> ClosedForm:
+    """Of a legal configuration with its vocabulary resolved."""
+    cuts = stage_layer_ranges(config, program_of(config, world_size))
+    return max((_stage(config, world_size, hardware, cut) for cut in cuts), key=lambda terms: terms.total)
+
+
+def _stage(config: Config, world_size: int, hardware: Hardware, cut: range) -> ClosedForm:
+    parallel, size = config.parallel, ElementBytes.of(config)
+    given, tp, m = parallel.context, parallel.tensor_model_parallel_size, config.num_microbatches(world_size)
+    whole = model_layers(config.model)
+    layers = [whole[item] for item in cut]
+    rate = hardware.matrix_flops[precision_name(config)] * hardware.matrix_efficiency
+    computation = 3 * m * micro_tokens(config) * sum(layer.flops() for layer in layers) / (tp * rate)
+    activations = micro_tokens(config) * config.model.hidden_size * size.compute
+    sums = m * sum(layer.sums + layer.gathers for layer in layers)
+    tensor = CommGroup(hardware, tp)
+    ranks = config.gradient_ranks(world_size)
+    gradients = stage_elements(config, cut) * size.gradient
+    trade = CommGroup(hardware, given.traders, tp)
+    ring = CommGroup(hardware, given.ring, tp * given.traders)
+    hops = math.ceil(math.log2(given.ring)) if given.cp_comm_type == "all_gather" else given.ring - 1
+    domain = 0.0
+    for layer in layers if given.context_parallel_size > 1 else ():
+        if layer.is_block:
+            sent = context_bytes(config, layer)
+            domain += 4 * _alpha(trade) * math.ceil(math.log2(given.traders)) + 2 * sent.traded / trade.bandwidth
+            domain += 3 * hops * _alpha(ring) + (sent.forward + sent.backward) / ring.bandwidth
+    return ClosedForm(
+        computation, sums * _all_reduce(tensor, activations), _all_reduce(CommGroup(hardware, ranks, tp), gradients),
+        m * domain,
+    )  # fmt: skip
+
+
+def _alpha(group: CommGroup) -> float:
+    """Seconds of one message."""
+    link = group.hardware.intra_node if group.nodes == 1 else group.hardware.inter_node
+    return link.latency
+
+
+def _all_reduce(group: CommGroup, nbytes: float) -> float:
+    steps = math.ceil(math.log2(group.size)) * _alpha(group)
+    return 2 * (steps + (group.size - 1) / group.size * nbytes / group.bandwidth)
+
+
+def explain_terms(config: Config, world_size: int, hardware: Hardware) -> str:
+    """The terms of a layout for people, and which of them dominates."""
+    terms, parallel = closed_form(config, world_size, hardware), config.parallel
+    ranks = {
+        "model": parallel.tensor_model_parallel_size,
+        "data": config.gradient_ranks(world_size),
+        "domain": parallel.context.context_parallel_size,
+    }
+    what = {
+        "model": "sums of activations over tensor-parallel ranks",
+        "data": "sum of gradients over data- and context-parallel ranks",
+        "domain": f"keys and values over context-parallel ranks ({parallel.context.cp_comm_type})",
+    }
+    lines = ["closed form (Gholami et al., arXiv 1712.04432), nothing hidden behind anything, ms a step:"]
+    lines.append(f"  computation {1e3 * terms.computation:12,.2f}")
+    lines += [f"  {name:11s} {1e3 * terms.of(name):12,.2f}   {what[name]}: {ranks[name]}" for name in DIMENSIONS]
+    if not terms.dominant:
+        return "\n".join([*lines, "  nothing is divided: no messages"])
+    share = terms.of(terms.dominant) / terms.total
+    return "\n".join(
+        [*lines, f"  of the messages {terms.dominant} dominates: {share:.0%} of {1e3 * terms.total:,.2f} ms"]
+    )
