@@ -42,6 +42,11 @@ class Visibility:
             first = earliest if first is None else torch.maximum(first, earliest)
         return cls(queries, keys, first, document_starts, window)
 
+    def of_queries(self, part: slice) -> Visibility:
+        """Of a part of the queries."""
+        first, starts = (None if x is None else x[:, part] for x in (self.first, self.starts))
+        return Visibility(self.queries[part], self.keys, first, starts, self.window)
+
     def dense(self) -> Tensor:
         """True where a query may look: `[s, k]`, or `[b, s, k]` where samples differ. For plain products."""
         allowed = self.keys[None, :] <= self.queries[:, None]

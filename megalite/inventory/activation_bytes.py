@@ -8,8 +8,8 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
     experts              k times that, rows 2 e T k h, logits and probabilities 8 T E
 
-Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU); the plain path (attention
-dropout) keeps the weights, and blocked attention (a CPU with 128 to 1,024 tokens) half of them. The head computes its
+Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU, attention dropout); blocked
+attention (a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
 gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix. Assumed: a CPU widens
 16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the library's fused ones.
 """
@@ -82,23 +82,18 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     product = size.wide if on_cpu else e  # a CPU widens the operands of its products
     widened = product != e
     context = e * tokens * q
+    words = 8 * tokens * heads * (model.attention_dropout > 0)  # what keys each query's dropout
     if config.parallel.context.ring > 1:
         copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
         kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
         kept += copies * product * tokens * (q + kv + widened * kv)
-        return kept + context + widened * product * tokens * q + tokens * heads * max(4, size.wide)
-    if model.attention_dropout > 0:
-        scores = size.wide if model.attention_softmax_in_fp32 else product
-        matrix = heads * model.seq_length * tokens
-        kept = 0.0 if model.recompute_granularity == "selective" else matrix * scores
-        kept += matrix * (product + 1) if kept else 0.0
-        return kept + scores * tokens * (q + 2 * kv) + context * (2 if kept else 1)
-    log_sums = tokens * heads * max(4, size.wide)
+        return kept + context + widened * product * tokens * q + tokens * heads * max(4, size.wide) + words
+    log_sums = tokens * heads * max(4, size.wide) + words
     if model.qk_layernorm:
         log_sums += 2 * tokens * (heads + kv / model.head_dim) * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
             log_sums += tokens * (q + kv) * size.wide
-    if on_cpu and not _sees_everything(config, model):
+    if model.attention_dropout > 0 or (on_cpu and not _sees_everything(config, model)):
         copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
         kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
         kept += copies * product * tokens * (q + kv + widened * kv)
@@ -142,7 +137,7 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     """Per rank, t tensor-parallel ranks, A that trade, P in the ring, T tokens here, e and w bytes (wide)::
 
     traded      e T (2 q + 2 k) / t * (A - 1) / A            queries, keys, values there, results back
-    ring        2 e T k / t * (P - 1)                        backward again, and 2 w T k / t * P of gradients
+    ring        2 e T k / t * (P - 1)                        backward again, and 2 w T k / t * (P - 1) of gradients
     gathered    2 e T k / t * (P - 1)                        backward twice that: again, and scattered
     """
     given, size, model = config.parallel.context, ElementBytes.of(config), layer.model
@@ -155,7 +150,7 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     once = 2 * size.compute * tokens * kv * (ring - 1)
     if given.cp_comm_type == "all_gather":
         return ContextBytes(traded, once, 2 * once)
-    return ContextBytes(traded, once, once + 2 * size.wide * tokens * kv * ring)
+    return ContextBytes(traded, once, once + 2 * size.wide * tokens * kv * (ring - 1))
 
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:

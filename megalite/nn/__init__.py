@@ -18,6 +18,7 @@ A layer gets everything about the run from its `LayerContext` (`parallel.tensor`
 and computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
 """
 
+from megalite.nn.attention_context import context_attention
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding

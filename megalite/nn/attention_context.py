@@ -10,10 +10,12 @@ from torch import Tensor
 from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
 from megalite.nn.attention_core import AttentionCore
+from megalite.nn.attention_flash import FlashKernel, flash_works
 from megalite.nn.attention_tiles import TileKernel, WeightDropout
 from megalite.parallel.context import (
     gathered_attention,
     ring_attention,
+    sequence_order,
     trade_heads_for_tokens,
     trade_tokens_for_heads,
 )
@@ -42,19 +44,24 @@ def _over_ring(
 ) -> Tensor:
     ring, narrow = axes.ring, q.dtype
     assert microbatch.order is not None, "the micro-batch has not been cut"
-    places, starts = microbatch.order.chunk(ring.size), microbatch.document_starts
+    order, starts = microbatch.order, microbatch.document_starts
+    q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
+    drops = core.dropout > 0.0 and training
+    whole = starts is None and (core.window is None or core.window >= len(order))
+    kernel = TileKernel(q.shape[2])
+    if drops:
+        words = core.words(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q.shape[2], q.shape[3])
+        kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words))
+    elif whole and flash_works(q.device, q.dtype, q.shape[-1]):
+        kernel = FlashKernel(q.shape[2])
+        order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are told
+    places = order.chunk(ring.size)
     own = None if starts is None else starts.chunk(ring.size, 1)[ring.rank]
-    drop = None
-    if core.dropout > 0.0 and training:
-        words = core.words(microbatch.sample_ids, places[ring.rank], q.shape[2], q.shape[3])
-        drop = WeightDropout(core.dropout, words)
-    kernel = TileKernel(q.shape[2], drop)
-    q, k, v = (x.to(core.operand_dtype(q)) for x in (q, k, v))
 
     def sight(keys: Tensor) -> Visibility:
         return Visibility.of(places[ring.rank], keys, window=core.window, document_starts=own)
 
     if axes.gathers:
-        everywhere = torch.arange(len(microbatch.order), device=q.device)
+        everywhere = torch.arange(len(order), device=order.device)
         return gathered_attention(q, k, v, sight(everywhere), microbatch.order, ring, kernel).to(narrow)
     return ring_attention(q, k, v, lambda rank: sight(places[rank]), ring, kernel).to(narrow)

@@ -3,10 +3,9 @@
     fused     `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; stores nothing of size
               s x s
     blocked   `nn.attention_blocked`: products over blocks of queries, for sequences of up to 1,024 tokens on CPU
-    tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU; skips masked tiles
-    device    `nn.attention_device`: the same on a GPU, by the library's kernels
-    plain     products and a softmax: for dropout of attention weights (the library's kernels have no key), and for
-              scores in fp32 on request
+    tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU, skips masked tiles; dropout of
+              attention weights (the library's kernels have no key), and scores in fp32 on request
+    device    `nn.attention_device`: documents and windows on a GPU, by the library's kernels
 
 Which keys a query sees is a value that all of them read (`megalite.visibility`).
 
@@ -21,13 +20,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
 from megalite.nn.attention_blocked import blocked_attention
 from megalite.nn.attention_device import device_attention
-from megalite.nn.attention_tiles import tiled_attention
-from megalite.nn.dropout import combine, keyed_dropout
+from megalite.nn.attention_tiles import WeightDropout, tiled_attention
+from megalite.nn.dropout import combine
 from megalite.visibility import Visibility
 
 
@@ -69,26 +67,27 @@ class AttentionCore:
         sample_ids: int64 `[b]`, needed for dropout in training.
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
-        drop = self.dropout if training else 0.0
+        drops = self.dropout > 0.0 and training
         window = self.window if self.window is not None and self.window < k.shape[0] else None
         whole = window is None and document_starts is None
-        exact = drop > 0.0 or self._wants_fp32(q)
+        exact = drops or self._wants_fp32(q)
         if whole and not exact and self._prefers_blocked(q, k):
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
             return blocked_attention(packed.to(wide)).to(narrow)
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
-        if whole and not exact and not _compiler_narrows(q) and len(q) in (1, len(k)):
-            return fused_attention(q, k, v).to(narrow)
+        if whole and not exact and not _compiler_narrows(q.to(wide)) and len(q) in (1, len(k)):
+            return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(narrow)
         keys = torch.arange(len(k), device=k.device)
         sight = Visibility.of(keys[-len(q) :], keys, window=window, document_starts=document_starts)
-        if not exact:
-            y: Tensor = (tiled_attention if q.device.type == "cpu" else device_attention)(q, k, v, sight)
+        if not exact and q.device.type != "cpu":
+            y: Tensor = device_attention(q.to(wide), k.to(wide), v.to(wide), sight)
             return y.to(narrow)
-        inputs = (q, k, v, sight, sample_ids, drop)
-        if self.recompute and torch.is_grad_enabled():
-            y = checkpoint(self._plain, *inputs, use_reentrant=False, preserve_rng_state=False)
-            return y.to(narrow)
-        return self._plain(*inputs).to(narrow)
+        drop = None
+        if drops:
+            assert sample_ids is not None, "attention dropout needs the samples' numbers"
+            drop = WeightDropout(self.dropout, self.words(sample_ids, sight.queries, q.shape[2], q.shape[3]))
+        q, k, v = (x.to(self.tile_dtype(q)) for x in (q, k, v))
+        y = tiled_attention(q, k, v, sight, drop)
+        return y.to(narrow)
 
     def _prefers_blocked(self, q: Tensor, k: Tensor) -> bool:
         s, length = q.shape[0], k.shape[0]
@@ -102,36 +101,10 @@ class AttentionCore:
         narrow = (self.product_dtype or q.dtype).itemsize < 4
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
-    def operand_dtype(self, q: Tensor) -> torch.dtype:
-        """The dtype in which tiles are multiplied."""
-        return torch.float32 if self._wants_fp32(q) else self.product_dtype or q.dtype
-
-    def _plain(
-        self, q: Tensor, k: Tensor, v: Tensor, sight: Visibility, sample_ids: Tensor | None, drop: float
-    ) -> Tensor:
-        s, b, g, r, d = q.shape
-        length = k.shape[0]
-        q = (q * d**-0.5).permute(1, 2, 3, 0, 4).reshape(b * g, r * s, d)
-        k, v = (t.permute(1, 2, 0, 3).reshape(b * g, length, d) for t in (k, v))
-        if self.softmax_in_fp32:
-            exact = torch.promote_types(q.dtype, torch.float32)
-            q, k = q.to(exact), k.to(exact)
-        scores = torch.bmm(q, k.transpose(1, 2)).view(b, g, r, s, length)
-        allowed = sight.dense()
-        allowed = allowed if allowed.dim() == 2 else allowed[:, None, None]
-        scores = scores + torch.zeros((), dtype=scores.dtype, device=q.device).where(allowed, float("-inf"))
-        weights = torch.softmax(scores, -1).to(v.dtype)
-        if drop > 0.0:
-            assert sample_ids is not None, "attention dropout needs the samples' numbers"
-            weights = self._drop(weights, drop, sample_ids, sight.queries)
-        context = torch.bmm(weights.view(b * g, r * s, length), v).view(b, g, r, s, d)
-        return context.permute(3, 0, 1, 2, 4).reshape(s, b, g * r * d)
-
-    def _drop(self, weights: Tensor, p: float, sample_ids: Tensor, queries: Tensor) -> Tensor:
-        """weights `[b, g, r, s, k]`; keyed by sample, head, query and key."""
-        b, g, r, s, length = weights.shape
-        words = self.words(sample_ids, queries, g, r).view(b, g, s, r).transpose(2, 3).contiguous()
-        return keyed_dropout(weights, p, words, torch.arange(length, device=weights.device))
+    def tile_dtype(self, q: Tensor) -> torch.dtype:
+        """In which tiles multiply: their scores are as wide as their operands."""
+        wide = self.product_dtype or q.dtype
+        return torch.float32 if self.softmax_in_fp32 and wide.itemsize < 4 else wide
 
     def words(self, sample_ids: Tensor, queries: Tensor, g: int, r: int) -> Tensor:
         """What keys the dropout of the weights of queries at these positions, `[b * g, s * r]`."""

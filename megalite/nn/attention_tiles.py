@@ -21,7 +21,7 @@ b * g. Dropout drops elements of P after the sum, keyed by positions, so its bac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 
 def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
     """The tiles that somebody sees. groups: key heads of a sample where samples differ, all of them where not."""
-    queries, keys = _runs(sight.queries.tolist()), _runs(sight.keys.tolist())
+    queries, keys = runs(sight.queries), runs(sight.keys)
     samples = 1 if sight.first is None else len(sight.first)
     for sample in range(samples):
         heads = slice(sample * groups, (sample + 1) * groups) if samples > 1 else slice(None)
@@ -83,10 +83,11 @@ def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
                     yield Tile(heads, slice(low * r, high * r), columns, alone, edges)
 
 
-def _runs(positions: list[int]) -> list[tuple[int, int, int]]:
+def runs(positions: Tensor) -> list[tuple[int, int, int]]:
     """Consecutive positions as (begin, end, position of the first)."""
-    cuts = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
-    return [(a, b, positions[a]) for a, b in zip([0, *cuts], [*cuts, len(positions)], strict=True)]
+    begins = torch.cat((positions.new_zeros(1), (positions.diff() != 1).nonzero()[:, 0] + 1))
+    starts, firsts = begins.tolist(), positions[begins].tolist()
+    return list(zip(starts, [*starts[1:], len(positions)], firsts, strict=True))
 
 
 def _seen(keys: list[tuple[int, int, int]], low: int, high: int) -> Iterator[tuple[slice, int]]:
@@ -129,9 +130,13 @@ class TileKernel:
     groups: int
     drop: WeightDropout | None = None
 
+    def of_queries(self, rows: slice) -> TileKernel:
+        drop = self.drop
+        return self if drop is None else replace(self, drop=replace(drop, words=drop.words[:, rows]))
+
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
-        scaled = _heads_first(q * q.shape[-1] ** -0.5)
-        return scaled, _heads_first(k[:, :, :, None]), _heads_first(v[:, :, :, None])
+        scaled = heads_first(q * q.shape[-1] ** -0.5)
+        return scaled, heads_first(k[:, :, :, None]), heads_first(v[:, :, :, None])
 
     def result(self, out: Tensor, q: Tensor) -> Tensor:
         return _tokens_first(out, q.shape).flatten(2).to(q.dtype)
@@ -139,7 +144,7 @@ class TileKernel:
     def output_gradient(self, dy: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         delta = (dy.to(wide) * y.to(wide)).reshape(q.shape).sum(-1, keepdim=True)
-        return _heads_first(dy.reshape(q.shape)), _heads_first(delta)[..., 0]
+        return heads_first(dy.reshape(q.shape)), heads_first(delta)[..., 0]
 
     def input_gradients(self, grads: Operands, inputs: Operands) -> Operands:
         q, k, v = inputs
@@ -195,7 +200,7 @@ def _add(target: Tensor, a: Tensor, b: Tensor) -> None:
         target.add_(torch.bmm(a, b))
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def heads_first(x: Tensor) -> Tensor:
     """`[s, b, g, r, d]` -> `[b * g, s * r, d]`."""
     s, b, g, r, d = x.shape
     return x.permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 
 from equivalence.layouts import TINY, Layout, compare, train_body
 from megalite.comm.world import World
+from megalite.nn.attention_flash import FlashKernel
 from megalite.nn.attention_tiles import TileKernel
 from megalite.parallel.context import SequenceCut, ring
 from megalite.testing import run_ranks
@@ -115,15 +117,16 @@ class Stays:
 
 
 def lse_of_the_part():
-    right = TileKernel.backward
+    """Of a part of the keys, where backward wants that of all of them."""
+    right = {kind: kind.backward for kind in (TileKernel, FlashKernel)}
 
     def backward(self, grads, dy, delta, lse, operands, sight):
         out, part = ring.empty_result(operands[0])
         self.forward(out, part, operands, sight)
         seen = part.isfinite()
-        right(self, grads, dy, delta, part.where(seen, lse), operands, sight)
+        right[type(self)](self, grads, dy, delta, part.where(seen, lse), operands, sight)
 
-    return patch.object(TileKernel, "backward", backward)
+    return patch.multiple(TileKernel, backward=backward), patch.multiple(FlashKernel, backward=backward)
 
 
 def mean_over_ranks_of_means():
@@ -165,7 +168,10 @@ MUTATIONS = [
 
 def losses_body(world: World, argv: list[str], name: str) -> list[float]:
     (mutation,) = [m for m in MUTATIONS if m.__name__ == name]
-    with mutation():
+    made = mutation()
+    with ExitStack() as stack:
+        for each in made if isinstance(made, tuple) else (made,):
+            stack.enter_context(each)
         return train_body(world, argv, 3)[0]
 
 

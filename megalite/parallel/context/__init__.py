@@ -16,7 +16,7 @@ with two levels heads are traded inside, keys and values passed round outside.
     sequence.py     the order of positions; the cut of a micro-batch, which happens in one place
 
 Public names: `SequenceCut`, `sequence_order`, `ring_attention`, `gathered_attention`, `AttentionKernel`, `Operands`,
-`trade_tokens_for_heads`, `trade_heads_for_tokens`.
+`empty_result`, `trade_tokens_for_heads`, `trade_heads_for_tokens`.
 
 Invariant: losses, gradients and norms are those of one process up to the order of additions, at every size and kind,
 and no checkpoint knows either. Proof: `tests/distributed/parallel/context/`, `tests/equivalence/`.
@@ -24,5 +24,5 @@ and no checkpoint knows either. Proof: `tests/distributed/parallel/context/`, `t
 
 from megalite.parallel.context.gathered import gathered_attention
 from megalite.parallel.context.heads import trade_heads_for_tokens, trade_tokens_for_heads
-from megalite.parallel.context.ring import AttentionKernel, Operands, ring_attention
+from megalite.parallel.context.ring import AttentionKernel, Operands, empty_result, ring_attention
 from megalite.parallel.context.sequence import SequenceCut, sequence_order

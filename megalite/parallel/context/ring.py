@@ -1,16 +1,18 @@
 """Ring attention: keys and values go round the ranks, each of which computes what its own queries see of them.
 
     step        0       1       2       3           forward: send on what is here, attend to it meanwhile
-    rank 0    kv 0    kv 3    kv 2    kv 1          backward: the same again; the gradient of what is here follows it
-    rank 1    kv 1    kv 0    kv 3    kv 2          one hop behind, and is home after as many hops as there are ranks
+    rank 0    kv 0    kv 3    kv 2    kv 1          backward: the same again; the gradient of what others lent follows
+    rank 1    kv 1    kv 0    kv 3    kv 2          it one hop behind, and comes home after the last step
 
 Only this rank's own keys and values are kept from forward to backward. Partial results are merged by the logarithm of
-their sums; backward uses the final ones, and `delta = rowsum(dO * O)` of the final result.
+their sums; backward uses the final ones, and `delta = rowsum(dO * O)` of the final result. Backward computes half of
+what concerns its own keys first, while the first of the others' travel, and half last, while its gradient comes home:
+every message has work to hide behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -30,6 +32,9 @@ class AttentionKernel(Protocol):
     Outside, queries are `[s, b, g, r, d]`, keys and values `[k, b, g, d]`, results `[s, b, g * r * d]`.
     """
 
+    def of_queries(self, rows: slice) -> AttentionKernel:
+        """The kernel of these rows of its queries alone."""
+
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """In its layout, queries scaled."""
 
@@ -37,7 +42,8 @@ class AttentionKernel(Protocol):
         """Back from its layout, in the dtype of the queries."""
 
     def output_gradient(self, dy: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """(that of the result in its layout, delta `[n, s]` in fp32 or wider)."""
+        """(that of the result in its layout, delta `[n, s]` in fp32 or wider; the result `[n, s, d]` itself in place
+        of delta for a kernel that computes it)."""
 
     def input_gradients(self, grads: Operands, inputs: Operands) -> Operands:
         """Back from its layout, in the dtypes of the inputs."""
@@ -90,17 +96,32 @@ class _RingAttention(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
         axis, kernel = ctx.axis, ctx.kernel
-        queries, *here = kernel.operands(q, k, v)
-        dy, delta = kernel.output_gradient(dy, y, q)
-        dq, following = torch.zeros(queries.shape, dtype=lse.dtype, device=q.device), None
-        for step in range(axis.size):
-            coming = start_shift(torch.stack(here), axis) if step + 1 < axis.size else None
-            mine = torch.zeros((2, *here[0].shape), dtype=lse.dtype, device=q.device)
-            sight = ctx.sights((axis.rank - step) % axis.size)
-            kernel.backward((dq, mine[0], mine[1]), dy, delta, lse, (queries, here[0], here[1]), sight)
-            if following is not None:
-                mine += following.wait()
-            following = start_shift(mine, axis, gradient=True) if axis.size > 1 else None
-            here = here if coming is None else list(coming.wait())
-        dk, dv = mine if following is None else following.wait()
-        return *kernel.input_gradients((dq, dk, dv), (q, k, v)), None, None, None
+        queries, *own = kernel.operands(q, k, v)
+        rows = (torch.zeros(queries.shape, dtype=lse.dtype, device=q.device), *kernel.output_gradient(dy, y, q), lse)
+        coming, returning = start_shift(torch.stack(own), axis) if axis.size > 1 else None, None
+        half = len(q) // 2 if axis.size > 1 else 0
+
+        def gradient(keys: Sequence[Tensor], rank: int, part: slice, kept: Tensor) -> None:
+            sight = ctx.sights(rank).of_queries(part)
+            r = queries.shape[1] // len(q)
+            at = slice(part.start * r, part.stop * r)
+            dq, dresult, delta, sums = (x[:, at] for x in rows)
+            own_kernel = kernel.of_queries(at)
+            own_kernel.backward((dq, kept[0], kept[1]), dresult, delta, sums, (queries[:, at], keys[0], keys[1]), sight)
+
+        dkv = torch.zeros((2, *own[0].shape), dtype=lse.dtype, device=q.device)
+        if half:
+            gradient(own, axis.rank, slice(0, half), dkv)
+        for step in range(1, axis.size):
+            assert coming is not None
+            here = coming.wait()
+            coming = start_shift(here, axis) if step + 1 < axis.size else None
+            lent = torch.zeros_like(dkv)
+            gradient(here.unbind(), (axis.rank - step) % axis.size, slice(0, len(q)), lent)
+            if returning is not None:
+                lent += returning.wait()
+            returning = start_shift(lent, axis, gradient=True)
+        gradient(own, axis.rank, slice(half, len(q)), dkv)
+        if returning is not None:
+            dkv += returning.wait()
+        return *kernel.input_gradients((rows[0], dkv[0], dkv[1]), (q, k, v)), None, None, None

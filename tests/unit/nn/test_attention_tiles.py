@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megalite.nn import attention_tiles
 from megalite.nn.attention_core import AttentionCore
-from megalite.nn.attention_tiles import WeightDropout, tiled_attention, tiles
+from megalite.nn.attention_tiles import tiled_attention, tiles
+from megalite.nn.dropout import keyed_dropout
 from megalite.visibility import Visibility
 
 
@@ -53,7 +54,7 @@ def test_tiles_are_the_textbook(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(attention_tiles, "QUERY_TILE", rng.choice([4, 7, 64]))
     monkeypatch.setattr(attention_tiles, "KEY_SPAN", rng.choice([5, 16, 4096]))
     s, b = rng.choice([9, 33, 50]), rng.choice([1, 2])
-    inputs = heads(s, b, 2, rng.choice([1, 3]))
+    inputs = heads(s, b, 2, rng.choice([1, 3]), rng.choice([1, 8, 20]))
     window = rng.choice([None, 1, 3, 11, 100])
     starts = rng.choice([None, starts_of(random_documents(s, b, rng))])
     expected = textbook(*inputs, window, starts)
@@ -72,16 +73,29 @@ def test_tiles_are_the_textbook(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
             torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
 
 
+def whole_matrices(q: Tensor, k: Tensor, v: Tensor, sight: Visibility, p: float, words: Tensor) -> Tensor:
+    """Products of all queries and keys, a softmax, dropout of the matrix of weights."""
+    s, b, g, r, d = q.shape
+    scores = torch.einsum("sbgrd,kbgd->bgsrk", q, k) / d**0.5
+    scores = scores.masked_fill(~sight.dense()[:, None, :, None], float("-inf"))
+    weights = keyed_dropout(scores.softmax(-1), p, words.view(b, g, s, r), torch.arange(len(k)))
+    return torch.einsum("bgsrk,kbgd->sbgrd", weights, v).reshape(s, b, g * r * d)
+
+
 def test_dropout_in_tiles_is_that_of_whole_matrices() -> None:
     q, k, v = heads(50, 2, 2, 3)
     at, samples = torch.arange(50), torch.tensor([5, 9])
-    sight = Visibility.of(at, at, window=None, document_starts=starts_of([[20, 30], [50]]))
+    starts = starts_of([[20, 30], [50]])
+    sight = Visibility.of(at, at, window=None, document_starts=starts)
     core = AttentionCore(dropout=0.3, key=torch.tensor(7), first_head=6)
     dy = torch.randn(50, 2, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    drop = WeightDropout(0.3, core.words(samples, sight.queries, 2, 3))
+    words = core.words(samples, sight.queries, 2, 3)
     found, expected = (
         (y, *torch.autograd.grad(y, (q, k, v), dy))
-        for y in (tiled_attention(q, k, v, sight, drop), core._plain(q, k, v, sight, samples, 0.3))
+        for y in (
+            core(q, k, v, document_starts=starts, sample_ids=samples, training=True),
+            whole_matrices(q, k, v, sight, 0.3, words),
+        )
     )
     for a, e in zip(found, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)

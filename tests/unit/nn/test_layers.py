@@ -82,7 +82,7 @@ def test_both_ways_of_attention_are_the_textbook(s: int, length: int, r: int, do
     q, k, v = inputs
     at = torch.arange(length)
     sight = Visibility.of(at[-s:], at, window=None, document_starts=None if starts is None else starts[:, -s:])
-    ways = [AttentionCore()._plain(*inputs, sight, None, 0.0), tiled_attention(*inputs, sight)]
+    ways = [tiled_attention(*inputs, sight)]
     if starts is None and s in (1, length):
         ways.append(fused_attention(*inputs))
     if starts is None and s == length:
@@ -133,9 +133,13 @@ def test_softmax_in_fp32_is_closer_to_the_truth() -> None:
     inputs = qkv(64, 64, 1, torch.bfloat16)
     wide = tuple(t.detach().double() for t in inputs)
     truth = fused_attention(*wide)  # type: ignore[arg-type]
-    sight = Visibility(torch.arange(64), torch.arange(64))
     errors = {
-        flag: (AttentionCore(softmax_in_fp32=flag)._plain(*inputs, sight, None, 0.0) - truth).norm()
+        flag: (
+            AttentionCore(softmax_in_fp32=flag, dropout=1e-15, key=torch.tensor(3))(
+                *inputs, sample_ids=torch.arange(2), training=True
+            )
+            - truth
+        ).norm()
         for flag in (False, True)
     }
     assert errors[True] < errors[False]

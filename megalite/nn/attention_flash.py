@@ -1,0 +1,169 @@
+"""Attention to a part of the keys by the library's fused kernels, which give the logarithm of each query's sum (`lse`).
+
+A ring sees the keys in parts. What a part holds for queries at rising positions is a few rectangles: whole ones, which
+lie before the queries, and squares on the diagonal, which are causal::
+
+    rank 0 of 2     keys 0    keys 3        keys 1    keys 2        its own: one causal square
+    chunk 0         causal                                          rank 1's: one whole rectangle
+    chunk 3         causal    causal        whole     whole
+
+The kernel's backward computes P = exp(S - lse) and delta = rowsum(dO * O) from what it is given, so with the final lse
+and result it gives each rectangle's share of the gradient (FlashAttention-2, arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.nn.attention_tiles import TileKernel, heads_first, runs
+from megalite.parallel.context import Operands, empty_result
+from megalite.visibility import Visibility
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+WIDEST_HEAD = 256
+
+
+def rectangles(sight: Visibility) -> Iterator[tuple[slice, slice, bool]]:
+    """(queries, keys, whether causal) of all that is seen, for queries and keys at rising positions; whoever sees
+    some later key than its first query's has the keys of all its positions."""
+    queries, keys = sight.queries, sight.keys
+    if len(queries) == len(keys) and bool((queries == keys).all()):
+        yield slice(0, len(queries)), slice(0, len(keys)), True
+        return
+    whole: list[tuple[int, int, int]] = []  # (begin, end, keys before); neighbours that see the same are one
+    for begin, end, position in runs(queries):
+        before = int(torch.searchsorted(keys, position))
+        if whole and whole[-1][1:] == (begin, before):
+            whole[-1] = (whole[-1][0], end, before)
+        else:
+            whole.append((begin, end, before))
+        seen = int(torch.searchsorted(keys, position + end - begin))
+        if seen > before:
+            assert seen - before == end - begin, "keys on the diagonal that are not the queries' own"
+            yield slice(begin, end), slice(before, seen), True
+    for begin, end, before in whole:
+        if before:
+            yield slice(begin, end), slice(0, before), False
+
+
+class FlashKernel(TileKernel):
+    """`parallel.context.AttentionKernel` of the library. Causal: documents, windows and dropout are for tiles."""
+
+    def output_gradient(self, dy: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        return heads_first(dy.reshape(q.shape)), heads_first(y.reshape(q.shape))
+
+    def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
+        q, k, v = operands
+        r = q.shape[1] // len(sight.queries)
+        for queries, keys, causal in rectangles(sight):
+            rows = slice(queries.start * r, queries.stop * r)
+            part, here = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
+            here = _flat(here[..., None])[..., 0].to(lse.dtype)
+            there, sums = out[:, rows], lse[:, rows]
+            new = torch.logaddexp(sums, here)
+            there.mul_((sums - new).exp_()[..., None])
+            there.addcmul_(_flat(part).to(out.dtype), (here - new).exp_()[..., None])
+            sums.copy_(new)
+
+    def backward(
+        self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
+    ) -> None:
+        """delta: the final result."""
+        q, k, v = operands
+        r = q.shape[1] // len(sight.queries)
+        for queries, keys, causal in rectangles(sight):
+            rows = slice(queries.start * r, queries.stop * r)
+            inputs = _by_heads(r, q[:, rows], k[:, keys], v[:, keys])
+            result, dresult, sums = (_rows_by_heads(x[:, rows], r) for x in (delta, dy, lse[..., None]))
+            dq, dk, dv = _attend_backward(dresult, *inputs, result, sums[..., 0], causal)
+            grads[0][:, rows] += _flat(dq)
+            grads[1][:, keys] += dk.sum(1) if r > 1 else dk[:, 0]
+            grads[2][:, keys] += dv.sum(1) if r > 1 else dv[:, 0]
+
+
+def _rows_by_heads(x: Tensor, r: int) -> Tensor:
+    """`[n, s * r, d]` -> `[n, r, s, d]`."""
+    split: Tensor = x.unflatten(1, (-1, r))
+    return split.transpose(1, 2)
+
+
+def _by_heads(r: int, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    """For the kernels: as many heads of keys as of queries, none of them copied."""
+    n, length, d = k.shape
+    return _rows_by_heads(q, r), k[:, None].expand(n, r, length, d), v[:, None].expand(n, r, length, d)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[n, r, s, d]` -> `[n, s * r, d]`."""
+    return x.transpose(1, 2).flatten(1, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(result `[n, r, s, d]`, lse `[n, r, s]`); queries are scaled."""
+    found: Any
+    if q.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=1.0)
+    else:
+        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=1.0)
+    return found[0], found[1]
+
+
+def _attend_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    found: Any
+    if q.device.type == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = backward(dy, q, k, v, y, lse, 0.0, causal, scale=1.0)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_backward
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
+        lengths = (None, None, q.shape[2], k.shape[2])
+        found = backward(dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, seed, seed[0].clone(), scale=1.0)
+    return found[0], found[1], found[2]
+
+
+def flash_works(device: torch.device, dtype: torch.dtype, d: int) -> bool:
+    """Whether the library has such kernels for heads of `d` channels, found out once by comparing them with tiles."""
+    return d % 8 == 0 and d <= WIDEST_HEAD and _gives_what_tiles_give(device, dtype)
+
+
+@functools.cache
+def _gives_what_tiles_give(device: torch.device, dtype: torch.dtype) -> bool:
+    """In the second quarter and the last of a sequence: squares on the diagonal and whole rectangles, merged."""
+    at = torch.arange(256)
+    queries = torch.cat((at[64:128], at[192:]))
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256))
+    case = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    try:
+        found = _gradients(FlashKernel(2), Visibility(queries, at), *case)
+        expected = _gradients(TileKernel(2), Visibility(queries.to(device), at.to(device)), *case)
+        worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+    except Exception as error:  # whatever a library that cannot do it raises
+        logger.debug("attention kernel with log-sums: %s", error)
+        return False
+    return worst < 0.02
+
+
+@torch.no_grad()
+def _gradients(
+    kernel: TileKernel, sight: Visibility, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
+) -> tuple[Tensor, ...]:
+    """(result, dq, dk, dv)."""
+    operands = kernel.operands(q, k, v)
+    out, lse = empty_result(operands[0])
+    kernel.forward(out, lse, operands, sight)
+    y = kernel.result(out, q)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in operands)
+    grads = (dq, dk, dv)
+    kernel.backward(grads, *kernel.output_gradient(dy, y, q), lse, operands, sight)
+    return y, *kernel.input_gradients(grads, (q, k, v))
