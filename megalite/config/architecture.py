@@ -16,6 +16,7 @@ from megalite.config.reader import GivenOption
 from megalite.config.root import Config
 from megalite.config.schema import flat
 from megalite.config.values import show
+from megalite.errors import ConfigError
 
 # These change how the model is trained or held, not which function of the weights it is.
 FREE = frozenset(
@@ -57,6 +58,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["max_position_embeddings"] = None
     if model.position_embedding_type != "rope":
         values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
+    values["window_attn_skip_freq"] = _mixed(model, model.window_attn_skip_freq, model.has_window)
+    values["no_rope_freq"] = _mixed(model, model.no_rope_freq, lambda index: not model.has_rope(index))
     if not values["use_rope_scaling"]:
         values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None, "rope_scaling_type": None}
     if model.experts.num_experts is None:
@@ -70,6 +73,17 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["moe_layer_freq"] = layer_pattern(layers)
         values |= {"ffn_hidden_size": None} if all(layers) else {}
     return values
+
+
+def _mixed(model: ModelConfig, pattern: str | None, has: Callable[[int], bool]) -> str | None:
+    """The pattern as a list where it makes layers differ; as it is where it is malformed, which validation reports."""
+    if pattern is None:
+        return None
+    try:
+        layers = [has(index) for index in range(model.num_layers)]
+    except ConfigError:
+        return pattern
+    return ",".join(str(int(layer)) for layer in layers) if len(set(layers)) == 2 else None
 
 
 def architecture_differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.experts import Experts, sparse_layers
+from megalite.config.layer_pattern import layer_pattern
 from megalite.config.schema import Spelled, option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
@@ -84,6 +85,17 @@ class ModelConfig:
     rope_scaling: RopeScaling = RopeScaling()
     window_size: int | None = option(
         None, "sliding window: a token attends to itself and the N - 1 before it; unset: to all before it", ge=1
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "layers without the window: N, every N-th; or a list, 1 with it and 0 without: '([1]*3+[0])*2'",
+        metavar="N|LIST",
+        needs="window_size",
+    )
+    no_rope_freq: str | None = option(
+        None,
+        "layers without RoPE (NoPE): N, every N-th; or a list, 1 without and 0 with it: '([0]*3+[1])*2'",
+        metavar="N|LIST",
     )
     use_parallel_residual: bool = option(
         False, "attention and MLP of a block both read its input and are added together (GPT-NeoX)"
@@ -197,6 +209,37 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    def has_window(self, index: int) -> bool:
+        """Whether block `index` has the window. `--window-attn-skip-freq N` leaves out layers N, 2N, ... (from 1 on).
+
+        ConfigError for a malformed pattern, as of the next two.
+        """
+        if self.window_size is None or self.window_attn_skip_freq is None:
+            return self.window_size is not None
+        pattern = layer_pattern("--window-attn-skip-freq", self.window_attn_skip_freq, self.num_layers)
+        return bool((index + 1) % pattern if isinstance(pattern, int) else pattern[index])
+
+    def has_rope(self, index: int) -> bool:
+        """Whether block `index` rotates queries and keys. `--no-rope-freq N` leaves out layers N, 2N, ..., counted from
+        1."""
+        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
+            return self.position_embedding_type == "rope"
+        pattern = layer_pattern("--no-rope-freq", self.no_rope_freq, self.num_layers)
+        return bool((index + 1) % pattern if isinstance(pattern, int) else not pattern[index])
+
+    def for_layer(self, index: int) -> ModelConfig:
+        """What block `index` is built with: its window, its rotation."""
+        if self.window_attn_skip_freq is None and self.no_rope_freq is None:
+            return self
+        kind = self.position_embedding_type
+        return replace(
+            self,
+            window_size=self.window_size if self.has_window(index) else None,
+            window_attn_skip_freq=None,
+            position_embedding_type="none" if kind == "rope" and not self.has_rope(index) else kind,
+            no_rope_freq=None,
+        )
 
     def for_stage(self, stage: int) -> ModelConfig:
         """What stage `stage` of the pipeline is built with: of several numbers of recomputed layers its own."""

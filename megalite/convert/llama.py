@@ -112,20 +112,41 @@ def _write_mistral(model: ModelConfig) -> Mapping[str, Any]:
     return write_shape(model) | {"sliding_window": model.window_size}
 
 
-def _read_qwen_window(fields: Fields) -> int | None:
-    """All layers have the window or none; a mixture is refused."""
+QWEN_LAYERS = {"full_attention": "0", "sliding_attention": "1"}
+
+
+def _read_qwen_window(fields: Fields) -> dict[str, Any]:
+    """The first `max_window_layers` layers have none; `layer_types`, where it is there, says it of each."""
+    layers, kinds = fields.integer("num_hidden_layers"), fields.get("layer_types")
     if not fields.flag("use_sliding_window", False):
-        return None
-    if fields.get("max_window_layers") != 0:
-        raise fields.wrong("max_window_layers", fields.get("max_window_layers"), "not supported (only 0)")
-    return fields.integer("sliding_window")
+        if isinstance(kinds, list) and set(map(str, kinds)) != {"full_attention"}:
+            raise fields.wrong("layer_types", kinds, "not supported without use_sliding_window")
+        return {}
+    first = fields.get("max_window_layers", 28)
+    if type(first) is not int or first < 0:
+        raise fields.wrong("max_window_layers", first, "is not a number of layers")
+    first = min(first, layers)
+    if kinds is None:
+        pattern = f"[0]*{first}+[1]*{layers - first}"
+    elif isinstance(kinds, list) and len(kinds) == layers and all(kind in QWEN_LAYERS for kind in kinds):
+        pattern = ",".join(QWEN_LAYERS[kind] for kind in kinds)
+        first = 0 if "0" not in pattern else layers if "1" not in pattern else 1
+    else:
+        raise fields.wrong("layer_types", kinds, f"is not a list of {layers} of {', '.join(QWEN_LAYERS)}")
+    if first == layers:
+        return {}
+    return {"window_size": fields.integer("sliding_window"), "window_attn_skip_freq": pattern if first else None}
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
+    windows = [model.has_window(index) for index in range(model.num_layers)]
+    first = windows.index(True) if any(windows) else model.num_layers
+    kinds = [kind for window in windows for kind, number in QWEN_LAYERS.items() if number == str(int(window))]
     return write_shape(model) | {
-        "use_sliding_window": model.window_size is not None,
+        "use_sliding_window": any(windows),
         "sliding_window": model.window_size,
-        "max_window_layers": 0 if model.window_size is not None else model.num_layers,
+        "max_window_layers": first,
+        **({} if all(windows[first:]) else {"layer_types": kinds}),
     }
 
 
@@ -135,7 +156,7 @@ def write_qwen3(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen2(fields: Fields) -> ModelConfig:
-    return read_shape(fields, add_qkv_bias=True, window_size=_read_qwen_window(fields))
+    return read_shape(fields, add_qkv_bias=True, **_read_qwen_window(fields))
 
 
 def read_qwen3(fields: Fields) -> ModelConfig:
@@ -145,7 +166,7 @@ def read_qwen3(fields: Fields) -> ModelConfig:
         fields,
         qk_layernorm=True,
         kv_channels=fields.integer("head_dim", 128),
-        window_size=_read_qwen_window(fields),
+        **_read_qwen_window(fields),
     )
 
 

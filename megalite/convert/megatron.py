@@ -184,8 +184,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (0,),
-    "no_rope_freq": (None,),
-    "window_attn_skip_freq": (None,),
     "softmax_type": ("vanilla",),
     "qk_l2_norm": (False,),
     "attention_output_gate": (False,),
@@ -227,6 +225,8 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
         seq_length=min(fields.integer("seq_length", positions), positions),
         max_position_embeddings=positions,
         window_size=_window(fields),
+        window_attn_skip_freq=_pattern(fields, "window_attn_skip_freq") if fields.get("window_size") else None,
+        no_rope_freq=_pattern(fields, "no_rope_freq"),
         normalization=fields.choice("normalization", {"LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"}, "LayerNorm"),
         norm_epsilon=fields.number("norm_epsilon", fields.number("layernorm_epsilon", 1e-5)),
         activation=activation,
@@ -294,6 +294,17 @@ def _window(fields: Fields) -> int | None:
     return int(window[0]) + 1
 
 
+def _pattern(fields: Fields, key: str) -> str | None:
+    """A number, or a list of 0 and 1 for each layer; 0 is none."""
+    value = fields.get(key) or None
+    if value is None or (type(value) is int and value > 0):
+        return None if value is None else str(value)
+    layers = fields.integer("num_layers")
+    if not isinstance(value, list) or len(value) != layers or any(entry not in (0, 1) for entry in value):
+        raise fields.wrong(key, value, f"is not a number, nor a list of {layers} of 0 and 1")
+    return f"[{','.join(str(int(entry)) for entry in value)}]"
+
+
 def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     """The entries of `args` that are the model's. Raises ConfigError for what Megatron-LM has not."""
     legacy = implementation == "legacy"
@@ -333,6 +344,8 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         "add_qkv_bias": model.add_qkv_bias,
         "qk_layernorm": model.qk_layernorm and not legacy,
         "window_size": None if model.window_size is None or legacy else [model.window_size - 1, 0],
+        "window_attn_skip_freq": _each(model, model.has_window) if model.window_attn_skip_freq and not legacy else None,
+        "no_rope_freq": _each(model, lambda i: not model.has_rope(i)) if model.no_rope_freq and not legacy else None,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
@@ -346,6 +359,10 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     if lost:
         raise ConfigError(f"Megatron-LM ({implementation}) has no such model: {', '.join(lost)}")
     return args
+
+
+def _each(model: ModelConfig, has: Callable[[int], bool]) -> list[int]:
+    return [int(has(index)) for index in range(model.num_layers)]
 
 
 def _whole(number: float) -> float | int:

@@ -286,7 +286,7 @@ def _head(model: ModelConfig) -> Layer:
 def block_models(model: ModelConfig) -> Sequence[ModelConfig]:
     """The configuration as each block has it: the place where blocks begin to differ."""
     dense = replace(model, experts=Experts())
-    return [model if sparse else dense for sparse in model.sparse_layers]
+    return [(model if sparse else dense).for_layer(i) for i, sparse in enumerate(model.sparse_layers)]
 
 
 @lru_cache(maxsize=256)

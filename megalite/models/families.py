@@ -26,9 +26,10 @@ class LayerSpec:
 def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
     """Embedding, L pre-norm blocks, head: everything that differs between gpt and llama is in the configuration."""
     rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-    blocks = [
-        LayerSpec(f"layers.{i}", partial(Block, own, i, rotary=rotary)) for i, own in enumerate(block_models(config))
-    ]
+    blocks = []
+    for i, own in enumerate(block_models(config)):
+        turned = rotary if own.position_embedding_type == "rope" else None
+        blocks.append(LayerSpec(f"layers.{i}", partial(Block, own, i, rotary=turned)))
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", partial(Head, config))]
 
 

@@ -258,4 +258,7 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     model += pick(
         [[], ["--clip-grad", "0"], ["--calculate-per-token-loss"], ["--eod-mask-loss", "--calculate-per-token-loss"]]
     )
-    return model + pick([[], [], ["--reset-position-ids", "--reset-attention-mask"]])
+    model += pick([[], [], ["--reset-position-ids", "--reset-attention-mask"]])
+    unlike = ["--window-size", "5", "--window-attn-skip-freq", "2"]
+    unlike += ["--no-rope-freq", "2"] if "rope" in family or "llama" in family else []
+    return model + pick([[], [], unlike])

@@ -35,6 +35,7 @@ MASKS = {
     "one document": (),
     "documents": ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--calculate-per-token-loss"),
     "window": ("--window-size", "5"),
+    "layers that differ": ("--window-size", "5", "--window-attn-skip-freq", "2", "--no-rope-freq", "[1,0]"),
     "dropout": ("--attention-dropout", "0.2", "--hidden-dropout", "0.1"),
     "documents, window, dropout": ("--reset-attention-mask", "--window-size", "6", "--attention-dropout", "0.2"),
 }
@@ -70,6 +71,8 @@ def check(kind: str, family: str, mask: str, beside: str) -> None:
         ("all-to-all", "llama GQA", "window", "dp2 zero3"),
         ("all-to-all", "gpt", "documents, window, dropout", "pp2 zero2 recomputed"),
         ("two levels", "gpt", "documents, window, dropout", "alone"),
+        ("ring", "llama GQA", "layers that differ", "pp2 2bw"),
+        ("all-to-all", "llama GQA", "layers that differ", "alone"),
     ],
 )
 def test_a_cut_sequence_is_a_whole_one(kind: str, family: str, mask: str, beside: str) -> None:
@@ -81,13 +84,16 @@ def test_every_kind_beside_every_axis() -> None:
     rng = random.Random(0)
     for kind, family, mask, beside in itertools.product(KINDS, FAMILIES, MASKS, BESIDE):
         trades = kind in ("all-to-all", "two levels")
+        if mask == "layers that differ" and family == "gpt":
+            continue
         if not (trades and family == "llama GQA" and "tp2" in beside) and rng.random() < 0.5:
             check(kind, family, mask, beside)
 
 
 @pytest.mark.parametrize("kind", ["ring", "all-gather"])
 def test_four_ranks_a_sequence(kind: str) -> None:
-    compare(Layout(FAMILIES["llama GQA"], ("--micro-batch-size", "1", "--context-parallel-size", "4", *KINDS[kind]), 4))
+    model = (*FAMILIES["llama GQA"], *MASKS["layers that differ"])
+    compare(Layout(model, ("--micro-batch-size", "1", "--context-parallel-size", "4", *KINDS[kind]), 4))
 
 
 # ---- ways to be quietly wrong ----------------------------------------------------------------------------------------

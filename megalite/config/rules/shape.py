@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.layer_pattern import layer_pattern
+from megalite.config.model import ModelConfig
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, divisors, listed, multiples_around
 from megalite.config.values import show
+from megalite.errors import ConfigError
 
 
 def model_shape(config: Config, world_size: int) -> Iterator[str]:
@@ -33,6 +36,27 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
             f"--hidden-size={hidden}: the default MLP width of --activation={model.activation} would be 0; "
             "give --ffn-hidden-size"
         )
+    yield from _layer_patterns(model)
+
+
+def _layer_patterns(model: ModelConfig) -> Iterator[str]:
+    """Lists of layers that are none, or that leave nothing of what they speak of."""
+    skips, nope = model.window_attn_skip_freq, model.no_rope_freq
+    for flag, text in (("--window-attn-skip-freq", skips), ("--no-rope-freq", nope)):
+        if text is not None:
+            try:
+                pattern = layer_pattern(flag, text, model.num_layers)
+            except ConfigError as error:
+                yield str(error)
+                continue
+            if flag == "--no-rope-freq" and isinstance(pattern, int) and model.num_layers % pattern:
+                near = multiples_around(model.num_layers, pattern)
+                yield f"{flag}={text}: does not divide --num-layers={model.num_layers}; give a list, or {near} layers"
+            windows = map(model.has_window, range(model.num_layers))
+            if flag == "--window-attn-skip-freq" and model.window_size is not None and not any(windows):
+                yield f"{flag}={text}: leaves no layer with --window-size={model.window_size}; drop both"
+    if nope is not None and model.position_embedding_type != "rope":
+        yield f"--no-rope-freq={nope}: needs --position-embedding-type=rope"
 
 
 def recompute(config: Config, world_size: int) -> Iterator[str]:

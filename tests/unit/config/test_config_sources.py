@@ -195,7 +195,10 @@ def test_every_field_has_help_and_an_unambiguous_name() -> None:
     for option in options.values():
         assert option.help and not option.help.endswith("."), option.name
         assert option.name == option.name.lower()
-        assert not option.name.startswith("no_"), f"{option.flag}: --no- is the form of switching off"
+        # Megatron-LM's --no-rope-freq: there is no flag that it could switch off
+        switches_off = option.name.startswith("no_") and option.name.removeprefix("no_") in options
+        assert option.name == "no_rope_freq" or not option.name.startswith("no_"), f"{option.flag}: --no- switches off"
+        assert not switches_off, option.flag
 
 
 def test_no_flag_is_a_proper_prefix_of_one_of_torchrun() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megalite.checkpoint import verify_checkpoint
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
 from megalite.convert.megatron import write_args
-from megalite.convert.registry import read_model
+from megalite.convert.registry import family_of, read_model
 from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference
 from megalite.microbatch import Microbatch
@@ -65,6 +66,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", GATED | dict(sliding_window=None)),
     "qwen2": ("Qwen2", GATED | dict(rms_norm_eps=1e-5)),
     "qwen2-window": ("Qwen2", GATED | dict(use_sliding_window=True, sliding_window=6, max_window_layers=0)),
+    "qwen2-window-behind": ("Qwen2", GATED | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
+    "qwen3-layer-types": (
+        "Qwen3",
+        GATED
+        | dict(
+            head_dim=16,
+            use_sliding_window=True,
+            sliding_window=3,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
     "qwen3": ("Qwen3", GATED | dict(head_dim=16, tie_word_embeddings=True)),
     "mixtral": ("Mixtral", GATED | dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "mixtral-window": ("Mixtral", GATED | dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=6)),
@@ -177,3 +189,42 @@ def test_megatron_has_no_other_first_length() -> None:
     model = ModelConfig(**shape, position_embedding_type="rope", rope_scaling=scaling)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rope_scaling_original_length|rope-scaling-original-length"):
         write_args(model, "transformer_engine")
+
+
+def test_megatron_has_no_yarn() -> None:
+    scaling = RopeScaling(use_rope_scaling=True, rope_scaling_type="yarn")
+    shape = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=20)
+    model = ModelConfig(**shape, position_embedding_type="rope", rope_scaling=scaling)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^Megatron-LM \(local\) has no such model: --rope-scaling-type=yarn"):
+        write_args(model, "local")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            dict(layer_types=["full_attention"]),
+            "c: layer_types .* is not a list of 2 of full_attention, sliding_attention",
+        ),
+        (dict(layer_types=["full_attention", "chunked"]), "c: layer_types .* is not a list of 2"),
+        (
+            dict(use_sliding_window=False, layer_types=["full_attention", "sliding_attention"]),
+            "c: layer_types .* not supported without use_sliding_window",
+        ),
+        (dict(max_window_layers=-1), "c: max_window_layers '-1' is not a number of layers"),
+        (dict(sliding_window=None), "c: sliding_window is missing"),
+    ],
+)
+def test_windows_of_layers_that_make_no_sense(changes: dict[str, Any], line: str) -> None:
+    values = GATED | dict(model_type="qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        read_model(values | changes, "c")
+
+
+def test_a_mistral_has_one_window() -> None:
+    """A model of unlike layers is none of theirs: refused by name, not written without the pattern."""
+    model = read_model(GATED | dict(model_type="mistral", sliding_window=4), "c")[1]
+    with pytest.raises(ConfigError, match="no Hugging Face family has this model; .*--window-attn-skip-freq=1,0"):
+        family_of(dataclasses.replace(model, window_attn_skip_freq="2"))
+    with pytest.raises(ConfigError, match="no Hugging Face family has this model; .*--no-rope-freq=0,1"):
+        family_of(dataclasses.replace(model, no_rope_freq="2"))

@@ -235,7 +235,8 @@ def test_settings_that_megatron_has_come_back(tmp_path: Path) -> None:
         rotary_percent=0.5, rope_scaling=RopeScaling(
             rotary_seq_len_interpolation_factor=2.0, use_rope_scaling=True, rope_scaling_factor=32.0
         ),
-        window_size=5, normalization="RMSNorm", norm_epsilon=1e-6, activation="squared-relu", add_bias_linear=False,
+        window_size=5, window_attn_skip_freq="2", no_rope_freq="[1]+[0]",
+        normalization="RMSNorm", norm_epsilon=1e-6, activation="squared-relu", add_bias_linear=False,
         add_qkv_bias=True, qk_layernorm=True, ffn_hidden_size=40,
     )  # fmt: skip
     source: Any = Fixed(model)
@@ -245,6 +246,8 @@ def test_settings_that_megatron_has_come_back(tmp_path: Path) -> None:
         assert getattr(back.model, name) == getattr(model, name), name
     assert_same(all_tensors(back), {name: t.bfloat16() for name, t in source.tensors.items()})
     args = torch.load(tmp_path / "x/release/mp_rank_00_000/model_optim_rng.pt", weights_only=False)["args"]
+    assert (args.window_attn_skip_freq, args.no_rope_freq) == ([1, 0], [1, 0])
+    assert [(back.model.has_window(i), back.model.has_rope(i)) for i in (0, 1)] == [(True, False), (False, True)]
     assert args.window_size == [4, 0] and args.params_dtype == torch.bfloat16 and args.padded_vocab_size == 256
 
 

@@ -16,6 +16,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.rope import slow_down
+from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
 
 
@@ -57,8 +58,13 @@ def test_window_in_both_kernels(window: int, documents: bool, s: int) -> None:
 
 def model(**changes: Any) -> Any:
     config = ModelConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=12, vocab_size=30, init_method_std=0.4,
-        position_embedding_type="rope", **changes,
+        **(
+            dict(
+                num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=12, vocab_size=30, init_method_std=0.4,
+                position_embedding_type="rope",
+            )
+            | changes
+        )
     )  # fmt: skip
     return build_stack(config, layer_specs(config), LayerContext(dtype=torch.float64), init_seed=1).eval()
 
@@ -90,6 +96,44 @@ def test_a_window_forgets() -> None:
     changed[0, 2] = (changed[0, 2] + 1) % 30
     moved = (stack.body(None, batch(tokens)) != stack.body(None, batch(changed))).flatten(1).any(1)
     assert moved.nonzero().flatten().tolist() == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("skips", "nope", "windows", "turned"),
+    [
+        ("3", None, "1101101", "1111111"),
+        ("[0]*2+[1]*5", None, "0011111", "1111111"),
+        (None, "7", "1111111", "1111110"),
+        ("([1]*3+[0])+[1,0,1]", "[1]+[0]*6", "1110101", "0111111"),
+    ],
+)
+@torch.no_grad()
+def test_every_layer_sees_what_its_flags_say(skips: str | None, nope: str | None, windows: str, turned: str) -> None:
+    """Block by block from models that have one kind of layer only; their weights are the same."""
+    shape = dict(num_layers=7)
+    mixed = model(**shape, window_size=3, window_attn_skip_freq=skips, no_rope_freq=nope)
+    kinds = {
+        (window, rope): model(
+            **shape,
+            window_size=3 if window == "1" else None,
+            position_embedding_type="rope" if rope == "1" else "none",
+        )
+        for window in "01"
+        for rope in "01"
+    }
+    tokens = batch(torch.randint(0, 30, (2, 12), generator=torch.Generator().manual_seed(0)))
+    x = mixed.get_submodule("embedding")(None, tokens)
+    for index, kind in enumerate(zip(windows, turned, strict=True)):
+        x = kinds[kind].get_submodule(f"layers.{index}")(x, tokens)
+    assert torch.equal(mixed.body(None, tokens), x)
+    cache = KeyValueCache(7, 12)
+    parts = [(0, 5), (5, 6), *((i, i + 1) for i in range(6, 12))]  # the prompt, then token by token
+    pieces = [stack_part(mixed, tokens.tokens[:, a:b], a, cache) for a, b in parts]
+    torch.testing.assert_close(torch.cat(pieces), x, rtol=1e-12, atol=1e-12)
+
+
+def stack_part(stack: LayerStack, tokens: Tensor, first: int, cache: KeyValueCache) -> Tensor:
+    return stack.body(None, batch(tokens, first), cache)
 
 
 def test_llama3_scaling_keeps_fast_waves_and_divides_slow_ones() -> None:
