@@ -48,6 +48,26 @@ class Microbatch:
         """(b, s)."""
         return self.tokens.shape[0], self.tokens.shape[1]
 
+    def in_pieces(self, count: int) -> Microbatch:
+        """Each sample as `count` sequences of its own, `[b * count, s / count]`: tokens before one are as those of
+        another sample. For samples that nothing has cut yet."""
+        if count == 1:
+            return self
+        b, s = self.shape
+        length, shape = s // count, (b * count, s // count)
+        starts, piece = self.document_starts, torch.arange(count, device=self.tokens.device)
+        here = torch.arange(length, device=self.tokens.device)
+        return Microbatch(
+            tokens=self.tokens.reshape(shape),
+            labels=self.labels.reshape(shape),
+            positions=self.positions.reshape(shape).minimum(here),
+            loss_mask=self.loss_mask.reshape(shape),
+            sample_ids=(self.sample_ids[:, None] * count + piece).flatten(),
+            document_starts=None
+            if starts is None
+            else (starts.reshape(b, count, length) - piece[:, None] * length).clamp(min=0).view(shape),
+        )
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
         """The same micro-batch on `device`."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

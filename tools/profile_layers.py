@@ -248,6 +248,7 @@ def step_seconds(bench: Bench, world: World) -> list[float]:
         global_batch_size=samples * world.size,
         length=TrainingLength(train_iters=10_000),
         batch_ramp=BatchRamp(),
+        seq_length_schedule=None,
     )
     checkpoint = replace(bench.config.checkpoint, save=None, load=None)
     config = replace(bench.config, model=model, training=training, checkpoint=checkpoint)

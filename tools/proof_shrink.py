@@ -6,7 +6,7 @@ sharded, dropped out, tied, clipped. What tests/equivalence draws at random is h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -68,11 +68,12 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
     dp = _replicas(config, world_size, most_ranks)
     whole, world_size = world_size, dp * parallel.model_parallel_size
     changes.note("ranks", whole, world_size)
-    model = _model(config, changes)
+    model, own = _model(config, changes), config.training.seq_length_schedule
     training = replace(
         config.training,
         micro_batch_size=min(config.training.micro_batch_size, 2),
         batch_ramp=BatchRamp(),
+        seq_length_schedule=None if own is None else f"0:{model.seq_length // 2} 1:{model.seq_length}",
         length=TrainingLength(train_iters=steps),
         precision=Precision(fp64=True),
         loss_scaling=type(config.training.loss_scaling)(),
@@ -201,6 +202,7 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
     hidden = heads * HEAD + (HEAD if odd else 0)
     rotated = int(HEAD * model.rotary_percent)
     unit = tp * context.ring * (2 if context.ring > 1 else 1)
+    unit *= 1 if config.training.seq_length_schedule is None else 2
     tokens = unit * -(-TOKENS // unit)
     longer = model.max_position_embeddings is not None and model.max_position_embeddings > model.seq_length
     window = model.window_size
@@ -210,9 +212,10 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
     if scaling.use_rope_scaling:
         scaling = replace(scaling, rope_scaling_original_length=TOKENS // 2)
     fixed = model.ffn_hidden_size is not None or model.gated
+    layers = _layers(config)
     small = replace(
         model,
-        num_layers=_layers(config),
+        num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=2 * heads * HEAD if fixed else None,
         num_attention_heads=heads,
@@ -223,6 +226,8 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
         rotary_percent=model.rotary_percent if rotated >= 2 and rotated % 2 == 0 else 0.5,
         rope_scaling=scaling,
         window_size=window,
+        window_attn_skip_freq=_pattern(layers, model.window_attn_skip_freq, model.has_window),
+        no_rope_freq=_pattern(layers, model.no_rope_freq, lambda index: not model.has_rope(index)),
         init_method_std=max(model.init_method_std, 0.02),
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
@@ -253,6 +258,15 @@ def _experts(config: Config, layers: int) -> Experts:
         moe_router_load_balancing_type="seq_aux_loss" if whole else given.moe_router_load_balancing_type,
         moe_layer_freq="2" if mixed else given.moe_layer_freq,
     )
+
+
+def _pattern(layers: int, text: str | None, has: Callable[[int], bool]) -> str | None:
+    """The first layers of a pattern, of both kinds."""
+    if text is None:
+        return None
+    kinds = [has(index) for index in range(layers)]
+    kinds[-1] = not kinds[0] if len(set(kinds)) == 1 else kinds[-1]
+    return ",".join(str(int(kind)) for kind in kinds)
 
 
 def _layers(config: Config) -> int:

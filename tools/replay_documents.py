@@ -60,12 +60,16 @@ class TokenLosses:
             whole = losses.new_zeros(len(losses), len(microbatch.order if microbatch.order is not None else ()))
             losses = whole.index_copy(1, microbatch.places, losses)
             weighed = torch.zeros_like(whole, dtype=torch.bool).index_copy(1, microbatch.places, weighed)
-        for sample, row, mask in zip(microbatch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
+        length = losses.shape[1]
+        cut = self._run.trainer.config.model.seq_length // length  # sequences that a sample was cut into
+        for sequence, row, mask in zip(microbatch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
+            sample, start = sequence // cut, sequence % cut * length
             for key, begin, end, text in self._documents(sample):
-                counted = mask[begin:end]
+                here = slice(max(0, begin - start), max(0, end - start))
+                counted = mask[here]
                 if bool(counted.any()):
                     entry = self._sums.setdefault(key, [0.0, 0.0])
-                    entry[0] += float(row[begin:end][counted].sum())
+                    entry[0] += float(row[here][counted].sum())
                     entry[1] += int(counted.sum())
                     self._text.setdefault(key, text)
 

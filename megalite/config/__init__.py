@@ -9,7 +9,8 @@ Picture::
 Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`, `checkpoint`, `logging`), made of
 `schema.option`; `root` puts them together; `reader`, `yaml_file`, `names` and `values` read what users type, `cli`
 merges it; `legal` judges it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back;
-`batch_size` is the ramp-up.
+`batch_size` has what
+changes with the tokens consumed: batch size, sequence length.
 
 Names are Megatron-LM's flag names with underscores; a field that several flags spell is a small dataclass of them
 (`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with
@@ -23,7 +24,7 @@ Proof: `tests/unit/config/test_bad_input.py` (exact lines), `tests/unit/train/te
 """
 
 from megalite.config.architecture import Offer, architecture_differences, effective
-from megalite.config.batch_size import BatchSizeSchedule
+from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.cli import Parsed, parse, parse_with_origins, read_unjudged
 from megalite.config.data import TOKENIZERS, DataConfig

@@ -1,4 +1,4 @@
-"""The global batch size as a pure function of the samples consumed, for both forms of ramp-up.
+"""Batch size and sequence length as pure functions of the samples consumed.
 
 ::
 
@@ -93,24 +93,61 @@ class BatchSizeSchedule:
         return [*runs, (self.final, None)]
 
 
+@dataclass(frozen=True)
+class LengthSchedule:
+    """Tokens of a sequence by the sample count from which each length holds (`--seq-length-schedule`).
+
+    Everything else counts samples of `--seq-length` tokens, the longest; what is shorter is cut out of them, so a batch
+    has as many tokens at every length, and the tokens of step k do not depend on the schedule::
+
+        0:4096 500B:32768     |____|____|____|____|____|____|____|____|     8 sequences of each sample
+                              |_______________________________________|     from 500 billion tokens on the sample whole
+
+    An iteration has the length that holds at its first sample. steps: `(first sample, length)`, rising from 0.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def parse(cls, text: str | None, seq_length: int) -> LengthSchedule:
+        """Raises ValueError as `parse_steps`. text: None: one length."""
+        return cls(((0, seq_length),) if text is None else parse_steps(text, seq_length, "LENGTH"))
+
+    def at(self, consumed_samples: int) -> int:
+        """Tokens of the sequences of the iteration that begins after `consumed_samples`."""
+        return next(length for first, length in reversed(self.steps) if first <= consumed_samples)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """All that occur, the first first."""
+        return tuple(dict.fromkeys(length for _, length in self.steps))
+
+
 def parse_step_schedule(text: str, seq_length: int) -> BatchSizeSchedule:
     """Read `"0:768 250B:1536"`: from 0 tokens on 768 samples a batch, from 250 billion tokens on 1536.
 
-    text: `TOKENS:SIZE` pairs; TOKENS may end in K, M, B or T.
-    seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it.
-    Raises ValueError where the text is not of that form, does not begin at 0, or does not rise.
+    Raises ValueError as `parse_steps`.
+    """
+    return BatchSizeSchedule(parse_steps(text, seq_length, "SIZE"))
+
+
+def parse_steps(text: str, seq_length: int, what: str) -> tuple[tuple[int, int], ...]:
+    """`(first sample, number)` of `TOKENS:NUMBER` pairs; TOKENS may end in K, M, B or T.
+
+    seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it. what: the name of the
+    number. Raises ValueError where the text is not of that form, does not begin at 0, or does not rise.
     """
     steps: list[tuple[int, int]] = []
     for pair in text.split():
         match = _STEP.fullmatch(pair)
         if match is None:
-            raise ValueError(f"'{pair}' is not TOKENS:SIZE")
+            raise ValueError(f"'{pair}' is not TOKENS:{what}")
         tokens = int(Decimal(match[1]) * _UNITS[match[2].upper()])
         if int(match[3]) < 1:
-            raise ValueError(f"'{pair}' has no samples")
+            raise ValueError(f"'{pair}' has no {'samples' if what == 'SIZE' else 'tokens'}")
         steps.append((-(-tokens // seq_length), int(match[3])))
     if not steps or steps[0][0] != 0:
         raise ValueError("the first step must begin at 0 tokens")
     if any(after <= before for (before, _), (after, _) in itertools.pairwise(steps)):
         raise ValueError("the token counts must rise")
-    return BatchSizeSchedule(tuple(steps))
+    return tuple(steps)

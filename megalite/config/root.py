@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megalite.config.batch_size import BatchSizeSchedule
+from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.logging import LoggingConfig
@@ -16,7 +16,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.schema import Option, options_of
 from megalite.config.staleness import Correction, correction_of
-from megalite.config.training import TrainingConfig
+from megalite.config.training import BatchRamp, TrainingConfig
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
@@ -77,6 +77,44 @@ class Config:
     def total_train_samples(self, world_size: int) -> int:
         """Samples that all training iterations together consume."""
         return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
+
+    @property
+    def length_schedule(self) -> LengthSchedule:
+        """Tokens of a sequence by samples consumed. ValueError for a malformed flag (validation reports it)."""
+        return LengthSchedule.parse(self.training.seq_length_schedule, self.model.seq_length)
+
+    def phases(self, world_size: int) -> list[tuple[int, int]]:
+        """(Length of sequences, iterations with it), one after the other, as far as the training goes."""
+        if self.training.seq_length_schedule is None:
+            return [(self.model.seq_length, self.train_iterations(world_size))]
+        sizes, steps = self.batch_size_schedule(world_size), self.length_schedule.steps
+        ends = [sizes.iterations_for(first) for first, _ in steps[1:]]
+        total, begin, found = self.train_iterations(world_size), 0, []
+        for (_, length), end in zip(steps, [*ends, total], strict=True):
+            if min(end, total) > begin:
+                found.append((length, min(end, total) - begin))
+            begin = max(begin, min(end, total))
+        return found or [(self.model.seq_length, 0)]
+
+    def at_length(self, length: int) -> Config:
+        """The run as it is while sequences are `length` tokens long: as many tokens in more of them."""
+        pieces, training = self.model.seq_length // length, self.training
+        if pieces == 1 and training.seq_length_schedule is None:
+            return self
+        size = training.global_batch_size
+        if training.batch_ramp.step_batch_size_schedule is not None:
+            size = training.batch_ramp.sizes(0, self.model.seq_length).final
+        total = training.length.train_samples
+        changed = dataclasses.replace(
+            training,
+            micro_batch_size=training.micro_batch_size * pieces,
+            global_batch_size=None if size is None else size * pieces,
+            batch_ramp=BatchRamp(),
+            seq_length_schedule=None,
+            length=dataclasses.replace(training.length, train_samples=None if total is None else total * pieces),
+        )
+        model = dataclasses.replace(self.model, seq_length=length, max_position_embeddings=self.model.max_positions)
+        return dataclasses.replace(self, model=model, training=changed)
 
     @property
     def staleness(self) -> Correction:

@@ -92,6 +92,12 @@ class TrainingConfig:
         None, "samples of one iteration; unset: micro-batch x data-parallel size", ge=1
     )
     batch_ramp: BatchRamp = BatchRamp()
+    seq_length_schedule: str | None = option(
+        None,
+        "shorter sequences first, cut out of the samples, so that a batch keeps its tokens: '0:4096 500B:32768' is "
+        "4,096 until 500 billion tokens are consumed (K, M, B, T), then --seq-length, the longest",
+        metavar="STEPS",
+    )
     length: TrainingLength = TrainingLength()
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0, le=2**32 - 1)
 

@@ -13,7 +13,7 @@ hold up the training loop.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -112,6 +112,7 @@ class BatchLoader:
     Its whole state is `consumed_samples`. Close it (or use it as a context manager) to end its threads.
 
     consumed_samples: samples that all ranks together have read before.
+    pieces: samples consumed when a global batch begins -> the sequences that each of its samples is cut into.
     num_workers: threads that prepare micro-batches ahead; 0: in the caller's thread.
     pin_memory: put tensors where an accelerator copies from without waiting.
     """
@@ -125,12 +126,13 @@ class BatchLoader:
         dp_rank: int,
         dp_size: int,
         masks: DocumentMasks = NO_MASKS,
+        pieces: Callable[[int], int] = lambda consumed: 1,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
         self.source, self.consumed_samples = source, consumed_samples
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
-        self._masks, self._pin = masks, pin_memory
+        self._masks, self._pieces, self._pin = masks, pieces, pin_memory
         self._pool = None
         if num_workers:
             # A thread that pins memory for a device other than the first must be told so.
@@ -161,7 +163,8 @@ class BatchLoader:
     def _next(self, global_batch_size: int) -> list[Microbatch]:
         count = num_micro_batches(global_batch_size, self.micro_batch_size, self.dp_size)
         step = self.micro_batch_size * self.dp_size
-        batch = [self._take(self.consumed_samples + m * step) for m in range(count)]
+        pieces = self._pieces(self.consumed_samples)
+        batch = [self._take(self.consumed_samples + m * step).in_pieces(pieces) for m in range(count)]
         self.consumed_samples += global_batch_size
         return batch
 

@@ -29,6 +29,7 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("dropped (%)", "dropped_percent", ".2f"),
     ("tokens per second", "tokens_per_second", ",.0f"),
     ("MFU (%)", "mfu_percent", ".1f"),
+    ("sequence length", "seq_length", "d"),
 )
 
 

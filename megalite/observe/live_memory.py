@@ -98,7 +98,8 @@ class MemoryCheckHook(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         to_go = trainer.train_iters - trainer.iteration
         on_cpu = trainer.device.type == "cpu"
-        if trainer.config.training.batch_ramp != BatchRamp() or to_go < (LEAST_ITERATIONS if on_cpu else WATCHED):
+        training, least = trainer.config.training, LEAST_ITERATIONS if on_cpu else WATCHED
+        if training.batch_ramp != BatchRamp() or training.seq_length_schedule is not None or to_go < least:
             return  # the first batches are not the ones that the prediction is about
         config, world = trainer.config, trainer.mesh.size("world")
         program = program_of(config, world)

@@ -50,6 +50,7 @@ class StepStats:
     iteration: number of the iteration just done, counted from 1.
     consumed_samples, consumed_tokens: totals after it, skipped ones included.
     global_batch_size: samples of this iteration.
+    seq_length: tokens of its sequences.
     lm_loss: mean loss per token in nats, a scalar that may live on the device; None where nothing was computed
         (`--iterations-to-skip`).
     grad_norm: global norm before clipping; None where the optimizer has none to give.
@@ -65,6 +66,7 @@ class StepStats:
     consumed_samples: int
     consumed_tokens: int
     global_batch_size: int
+    seq_length: int
     lm_loss: Tensor | float | None
     grad_norm: Tensor | float | None
     learning_rate: float
@@ -95,7 +97,12 @@ class IntervalStats:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._tokens_per_sample = config.model.seq_length
-        self._flops_per_sample = flops_per_iteration(config.model, 1, config.parallel.tensor_model_parallel_size)
+        tp = config.parallel.tensor_model_parallel_size
+        phases = {length: config.at_length(length).model for length in config.length_schedule.lengths}
+        self._flops_per_sample = {
+            length: flops_per_iteration(model, config.model.seq_length // length, tp)
+            for length, model in phases.items()
+        }
         self._world_size = world_size
         self._device = device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -135,6 +142,7 @@ class IntervalStats:
             "consumed_samples": last.consumed_samples,
             "consumed_tokens": last.consumed_tokens,
             "global_batch_size": last.global_batch_size,
+            **({"seq_length": last.seq_length} if len(self._flops_per_sample) > 1 else {}),
             "lm_loss": math.fsum(taken) / len(taken) if taken else None,
             "grad_norm": None if last.skipped else norm,
             "learning_rate": last.learning_rate,
@@ -149,15 +157,17 @@ class IntervalStats:
         return record | self._rates(steps, seconds)
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:
-        computed = sum(step.global_batch_size for step in steps if step.lm_loss is not None)
-        per_second = computed / seconds if seconds > 0 else 0.0
-        flops = per_second * self._flops_per_sample / self._world_size
+        computed = [step for step in steps if step.lm_loss is not None]
+        per_second = 1 / seconds if seconds > 0 else 0.0
+        work = sum(step.global_batch_size * self._flops_per_sample[step.seq_length] for step in computed)
+        flops = work * per_second / self._world_size
+        samples = sum(step.global_batch_size for step in computed)
         return {
             "iterations": len(steps),
             "iteration_time_ms": 1e3 * seconds / len(steps),
             "data_time_ms": 1e3 * sum(step.data_time_s for step in steps) / len(steps),
             "wait_time_ms": 1e3 * sum(step.wait_time_s for step in steps) / len(steps),
-            "tokens_per_second": per_second * self._tokens_per_sample,
+            "tokens_per_second": samples * per_second * self._tokens_per_sample,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / self._peak_flops if self._peak_flops else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),

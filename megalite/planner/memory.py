@@ -68,12 +68,19 @@ TERMS = tuple(field.name for field in fields(RankMemory) if field.name != "host"
 def rank_memory(
     config: Config, world_size: int, *, program: Program, cuts: Sequence[range], rank: int, on_cpu: bool = False
 ) -> RankMemory:
-    """Bytes on a rank at pipeline coordinate `rank`.
+    """Bytes on a rank at pipeline coordinate `rank`, at the length of sequences that needs most.
 
     Args:
         config: with its vocabulary resolved.
         program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
     """
+    lengths = dict(config.phases(world_size)) if config.training.seq_length_schedule is not None else {}
+    phases = [
+        rank_memory(config.at_length(length), world_size, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+        for length in lengths
+    ]
+    if phases:
+        return max(phases, key=lambda memory: memory.total)
     stages = program.placement.stages_of(rank)
     states = StateBytes()
     for stage, _ in stages:

@@ -8,7 +8,7 @@ warm-up, steady state, drain          simulate(program, seconds per stage and ac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -110,9 +110,14 @@ def program_of(config: Config, world_size: int) -> Program:
 def predict(
     config: Config, world_size: int, hardware: Hardware, source: TimeSource, cuts: Sequence[range] | None = None
 ) -> Prediction:
-    """Time and memory of a legal configuration with its vocabulary resolved."""
+    """Time and memory of a legal configuration with its vocabulary resolved; of a curriculum of lengths the mean step,
+    weighted by iterations."""
     program = program_of(config, world_size)
     cuts = stage_layer_ranges(config, program) if cuts is None else cuts
+    if config.training.seq_length_schedule is not None:
+        phases = config.phases(world_size)
+        each = [predict(config.at_length(length), world_size, hardware, source, cuts) for length, _ in phases]
+        return _mean(config, each, [iterations or 1 for _, iterations in phases])
     memory = memory_of(config, world_size, hardware, program, cuts)
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts)
     steady = steady_state(config, program, costs.simulator_costs())
@@ -136,6 +141,25 @@ def predict(
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(seconds.values())
     return Prediction(config, world_size, total, steady.bubble_over_ideal, memory, seconds, flops, flops + twice, peak)
+
+
+def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) -> Prediction:
+    """The mean step of phases with so many iterations, and the most memory."""
+
+    def mean(value: Callable[[Prediction], float]) -> float:
+        return sum(weight * value(one) for one, weight in zip(each, weights, strict=True)) / sum(weights)
+
+    return Prediction(
+        config,
+        each[0].world_size,
+        mean(lambda one: one.step_time),
+        mean(lambda one: one.bubble_over_ideal),
+        tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*(one.memory for one in each), strict=True)),
+        {name: mean(lambda one: one.breakdown[name]) for name in each[0].breakdown},  # noqa: B023  # used at once
+        mean(lambda one: one.model_flops),
+        mean(lambda one: one.hardware_flops),
+        each[0].peak_flops,
+    )
 
 
 def memory_of(

@@ -28,7 +28,13 @@ def startup_rows(
     dp = config.data_parallel_size(world_size)
     batch = config.global_batch_size(world_size)
     iterations, samples = config.train_iterations(world_size), config.total_train_samples(world_size)
-    flops = flops_per_iteration(model, batch, parallel.tensor_model_parallel_size)
+    lengths = list(dict.fromkeys(length for length, _ in config.phases(world_size)))
+    flops = [
+        flops_per_iteration(
+            config.at_length(s).model, batch * model.seq_length // s, parallel.tensor_model_parallel_size
+        )
+        for s in lengths
+    ]
     on_cpu = device.lower() == "cpu"
     ranks = [
         rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
@@ -56,7 +62,8 @@ def startup_rows(
             "training",
             f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * model.seq_length)} tokens",
         ),
-        ("FLOPs", f"{in_units(flops, 'FLOP')} per step ({FLOPS_CONVENTION})"),
+        *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
+        ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
     ]
 
@@ -75,6 +82,15 @@ def _experts(model: ModelConfig) -> str:
         f"{given.num_experts} of width {model.expert_ffn_size} in {sparse} of {model.num_layers} blocks, "
         f"{given.moe_router_topk} a token{beside}"
     )
+
+
+def _lengths(config: Config, world_size: int) -> str:
+    """`4,096 tokens (8 sequences a sample) for 100 iterations, then 32,768 (1) for 20`."""
+    parts = [
+        f"{length:,} tokens ({config.model.seq_length // length:,} a sample) for {iterations:,} iterations"
+        for length, iterations in config.phases(world_size)
+    ]
+    return ", then ".join(parts)
 
 
 def format_table(rows: Sequence[tuple[str, str]]) -> str:

@@ -206,13 +206,16 @@ def assemble_trainer(
         batch_reader=reader,
         program=programs.program,
         batch_sizes=config.batch_size_schedule(world.size),
+        lengths=config.length_schedule,
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank, start_facts),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         experts=ExpertReport(config, model, mesh, world.device),
         finish_save=state.checkpointer.wait,
-        evaluate=Validator(data, model, channel, updater.newest_version),
+        evaluate=Validator(
+            data, model, channel, updater.newest_version, lambda: data.evaluation_length(progress.consumed_samples)
+        ),
         save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -44,14 +44,23 @@ class RunData:
     def train_loader(self, consumed_samples: int) -> BatchLoader:
         """Training batches after `consumed_samples` samples."""
         assert self.datasets.train is not None
-        return self._loader(self.datasets.train, consumed_samples, num_workers=self.config.data.num_workers)
+        lengths, whole = self.config.length_schedule, self.config.model.seq_length
+        return self._loader(self.datasets.train, consumed_samples, lambda consumed: whole // lengths.at(consumed))
 
-    def evaluation(self, dataset: Dataset) -> Iterable[list[Microbatch]]:
-        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same."""
+    def evaluation_length(self, consumed_samples: int) -> int:
+        """Tokens of the sequences of an evaluation: of those of the iteration that came last."""
+        sizes = self.config.batch_size_schedule(self.mesh.size("world"))
+        before = max(1, sizes.iterations_for(consumed_samples)) - 1
+        return self.config.length_schedule.at(sizes.samples_after(before))
+
+    def evaluation(self, dataset: Dataset, length: int) -> Iterable[list[Microbatch]]:
+        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same tokens,
+        in sequences of `length`."""
         samples = self.config.global_batch_size(self.mesh.size("world"))
+        pieces = self.config.model.seq_length // length
         if self.config.training.full_validation:
-            return self._loader(dataset.sequential(), 0, num_workers=0).full_pass(samples)
-        return islice(self._batches(dataset, samples), self.config.training.eval_iters)
+            return self._loader(dataset.sequential(), 0, lambda _: pieces, threads=False).full_pass(samples)
+        return islice(self._batches(dataset, samples, pieces), self.config.training.eval_iters)
 
     def evaluation_batches(self, dataset: Dataset) -> int:
         """How many these are."""
@@ -73,12 +82,14 @@ class RunData:
         bytes_of[: len(table)] = torch.from_numpy(table)
         return bytes_of
 
-    def _batches(self, dataset: Dataset, samples: int) -> Iterator[list[Microbatch]]:
-        with self._loader(dataset, 0, num_workers=self.config.data.num_workers) as loader:
+    def _batches(self, dataset: Dataset, samples: int, pieces: int) -> Iterator[list[Microbatch]]:
+        with self._loader(dataset, 0, lambda _: pieces) as loader:
             while True:
                 yield loader.next_batch(samples)
 
-    def _loader(self, source: SampleSource, consumed_samples: int, *, num_workers: int) -> BatchLoader:
+    def _loader(
+        self, source: SampleSource, consumed_samples: int, pieces: Callable[[int], int], *, threads: bool = True
+    ) -> BatchLoader:
         data = self.config.data
         return BatchLoader(
             source,
@@ -92,7 +103,8 @@ class RunData:
                 reset_attention_mask=data.reset_attention_mask,
                 eod_mask_loss=data.eod_mask_loss,
             ),
-            num_workers=num_workers,
+            pieces=pieces,
+            num_workers=data.num_workers if threads else 0,
             pin_memory=self.device.type == "cuda",
         )
 

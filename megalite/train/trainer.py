@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalite.checkpoint import Meta
 from megalite.comm import Done, Handle, ParallelMesh, all_reduce_
-from megalite.config import BatchSizeSchedule, Config
+from megalite.config import BatchSizeSchedule, Config, LengthSchedule
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.observe import ExpertStats, Hooks, PipelineTracer, Record, StepStats
@@ -77,6 +77,7 @@ class Trainer:
     batch_reader: BatchReader
     program: Callable[[int, int], Program]
     batch_sizes: BatchSizeSchedule
+    lengths: LengthSchedule
     train_iters: int
     hooks: Hooks
     exits: ExitPolicy
@@ -157,7 +158,7 @@ class Trainer:
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
         fault_point("iteration", rank=self.mesh.rank, step=number)
-        samples = self.batch_sizes.at(progress.consumed_samples)
+        samples, length = (schedule.at(progress.consumed_samples) for schedule in (self.batch_sizes, self.lengths))
         if number in self.config.training.iterations_to_skip:
             return self._pass_over(samples, began)
         batch = self._plan(samples, drain=drain)
@@ -188,6 +189,7 @@ class Trainer:
             consumed_samples=progress.consumed_samples,
             consumed_tokens=self.consumed_tokens,
             global_batch_size=samples,
+            seq_length=length,
             lm_loss=loss,
             grad_norm=norms[-1] if norms else None,
             learning_rate=results[-1].learning_rate,
@@ -226,6 +228,7 @@ class Trainer:
             consumed_samples=progress.consumed_samples,
             consumed_tokens=self.consumed_tokens,
             global_batch_size=samples,
+            seq_length=self.lengths.at(progress.consumed_samples - samples),
             lm_loss=None,
             grad_norm=None,
             learning_rate=0.0,

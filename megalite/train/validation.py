@@ -26,19 +26,31 @@ not there has a loss mask of zeros."""
 
 
 class Validator:
-    """Evaluates splits. newest_version: which weight version to use."""
+    """Evaluates splits. newest_version: which weight version to use. length: tokens of the sequences."""
 
-    def __init__(self, data: RunData, model: Model, channel: Channel, newest_version: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        data: RunData,
+        model: Model,
+        channel: Channel,
+        newest_version: Callable[[], int],
+        length: Callable[[], int],
+    ) -> None:
         self._data, self._model, self._channel, self._newest_version = data, model, channel, newest_version
+        self._length = length
         self._mesh, self._device = data.mesh, data.device
         spelled = data.token_bytes()
         self._token_bytes = None if spelled is None else spelled.to(data.device)
 
     def __call__(self, iteration: int, final: bool) -> list[Record]:
         """Records of the validation split, at the end also of the test split. Collective over the world."""
+        length = self._length()
         splits = {"valid": self._data.datasets.valid, "test": self._data.datasets.test if final else None}
         return [
-            self.evaluate(kind, iteration, self._data.evaluation(dataset), self._data.evaluation_batches(dataset))
+            self.evaluate(
+                kind, iteration, self._data.evaluation(dataset, length), self._data.evaluation_batches(dataset)
+            )
+            | ({} if self._data.config.training.seq_length_schedule is None else {"seq_length": length})
             for kind, dataset in splits.items()
             if dataset is not None and self._data.config.training.eval_iters > 0
         ]

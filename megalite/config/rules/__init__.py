@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules.context import context_parallel
+from megalite.config.rules.context import context_parallel, sequence_lengths
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
 from megalite.config.rules.layout import (
@@ -32,6 +32,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     world,
     tensor_parallel,
     context_parallel,
+    sequence_lengths,
     experts,
     expert_parallel,
     pipeline_stages,

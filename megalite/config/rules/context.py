@@ -1,10 +1,11 @@
-"""Rules of context parallelism: what it must divide, and what goes together."""
+"""Rules of the sequence: what context parallelism must divide and goes together with, and a curriculum of lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
 
+from megalite.config.batch_size import LengthSchedule
 from megalite.config.root import Config
 from megalite.config.rules.text import CP, TP, divisors, listed, multiples_around
 from megalite.config.values import show
@@ -26,11 +27,8 @@ def context_parallel(config: Config, world_size: int) -> Iterator[str]:
         return
     if size == 1:
         return
-    split = tp if config.parallel.sequence_parallel else 1
-    unit = size * split * (2 if given.ring > 1 else 1)
+    unit, parts = _sequence_unit(config)
     if model.seq_length % unit:
-        halves = "2 x " if given.ring > 1 else ""
-        parts = f"{halves}{CP}={size}" + (f" x {TP}={tp} (--sequence-parallel)" if split > 1 else "")
         near = multiples_around(model.seq_length, unit)
         yield f"--seq-length={model.seq_length}: not divisible by {parts} = {unit}; try {near}"
     groups = model.query_groups // tp
@@ -42,13 +40,46 @@ def context_parallel(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _sequence_unit(config: Config) -> tuple[int, str]:
+    """What the length of a sequence must be a multiple of, and of what it is made."""
+    given, tp = config.parallel.context, config.parallel.tensor_model_parallel_size
+    size, split = given.context_parallel_size, tp if config.parallel.sequence_parallel else 1
+    factors = [(2, "2")] if given.ring > 1 else []
+    factors += [(size, f"{CP}={size}")] if size > 1 else []
+    factors += [(split, f"{TP}={split} (--sequence-parallel)")] if split > 1 else []
+    return prod(factor for factor, _ in factors), " x ".join(text for _, text in factors)
+
+
+def sequence_lengths(config: Config, world_size: int) -> Iterator[str]:
+    """The curriculum of lengths: each must cut a sample evenly, and be cut evenly itself."""
+    text, whole = config.training.seq_length_schedule, config.model.seq_length
+    if text is None:
+        return
+    flag = f"--seq-length-schedule='{text}'"
+    try:
+        lengths = LengthSchedule.parse(text, whole).lengths
+    except ValueError as error:
+        yield f"{flag}: {error}; write it like '0:4096 500B:32768'"
+        return
+    if max(lengths) != whole:
+        yield f"{flag}: the longest is {max(lengths)}, --seq-length is {whole}; give --seq-length={max(lengths)}"
+        return
+    unit, parts = _sequence_unit(config)
+    for length in lengths:
+        if whole % length:
+            legal = listed(d for d in reversed(divisors(whole)) if d % unit == 0)
+            yield f"{flag}: {length} does not divide --seq-length={whole}, whose samples are cut; legal: {legal}"
+        elif length % unit and whole % unit == 0:
+            yield f"{flag}: {length} is not divisible by {parts} = {unit}; use {multiples_around(length, unit)}"
+
+
 def context_warnings(config: Config) -> Iterator[str]:
     """What is legal but has no effect, or carries more than it uses."""
     given, window = config.parallel.context, config.model.window_size
     if given.context_parallel_size == 1 and given.cp_comm_type != "p2p":
         yield f"--cp-comm-type={given.cp_comm_type}: has no effect at {CP}=1; drop it"
     chunk = config.model.seq_length // (2 * given.context_parallel_size)
-    if given.ring > 1 and window is not None and window <= chunk:
+    if given.ring > 1 and window is not None and window <= chunk and config.model.window_attn_skip_freq is None:
         yield (
             f"--window-size={window}: each rank is sent all {config.model.seq_length} keys, of which a token sees "
             f"{window}; --cp-comm-type=a2a sends less"

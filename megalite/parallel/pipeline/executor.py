@@ -186,6 +186,7 @@ class Executor:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)
         target = action.stage + step
         x = self._outgoing.pop((kind, target, action.replica, action.microbatch))
+        x = x.reshape(self.stages[action.stage_key].spec.shape)  # as the peer expects it, however samples are cut
         self._channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: MicrobatchSource) -> None:

@@ -34,6 +34,7 @@ class _InFlight:
 
     x: Tensor | None
     end: GradientEdge | Tensor
+    shape: torch.Size | None = None
 
 
 class Stage:
@@ -42,7 +43,8 @@ class Stage:
     modules: one per weight version that is kept, `forward(x, microbatch) -> x`; the last stage's returns the summed
         loss.
     weight_grads: the queue into which the stage's layers put the computations of weight gradients.
-    spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism).
+    spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); of as many elements where
+        samples are cut into more and shorter sequences.
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
     loads: where its routers note what they did; a forward says for which micro-batch.
     """
@@ -75,7 +77,7 @@ class Stage:
         factor: what the micro-batch's summed loss is multiplied with before its backward (0-dim tensor).
         """
         if x is not None:
-            x = x.detach().requires_grad_()
+            x = _as_sequences(x, microbatch).detach().requires_grad_()
         with self.loads.of(number):
             out: Tensor = self.module(version)(x, microbatch)
         if self.is_last:
@@ -83,13 +85,13 @@ class Stage:
             return out.detach()
         if out._base is not None:  # a view would keep its whole base alive after the send
             out = out.clone()
-        self._in_flight[number] = _InFlight(x, get_gradient_edge(out))
+        self._in_flight[number] = _InFlight(x, get_gradient_edge(out), out.shape)
         return out.detach()
 
     def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
         """Whole backward; `dy` is None on the last stage. Returns the input's gradient, None on the first stage."""
         saved = self._in_flight.pop(number)
-        torch.autograd.backward(saved.end, dy)
+        torch.autograd.backward(saved.end, dy if dy is None or saved.shape is None else dy.view(saved.shape))
         return None if saved.x is None else saved.x.grad
 
     def backward_input(self, number: int, dy: Tensor | None) -> Tensor | None:
@@ -107,6 +109,7 @@ class Stage:
     @torch.no_grad()
     def evaluate(self, x: Tensor | None, microbatch: Microbatch, *, version: int) -> Tensor:
         """Forward without a backward: the output, or the summed loss on the last stage."""
+        x = None if x is None else _as_sequences(x, microbatch)
         out: Tensor = self.module(version)(x, microbatch)
         return out
 
@@ -114,3 +117,9 @@ class Stage:
     def num_in_flight(self) -> int:
         """Micro-batches between forward and backward."""
         return len(self._in_flight)
+
+
+def _as_sequences(x: Tensor, microbatch: Microbatch) -> Tensor:
+    """What has arrived, in the shape of the micro-batch: messages have that of whole samples."""
+    samples = microbatch.shape[0]
+    return x if x.shape[1] == samples else x.reshape(-1, samples, x.shape[2])

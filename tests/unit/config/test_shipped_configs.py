@@ -76,6 +76,8 @@ def test_shipped_configuration_and_its_arithmetic(name: str) -> None:
     assert f"= {tokens:,}" in comment
     if config.training.length.train_tokens is not None:
         assert f"= {config.train_iterations(world_size):,} steps" in comment
+    if config.training.seq_length_schedule is not None:
+        assert f"the first {config.phases(world_size)[0][1]:,} of them" in comment
     checked = [equation for equation in equations(text) if not re.search("GB|%|billion", equation)]
     assert checked
     for equation in checked:

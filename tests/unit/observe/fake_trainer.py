@@ -56,6 +56,7 @@ class FakeTrainer:
             consumed_samples=self.consumed_samples,
             consumed_tokens=self.consumed_tokens,
             global_batch_size=3,
+            seq_length=self.config.model.seq_length,
             lm_loss=torch.tensor(2.0),
             grad_norm=1.5,
             learning_rate=1e-3,

@@ -60,6 +60,8 @@ ROWS = [
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-original-length 16"),
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-type yarn"),
     ("", "--window-size 4"),
+    ("--window-size 4", "--window-attn-skip-freq 2"),
+    ("--position-embedding-type rope", "--no-rope-freq 1,0"),
     ("", "--use-parallel-residual"),
     ("", "--normalization RMSNorm"),
     ("", "--norm-epsilon 0.1"),
