@@ -36,7 +36,7 @@ class PlainExperts:
         return total
 
     def _segments(self, module: MoE) -> Any:
-        def segments(batch: Microbatch) -> list[Any]:
+        def segments(microbatch: Microbatch) -> list[Any]:
             return [lambda x: x, lambda x: self._forward(module, x)]
 
         return segments
