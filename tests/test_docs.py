@@ -89,8 +89,10 @@ def test_the_picture_shows_what_is_imported() -> None:
 
 
 @pytest.mark.parametrize("door", sorted((ROOT / "megalite").rglob("__init__.py")), ids=lambda door: door.parent.name)
-def test_a_room_describes_files_that_it_has(door: Path) -> None:
+def test_a_room_describes_files_and_tests_that_exist(door: Path) -> None:
     plate = ast.get_docstring(ast.parse(door.read_text())) or ""
     for name in re.findall(r"(?<![\w/])(\w+\.py)\b", plate):
         places = (door.parent, ROOT / "tools", ROOT / "tests")
         assert any(next(place.rglob(name), None) for place in places), f"{door}: there is no {name}"
+    for name in re.findall(r"\b(tests/[\w/]+\w(?:\.py)?)", plate):
+        assert (ROOT / name).exists(), f"{door}: there is no {name}"

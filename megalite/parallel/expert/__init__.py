@@ -15,8 +15,8 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
 Public names: `Plan`, `plan_dispatch`, `dispatch`, `combine`, `GroupedProduct`.
 
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
-distribution of tokens (all to one expert, none to some). Proof: `tests/distributed/parallel/expert/`,
-`tests/equivalence/`.
+distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/test_expert_layers.py`,
+`tests/equivalence/test_experts.py`.
 """
 
 from megalite.parallel.expert.grouped import GroupedProduct
