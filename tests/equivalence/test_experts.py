@@ -60,7 +60,13 @@ CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CORNERS)
+# Others have what these have too.
+LATER = ("two samples at once", "dp4 ep2 zero1", "tp2", "tp2 etp1", "tp2 dp2 ep2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in LATER else []) for name in CORNERS]
+)
 def test_corner(name: str) -> None:
     model, layout, size = CORNERS[name]
     compare(Layout(model, layout, size, delay=int("2bw" in layout)))

@@ -61,11 +61,7 @@ class _Grouped(Function):
         ctx.activation, ctx.counts, ctx.product = activation, counts, product
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
         x = x if activation is None else activation(x)
-        parts = [
-            _product(rows, matrix.t(), product.dtype)
-            for rows, matrix in zip(x.split(counts), _matrices(weight), strict=True)
-        ]
-        y = torch.cat(parts)
+        y = _products(x, _matrices(weight).mT, counts, product.dtype)
         if bias is not None and product.adds_bias:
             y += bias.flatten(1).repeat_interleave(_repeats(counts, y), 0)
         return y
@@ -82,8 +78,7 @@ class _Grouped(Function):
                 x = ctx.activation(before)
         dx = None
         if ctx.needs_input_grad[0]:
-            pairs = zip(dy.split(ctx.counts), _matrices(weight), strict=True)
-            dx = torch.cat([_product(rows, matrix, product.dtype) for rows, matrix in pairs])
+            dx = _products(dy, _matrices(weight), ctx.counts, product.dtype)
         dweight = _weight_gradient(ctx, x.detach(), dy, weight) if ctx.needs_input_grad[1] else None
         dbias = None if bias is None or not ctx.needs_input_grad[2] else _bias_gradient(ctx, dy, bias)
         if dx is not None and before is not x:
@@ -96,10 +91,15 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight.flatten(1, -2)
 
 
-def _product(rows: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    if rows.dtype == dtype:
-        return torch.mm(rows, matrix)
-    return torch.mm(rows.to(dtype), matrix.to(dtype)).to(rows.dtype)
+def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The rows of each expert times its matrix, `[sum(counts), n]` and `[E, n, m]` -> `[sum(counts), m]`."""
+    y = x.new_empty(len(x), matrices.shape[2])
+    for rows, matrix, out in zip(x.split(counts), matrices, y.split(counts), strict=True):
+        if x.dtype == dtype:
+            torch.mm(rows, matrix, out=out)
+        else:
+            out.copy_(torch.mm(rows.to(dtype), matrix.to(dtype)))
+    return y
 
 
 def _repeats(counts: Sequence[int], like: Tensor) -> Tensor:

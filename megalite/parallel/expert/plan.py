@@ -129,4 +129,4 @@ def _back(rows: Tensor, plan: Plan) -> Tensor:
     rows = all_to_all_rows(rows, plan.received, plan.sent, plan.axis)
     shape, complete = (plan.tokens * plan.choices, rows.shape[1]), len(rows) == plan.tokens * plan.choices
     spread = rows.new_empty(shape) if complete else rows.new_zeros(shape)
-    return spread.index_copy_(0, plan.order, rows).view(plan.tokens, plan.choices, -1)
+    return spread.index_copy_(0, plan.order, rows).view(plan.tokens, plan.choices, rows.shape[1])
