@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PIECE = 2**40
+"""Above every number of a sample, so that no two sequences of a run have one number, however samples are cut."""
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -50,7 +53,7 @@ class Microbatch:
 
     def in_pieces(self, count: int) -> Microbatch:
         """Each sample as `count` sequences of its own, `[b * count, s / count]`: tokens before one are as those of
-        another sample. For samples that nothing has cut yet."""
+        another sample. For samples that nothing has cut yet. Sequence j of sample i has the number i + j `PIECE`."""
         if count == 1:
             return self
         b, s = self.shape
@@ -62,7 +65,7 @@ class Microbatch:
             labels=self.labels.reshape(shape),
             positions=self.positions.reshape(shape).minimum(here),
             loss_mask=self.loss_mask.reshape(shape),
-            sample_ids=(self.sample_ids[:, None] * count + piece).flatten(),
+            sample_ids=(self.sample_ids[:, None] + piece * PIECE).flatten(),
             document_starts=None
             if starts is None
             else (starts.reshape(b, count, length) - piece[:, None] * length).clamp(min=0).view(shape),

@@ -22,7 +22,7 @@ from torch import Tensor
 from megalite.comm import World
 from megalite.config import Config, ParallelConfig, dump_yaml, parse
 from megalite.inventory import layer_of, stage_layer_ranges
-from megalite.microbatch import Microbatch
+from megalite.microbatch import PIECE, Microbatch
 from megalite.schedule import build_program, find_schedule
 from megalite.testing.oracle import Pupil
 
@@ -187,8 +187,9 @@ class Reference:
         return self._scales[prefix]
 
     def step_of(self, sample: int) -> int | None:
-        """The iteration (from 1) that a sample belongs to."""
-        return None if sample not in self._step_of else self._step_of[sample] + 1
+        """The iteration (from 1) that a sample, or a sequence that was cut out of it, belongs to."""
+        step = self._step_of.get(sample % PIECE)
+        return None if step is None else step + 1
 
     def update_of(self, sample: int) -> int | None:
         """The update (from 1) that a sample's gradient goes into."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megalite.comm import all_gather_json
 from megalite.data import Dataset, GPTDataset, IndexedDataset
-from megalite.microbatch import Microbatch
+from megalite.microbatch import PIECE, Microbatch
 from megalite.nn import Head
 from megalite.train import OpenRun
 
@@ -60,10 +60,8 @@ class TokenLosses:
             whole = losses.new_zeros(len(losses), len(microbatch.order if microbatch.order is not None else ()))
             losses = whole.index_copy(1, microbatch.places, losses)
             weighed = torch.zeros_like(whole, dtype=torch.bool).index_copy(1, microbatch.places, weighed)
-        length = losses.shape[1]
-        cut = self._run.trainer.config.model.seq_length // length  # sequences that a sample was cut into
         for sequence, row, mask in zip(microbatch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
-            sample, start = sequence // cut, sequence % cut * length
+            sample, start = sequence % PIECE, sequence // PIECE * losses.shape[1]  # it may have been cut
             for key, begin, end, text in self._documents(sample):
                 here = slice(max(0, begin - start), max(0, end - start))
                 counted = mask[here]

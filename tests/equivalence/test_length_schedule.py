@@ -47,7 +47,7 @@ def by_hand(sample: Microbatch, length: int, eod: int, *, resets_mask: bool, res
         starts.append(here)
         positions.append([place - (begin if resets_positions else 0) for place, begin in enumerate(here)])
     cut = sample.tokens.shape[1] // length
-    ids = [int(number) * cut + piece for number in sample.sample_ids for piece in range(cut)]
+    ids = [int(number) + piece * 2**40 for number in sample.sample_ids for piece in range(cut)]
     labels = [row for text in sample.labels.tolist() for row in _chunks(text, length)]
     mask = [row for weights in sample.loss_mask.tolist() for row in _chunks(weights, length)]
     return Microbatch(

@@ -135,6 +135,16 @@ def certify(flags: list[str], ranks: int) -> None:
     assert proof_run.prove(small_form(flags, ranks), STEPS) == 0, f"{' '.join(flags)} on {ranks} ranks"
 
 
+def test_a_curriculum_of_lengths_passes() -> None:
+    """Also layers that differ; the small form keeps both."""
+    unlike = "--position-embedding-type rope --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 2".split()
+    flags = [*unlike, "--context-parallel-size", "2", "--seq-length-schedule", "0:4 500:16"]
+    small = small_form(flags, 2).config
+    assert small.training.seq_length_schedule == f"0:{small.model.seq_length // 2} 1:{small.model.seq_length}"
+    assert (small.model.window_attn_skip_freq, small.model.no_rope_freq) == ("1,0", "0,1")
+    certify(flags, 2)
+
+
 def test_random_configurations_pass(full: bool) -> None:
     fresh = int(time.time()) % 1_000_000
     for seed, count in ((3, 20 if full else 1), (fresh, 20 if full else 1)):
