@@ -21,14 +21,29 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import correlation, mean, median
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config import Config, read_unjudged
 from megalite.inventory import count_parameters, flops_per_iteration, model_layers
-from megalite.planner import SEARCHED, Prediction, Roofline, layout_text, load_hardware, predict, search
+from megalite.planner import (
+    DEEPSPEED_2021,
+    LLAMA_2024,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_2024,
+    SEARCHED,
+    TORCH_2023,
+    Prediction,
+    Roofline,
+    Software,
+    layout_text,
+    load_hardware,
+    predict,
+    search,
+)
 from megalite.schedule import default_schedule
 
 SOURCES = {
@@ -39,6 +54,16 @@ SOURCES = {
     "E": "NVIDIA/Megatron-LM, images/model_table.png of July 2024 (Megatron-Core 0.8)",
     "F": "arXiv 2407.21783, table 4 (8,192 tokens)",
     "G": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md (PyTorch FSDP)",
+}
+#: The program that each source ran.
+PROGRAMS: dict[str, Software] = {
+    "A": MEGATRON_2021,
+    "B": MEGATRON_2021,
+    "C": MEGATRON_2022,
+    "D": DEEPSPEED_2021,
+    "E": MEGATRON_2024,
+    "F": LLAMA_2024,
+    "G": TORCH_2023,
 }
 
 
@@ -75,6 +100,7 @@ class Compared:
 
 
 BASE = "--lr 1e-4 --train-iters 1 --tokenizer-type NullTokenizer --mock-data --bf16"
+EXPOSED = "--no-overlap-grad-reduce --no-overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PIPELINED = ("1f1b", "interleaved")
 
@@ -87,7 +113,7 @@ def _gpt(layers: int, hidden: int, heads: int, tp: int, pp: int, batch: int, mor
 
 
 def _a100_table() -> Iterable[PublishedRun]:
-    more = f"--vocab-size 51200 --seq-length 2048 --zero-stage 0 --no-sequence-parallel {FULL}"
+    more = f"--vocab-size 51200 --seq-length 2048 --zero-stage 0 --no-sequence-parallel {FULL} {EXPOSED}"
     for size, layers, hidden, heads, model_parallel, devices, batch, rate in (
         ("1.7B", 24, 2304, 24, 1, 32, 512, 137.0),
         ("3.6B", 30, 3072, 32, 2, 64, 512, 138.0),
@@ -103,14 +129,14 @@ def _a100_table() -> Iterable[PublishedRun]:
         tp = min(8, model_parallel)
         flags = _gpt(layers, hidden, heads, tp, model_parallel // tp, batch, more)
         yield PublishedRun(f"GPT {size}", "A", "a100-80gb", devices, flags, rate, "recomputed", schedules=PIPELINED)
-    flags = _gpt(96, 12288, 96, 8, 16, 1536, more)
-    yield PublishedRun("GPT-3 175B", "B", "a100-80gb", 1024, flags, seconds=32.0, schedules=PIPELINED)
+    flags = _gpt(96, 12288, 96, 8, 16, 1536, f"{more} --micro-batch-size 1")
+    yield PublishedRun("GPT-3 175B", "B", "a100-80gb", 1024, flags, seconds=32.0)
 
 
 def _recomputation_table() -> Iterable[PublishedRun]:
     whole = f"--no-sequence-parallel {FULL}"
     part = "--sequence-parallel --recompute-granularity selective --attention-dropout 0.1 --hidden-dropout 0.1"
-    more = "--vocab-size 51200 --seq-length 2048 --zero-stage 0"
+    more = f"--vocab-size 51200 --seq-length 2048 --zero-stage 0 {EXPOSED}"
     for size, layers, hidden, heads, pp, chunks, batch, micro, full, selective in (
         ("22B", 48, 6144, 64, 1, 1, 4, 4, 1.42, 1.10),
         ("175B", 96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -126,7 +152,8 @@ def _recomputation_table() -> Iterable[PublishedRun]:
 
 
 def _mt_nlg() -> Iterable[PublishedRun]:
-    more = f"--vocab-size 50257 --seq-length 2048 --zero-stage 0 --no-sequence-parallel --micro-batch-size 1 {FULL}"
+    more = "--vocab-size 50257 --seq-length 2048 --zero-stage 0 --no-sequence-parallel --micro-batch-size 1"
+    more += f" {FULL} {EXPOSED}"
     for nodes, seconds in ((280, 60.1), (350, 50.2), (420, 44.4)):
         flags = _gpt(105, 20480, 128, 8, 35, 1920, more)
         yield PublishedRun("MT-NLG 530B", "D", "a100-80gb", 8 * nodes, flags, seconds=seconds)
@@ -230,24 +257,40 @@ def _compare(run: PublishedRun) -> Compared:
         work = tokens if run.counts == "tokens" else published_flops(config, run.counts) / 1e12
         published = work / (run.devices * run.rate)
     hardware = load_hardware(run.hardware)
+    times = Roofline(hardware, PROGRAMS[run.source])
     best: tuple[Prediction, bool] | None = None
     for schedule in run.schedules:
         parallel = replace(config.parallel, pipeline_schedule=schedule)
         tried = replace(config, parallel=parallel)
         fixed = given | {"pipeline_schedule"}
-        found = search(tried, run.devices, hardware, Roofline(hardware), given=fixed, top=1, even=True)
+        found = search(tried, run.devices, hardware, times, given=fixed, top=1, even=True)
         fits = bool(found.predictions)
         if not fits and not found.rejected:
             continue
-        prediction = (
-            found.predictions[0]
-            if fits
-            else predict(found.rejected[0].config, run.devices, hardware, Roofline(hardware))
-        )
+        prediction = found.predictions[0] if fits else predict(found.rejected[0].config, run.devices, hardware, times)
         if best is None or (not fits, prediction.step_time) < (not best[1], best[0].step_time):
             best = (prediction, fits)
     assert best is not None, f"{run.name}: no layout is legal"
     return Compared(run, published, *best)
+
+
+def by_table(compared: Sequence[Compared]) -> dict[str, tuple[float, float | None]]:
+    """Mean error of each source's runs, and Spearman's correlation of published and predicted TFLOP/s (of three runs
+    and more)."""
+    found = {}
+    for key in sorted({entry.run.source for entry in compared}):
+        mine = [entry for entry in compared if entry.run.source == key]
+        rates = [entry.prediction.tflops_per_device for entry in mine]
+        published = [
+            rate * entry.prediction.step_time / entry.published for rate, entry in zip(rates, mine, strict=True)
+        ]
+        order = correlation(_ranks(published), _ranks(rates)) if len(mine) > 2 else None
+        found[key] = (mean(abs(entry.error) for entry in mine), order)
+    return found
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 def table(compared: Sequence[Compared]) -> str:
@@ -263,6 +306,9 @@ def table(compared: Sequence[Compared]) -> str:
         errors = [entry.error for entry in compared if entry.run.source == key]
         if errors:
             lines.append(f"{key}: {min(errors):+.0%} to {max(errors):+.0%}; {text}")
+    for key, (error, order) in by_table(compared).items():
+        told = "" if order is None else f", rank correlation of TFLOP/s {order:+.2f}"
+        lines.append(f"{key}: mean error {error:.1%}{told}")
     sizes = [abs(entry.error) for entry in compared]
     within = sum(size <= 0.25 for size in sizes)
     lines.append(f"median error {median(sizes):.0%}, {within} of {len(sizes)} within 25 %, largest {max(sizes):.0%}")

@@ -38,4 +38,14 @@ from megalite.planner.result_table import (
 )
 from megalite.planner.search import FastEstimator, OverBudget, SearchResult, pareto, search
 from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts, reasons_against
+from megalite.planner.software import (
+    DEEPSPEED_2021,
+    LLAMA_2024,
+    MEGALITE,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    MEGATRON_2024,
+    TORCH_2023,
+    Software,
+)
 from megalite.planner.startup_table import describe_layout, format_table, in_units, startup_rows

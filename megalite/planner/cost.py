@@ -1,9 +1,11 @@
 """Seconds of every layer and kind of computation on one device, by a roofline or from a measured profile.
 
-A product of [m, k] and [k, n] takes 2mnk / (rate * efficiency), longer where an extent is small; everything else moves
-bytes. F computes, I gives the input's gradient, W the weights'. The head computes its gradients in the forward (chunk
-by chunk, so that logits never exist whole): its F has three products and its backward none. Messages of tensor
-parallelism that the engine hides behind a product are counted for what sticks out.
+A product of [m, k] and [k, n] is cut into tiles, of which a device's multiprocessors compute one each at a time: the
+last turn is rarely full, and every tile takes time to begin and to be written. (A CPU's takes 2mnk / (rate *
+efficiency), longer where an extent is small.) Everything else moves bytes, as many as the program's generation does
+(`planner.software`). F computes, I gives the input's gradient, W the weights'. The head computes its gradients in the
+forward (chunk by chunk, so that logits never exist whole): its F has three products and its backward none. Messages of
+tensor parallelism that the engine hides behind a product are counted for what sticks out.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import ElementBytes, Layer, Product, context_bytes, expert_rows, micro_tokens, model_layers
 from megalite.planner.communication import CommGroup
 from megalite.planner.hardware import Hardware
+from megalite.planner.software import MEGALITE, Software
 
 
 class LayerTimes(NamedTuple):
@@ -74,19 +78,51 @@ def precision_name(config: Config) -> str:
     return config.training.precision.name
 
 
+_MOST_REUSE = 256 * 128 / (256 + 128)
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""What one multiprocessor computes at a time: rows and columns of the result."""
+
+
+@lru_cache(maxsize=1 << 16)
+def _tiled(
+    processors: float, latency: float, rate: float, elements_per_s: float, m: float, n: float, k: float, count: float
+) -> float:
+    """Seconds by tiles and turns, with the best tile; k may be split where there are few tiles.
+
+    A small tile reads more for each multiply-add; a tile begins with a wait for memory and ends with its writing, half
+    of which the next one hides.
+    """
+    best = math.inf
+    for rows, columns in TILES:
+        reuse = rows * columns / (rows + columns)
+        speed = rate / processors * (1 + 8 / _MOST_REUSE) / (1 + 8 / reuse)
+        tiles = count * math.ceil(m / rows) * math.ceil(n / columns)
+        for split in (1, 2, 4):
+            turns = math.ceil(tiles * split / processors)
+            written = rows * columns * processors / elements_per_s
+            one = 2 * rows * columns * k / split / speed + latency + written / 2
+            best = min(best, turns * one + (split > 1) * (split + 1) * m * n * count * 2 / elements_per_s)
+    return best
+
+
 @dataclass(frozen=True)
 class Roofline:
-    """Times from the numbers of a hardware file."""
+    """Times from the numbers of a hardware file; software: which program runs."""
 
     hardware: Hardware
+    software: Software = MEGALITE
 
-    def product(self, config: Config, m: float, n: float, k: float) -> float:
-        """Seconds of one matrix product."""
+    def product(self, config: Config, m: float, n: float, k: float, count: float = 1) -> float:
+        """Seconds of a matrix product, or of `count` in one call."""
         hw, e = self.hardware, ElementBytes.of(config).compute
         rate = hw.matrix_flops[precision_name(config)] * hw.matrix_efficiency
-        slower = 1 + hw.matrix_half_size / min(m, n, k)
-        moved = e * (m * n + n * k + m * k) / (hw.memory_bandwidth * hw.memory_efficiency)
-        return max(2 * m * n * k / rate * slower, moved) + hw.kernel_overhead
+        bandwidth = hw.memory_bandwidth * hw.memory_efficiency
+        moved = count * e * (m * n + n * k + m * k) / bandwidth
+        if not hw.multiprocessors:
+            slower = 1 + hw.matrix_half_size / min(m, n, k)
+            return max(2 * m * n * k * count / rate * slower, moved) + hw.kernel_overhead
+        tiled = _tiled(hw.multiprocessors, hw.tile_latency, rate, bandwidth / e, m, n, k, count)
+        return max(tiled, moved) + hw.kernel_overhead
 
     def traffic(self, nbytes: float, kernels: int) -> float:
         """Seconds of elementwise work."""
@@ -102,7 +138,7 @@ class Roofline:
     def optimizer_step(self, config: Config, elements: float) -> float:
         size = ElementBytes.of(config)
         moments = OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer)
-        moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute
+        moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute + self.software.optimizer
         return self.traffic(elements * moved, 20)
 
     def step_overhead(self, samples: float) -> float:
@@ -110,29 +146,33 @@ class Roofline:
 
     def _block(self, config: Config, layer: Layer) -> LayerTimes:
         model, tp, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
-        tokens, e, hw = micro_tokens(config), size.compute, self.hardware
+        tokens, e = micro_tokens(config), size.compute
         outer = tp if config.parallel.sequence_parallel else 1
         products = {p.name: self._matrices(config, layer, p) for p in layer.products if not p.core}
         matrices = sum(products.values())
-        attention = (
-            tokens * layer.flops(core=True) / tp / (hw.matrix_flops[precision_name(config)] * hw.attention_efficiency)
-        )
-        width = (3.0 if model.gated else 2.0) * layer.mlp_width(config.parallel)
+        attention, attention_back = self._attention(config, layer)
+        ours = self.software
+        width = (1.5 if model.gated else 1.0) * ours.inner * layer.mlp_width(config.parallel)
         if layer.is_sparse:  # rows are copied on their way to the experts, and added up on the way back
             width += 6.0 * model.experts.moe_router_topk * model.hidden_size
         if model.position_embedding_type == "rope":
             width += 4 * (model.query_size + model.kv_size) / tp
-        moved = e * tokens * (10 * model.hidden_size / outer + width + 4 * model.query_size / tp)
+        moved = e * tokens * (ours.residual * model.hidden_size / outer + width + ours.query * model.query_size / tp)
         weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay)
-        accumulate = weights * (2 * size.gradient + (2 * e if e != size.gradient else 0))
+        accumulate = weights * self._accumulated(size)
+        again = model.recompute_granularity == "selective" and not ours.fused_attention
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
         shared = self._context_messages(config, layer, attention)
         dispatched = self._expert_messages(config, layer)
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
-            matrices + attention + self.traffic(moved, 14) + forward,
-            matrices + 2.5 * attention + self.traffic(1.8 * moved, 24) + backward,
+            matrices + attention + self.traffic(moved, ours.kernels) + forward,
+            matrices
+            + attention_back
+            + again * attention
+            + self.traffic(ours.backward * moved, ours.kernels * 12 // 7)
+            + backward,
             matrices + self.traffic(accumulate, 8),
             hidden,
         )
@@ -142,7 +182,9 @@ class Roofline:
         given, axes = layer.model.experts, config.parallel.experts
         n, k = product.local(layer.shards_of(product, config.parallel))
         if not product.name.startswith("experts."):
-            return self.product(config, micro_tokens(config), n, k)
+            interleaved = self.software.interleaved and config.parallel.sequence_parallel
+            parts = config.parallel.tensor_model_parallel_size if interleaved else 1
+            return parts * self.product(config, micro_tokens(config) / parts, n, k)
         here, taken = (given.num_experts or 1) / axes.expert_model_parallel_size, given.moe_router_topk
         one = (n / taken, k) if product.cut == "n" else (n, k / taken)
         return here * self.product(config, expert_rows(config, layer) / here, *one)
@@ -156,6 +198,29 @@ class Roofline:
         sent = expert_rows(config, layer) * layer.model.hidden_size * ElementBytes.of(config).compute
         return 2 * group.exchange(sent * (ep - 1) / ep)
 
+    def _accumulated(self, size: ElementBytes) -> float:
+        """Bytes a weight that adding its gradient moves, beside the product."""
+        apart = 2.0 * size.gradient + (2 * size.compute if size.compute != size.gradient else 0)
+        added = self.software.accumulation
+        return apart if added is None or self.hardware.on_cpu or size.compute == size.gradient else added
+
+    def _attention(self, config: Config, layer: Layer) -> tuple[float, float]:
+        """Seconds of attention's core in (forward, backward)."""
+        model, tp, tokens = layer.model, config.parallel.tensor_model_parallel_size, micro_tokens(config)
+        hw, ours = self.hardware, self.software
+        if ours.fused_attention:
+            rate = ours.attention.get(hw.name, hw.matrix_flops[precision_name(config)] * hw.attention_efficiency)
+            one = tokens * layer.flops(core=True) / tp / rate
+            return one, 2.5 * one
+        s, d, heads = model.seq_length, model.head_dim, model.num_attention_heads / tp
+        count = heads * tokens / s
+        nbytes = ElementBytes.of(config).compute * count * s * s
+        inner, outer = self.product(config, s, s, d, count), self.product(config, s, d, s, count)
+        return (
+            inner + outer + self.traffic(ours.scores * nbytes, 2),
+            2 * (inner + outer) + self.traffic(ours.backward_scores * nbytes, 2),
+        )
+
     def _messages(self, config: Config, layer: Layer, behind: Sequence[float] = ()) -> tuple[float, float, float]:
         """Seconds of a layer's tensor-parallel messages in (forward, backward), and what W hides of the latter.
 
@@ -163,9 +228,11 @@ class Roofline:
         """
         group = CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)
         whole = micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
-        overlap = self.hardware.overlap
+        overlap = self.hardware.overlap if self.software.behind_weights else 0.0
         sequence = config.parallel.sequence_parallel
         one = group.gather(whole) if sequence else group.all_reduce(whole)
+        if self.software.interleaved and behind and group.size > 1:  # the first part travels in the open
+            one = max(one / group.size, one - overlap * min(behind))
         hidden = sum(min(one, overlap * product) for product in behind)
         if not sequence:
             return layer.sums * one, layer.gathers * one, hidden
@@ -205,7 +272,7 @@ class Roofline:
     def _head(self, config: Config, layer: Layer) -> LayerTimes:
         size, tp, tokens = ElementBytes.of(config), config.parallel.tensor_model_parallel_size, micro_tokens(config)
         rows, h = layer.product("output").local(tp)
-        logits = self.traffic(tokens * rows * (6 * size.wide + 2 * size.compute), 12)
+        logits = self.traffic(tokens * rows * (self.software.logits * size.wide + 2 * size.compute), 12)
         update = self.traffic(rows * h * size.wide * 2, 2)
         losses = CommGroup(self.hardware, tp).gather(tokens * 8 * tp)
         forward, backward, _ = self._messages(config, layer)

@@ -34,8 +34,10 @@ class Hardware:
     for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead: seconds of
     starting one kernel that nothing hides; action_overhead: of one forward or backward of a stage, besides its kernels.
     reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
-    hide behind computation. power: watts of one device with its share of the node. measured: what a profile found
-    between processes of one node, by operation (all_reduce, gather, send); not in the files.
+    hide behind computation. power: watts of one device with its share of the node. multiprocessors: what computes a
+    tile of a product each (0: products are not cut into tiles, and matrix_half_size counts); tile_latency: seconds in
+    which a tile begins. measured: what a profile found between processes of one node, by operation (all_reduce, gather,
+    send); not in the files.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Hardware:
     inter_node: Link
     overlap: float
     power: float
+    multiprocessors: float = 0
+    tile_latency: float = 0.0
     measured: Mapping[str, Link] = field(default_factory=dict)
 
     @property
@@ -118,7 +122,7 @@ def parse_hardware(data: Any, where: str) -> Hardware:
     values: dict[str, Any] = {}
     names = [entry.name for entry in fields(Hardware) if entry.name != "measured"]
     for name in names:
-        raw = data.get(name)
+        raw = data.get(name, 0 if name in ("multiprocessors", "tile_latency") else None)
         if name in ("name", "kind"):
             values[name] = str(raw)
         elif name in ("intra_node", "inter_node"):

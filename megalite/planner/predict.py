@@ -28,6 +28,7 @@ from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_n
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.model_states import stage_elements
+from megalite.planner.software import MEGALITE, Software
 from megalite.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -119,7 +120,8 @@ def predict(
         each = [predict(config.at_length(length), world_size, hardware, source, cuts) for length, _ in phases]
         return _mean(config, each, [iterations or 1 for _, iterations in phases])
     memory = memory_of(config, world_size, hardware, program, cuts)
-    costs = _Stages(config, world_size, hardware, source.layers(config), cuts)
+    software = getattr(source, "software", MEGALITE)
+    costs = _Stages(config, world_size, hardware, source.layers(config), cuts, software)
     steady = steady_state(config, program, costs.simulator_costs())
     m = config.num_microbatches(world_size)
     steady = replace(steady, busy=m * sum(times.forward + times.backward for times in costs.times))
@@ -212,6 +214,7 @@ class _Stages:
     hardware: Hardware
     layers: Sequence[LayerTimes]
     cuts: Sequence[range]
+    software: Software = MEGALITE
 
     def recomputed(self, stage: int) -> range:
         """Blocks of a stage whose forward runs again in backward."""
@@ -239,7 +242,8 @@ class _Stages:
         total = add_times(self.layers[item] for item in self.cuts[stage])
         again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
-        total += LayerTimes(over, over + again, over)
+        hop = self.hop() if self.software.waits and len(self.cuts) > 1 else 0.0
+        total += LayerTimes(over + hop, over + again + hop, over)
         return self._with_zero(total, stage)
 
     def _with_zero(self, times: LayerTimes, stage: int) -> LayerTimes:
@@ -264,11 +268,14 @@ class _Stages:
             exact[stage, BACKWARD] = times.backward
             exact[stage, BACKWARD_INPUT] = times.backward_input
             exact[stage, BACKWARD_WEIGHT] = times.backward_weight
-        return Costs(communication=self.hop(), exact=exact)
+        return Costs(communication=0.0 if self.software.waits else self.hop(), exact=exact)
 
     def hop(self) -> float:
         tp, pp = self.config.parallel.tensor_model_parallel_size, self.config.parallel.pipeline_model_parallel_size
-        return CommGroup(self.hardware, pp, tp * self.dp).send(boundary_bytes(self.config))
+        group, nbytes = CommGroup(self.hardware, pp, tp * self.dp), boundary_bytes(self.config)
+        if self.software.whole_stages or self.config.parallel.sequence_parallel:
+            return group.send(nbytes)
+        return group.send(nbytes / tp) + CommGroup(self.hardware, tp).gather(nbytes)
 
     @cached_property
     def elements(self) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from statistics import median
+from statistics import mean, median
 
 import pytest
 
 from megalite.config import ModelConfig
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.inventory.layers import count_parameters
-from tools.compare_published import compare, configured, published_flops, published_runs, table
+from tools.compare_published import by_table, compare, configured, published_flops, published_runs, table
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> ModelConfig:
@@ -116,11 +116,23 @@ def test_aggregate_rates_are_those_of_the_table() -> None:
         assert published_flops(config, "recomputed") == pytest.approx(paper, rel=1e-12)
 
 
+BARS = {"A": 0.08, "B": 0.08, "C": 0.08, "D": 0.16, "E": 0.08, "F": 0.08, "G": 0.08}
+"""Mean error of each table. D: its three runs fit a line with 6 s a step beside micro-batches and bubble, which the
+source does not explain and the plan does not have."""
+
+
 def test_some_published_runs_are_predicted(full: bool) -> None:
-    """Nothing is fitted; `tools/compare_published.py` prints all."""
-    compared = compare(run for run in published_runs() if full or (run.devices <= 64 and run.source in "CEG"))
+    """`tools/compare_published.py` prints all. The order of a table's rates is predicted, and no number is tuned to a
+    table: corrected by the mean of the others it is not much worse off."""
+    compared = compare(run for run in published_runs() if full or (run.devices <= 64 and run.source in "AC"))
     print(table(compared))
-    assert median(abs(entry.error) for entry in compared) <= 0.15
-    assert max(abs(entry.error) for entry in compared) <= 0.4
+    assert median(abs(entry.error) for entry in compared) <= 0.08
+    assert max(abs(entry.error) for entry in compared) <= 0.25
     needs = [entry.prediction.memory_bytes for entry in compared if not entry.fits]
     assert all(nbytes <= 80e9 * 1.05 for nbytes in needs)  # all of them did fit
+    for key, (error, order) in by_table(compared).items():
+        assert error <= BARS[key], key
+        assert order is None or order >= 0.6, key
+        mine = [1 + entry.error for entry in compared if entry.run.source == key]
+        others = [1 + entry.error for entry in compared if entry.run.source != key]
+        assert mean(abs(one / median(others) - 1) for one in mine) <= BARS[key] + 0.04, key

@@ -1,0 +1,103 @@
+"""What a training program does between its matrix products, as numbers: passes over memory, and what it hides.
+
+A plan is made for megalite; a published run is predicted with the program that made it. Passes are reads and writes of
+an element, of a forward; a backward makes `backward` times as many. They are counted in the programs' sources; rates of
+attention are those that the papers of its kernels measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Software:
+    """One generation of programs.
+
+    residual: passes over the residual stream in a block (norms, dropout, additions).
+    inner: over the inputs of an MLP's second product; three times as many where it is gated.
+    query: over queries and context.
+    logits: over the loss's logits in fp32.
+    scores, backward_scores: over the scores of attention, beside its products; 0 where attention is one kernel.
+    attention: FLOP/s of that kernel by hardware, where the hardware's own number does not hold.
+    accumulation: bytes that a weight's gradient moves beside its product, on a GPU; None: a pass of its own adds it.
+    optimizer: bytes an element beside gradient, master and moments.
+    kernels: launches of a block's forward.
+    behind_weights: reductions of dx run behind dW.
+    interleaved: every message of tensor parallelism runs behind parts of its product.
+    whole_stages: each tensor-parallel rank sends a stage's output whole; else a part, and they are gathered there.
+    waits: a stage computes nothing while it sends or receives.
+    """
+
+    name: str
+    residual: float = 10.0
+    inner: float = 2.0
+    query: float = 4.0
+    logits: float = 6.0
+    scores: float = 0.0
+    backward_scores: float = 0.0
+    attention: Mapping[str, float] = field(default_factory=dict)
+    backward: float = 1.8
+    accumulation: float | None = 0.0
+    optimizer: float = 0.0
+    kernels: int = 14
+    behind_weights: bool = True
+    interleaved: bool = False
+    whole_stages: bool = True
+    waits: bool = False
+
+    @property
+    def fused_attention(self) -> bool:
+        return self.scores == 0.0
+
+
+MEGALITE = Software("megalite")
+_EARLY: dict[str, Any] = {
+    "residual": 11.0,
+    "query": 2.0,
+    "logits": 12.0,
+    "scores": 4.5,
+    "backward_scores": 5.5,
+    "optimizer": 16.0,
+    "kernels": 22,
+    "waits": True,
+}
+"""Megatron-LM before fused attention: masked softmax, bias and GELU, bias, dropout and addition are one kernel each;
+scores are written by the first product, read and written by softmax and by dropout with its mask, read by the second.
+Gradients are unscaled and clipped in passes of their own. The loss makes a dozen passes over fp32 logits: copy,
+maximum, difference, exponential, sum, quotient, gradient, copy."""
+_ADDED_APART: dict[str, Any] = {"accumulation": None, "behind_weights": False}
+
+#: arXiv 2104.04473.
+MEGATRON_2021 = Software("Megatron-LM 2021", **_EARLY, **_ADDED_APART, whole_stages=False)
+#: The same under DeepSpeed's pipeline engine (arXiv 2201.11990), whose stages send whole tensors.
+DEEPSPEED_2021 = Software("Megatron-DeepSpeed 2021", **_EARLY, **_ADDED_APART)
+#: With sequence parallelism and selective recomputation (arXiv 2205.05198): products add to fp32 gradients, reductions
+#: of dx run behind dW.
+MEGATRON_2022 = Software("Megatron-LM 2022", **_EARLY, whole_stages=False)
+#: Megatron-Core on Transformer Engine with FlashAttention 2 (its rate at 4,096 tokens: arXiv 2307.08691, figure 7);
+#: messages of tensor parallelism go by parts.
+MEGATRON_2024 = Software(
+    "Megatron-Core 2024",
+    residual=11.0,
+    query=2.0,
+    logits=12.0,
+    attention={"H100": 292e12},
+    interleaved=True,
+    whole_stages=False,
+)
+#: Meta's trainer (arXiv 2407.21783): the same kernels, messages of tensor parallelism in the open in the forward.
+LLAMA_2024 = Software("Llama 3 2024", residual=11.0, query=2.0, logits=12.0)
+#: PyTorch FSDP over PyTorch's modules and FlashAttention's first kernels (rates at 2,048 tokens: arXiv 2307.08691,
+#: figures 5 and 7): every operation is a kernel.
+TORCH_2023 = Software(
+    "PyTorch 2.0",
+    residual=12.0,
+    query=6.0,
+    logits=12.0,
+    attention={"A100-80GB": 95e12, "H100": 125e12},
+    accumulation=4.0,
+    kernels=20,
+)
