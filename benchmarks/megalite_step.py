@@ -73,10 +73,12 @@ class TrainingStep:
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
         built = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), device)
-        numbers = Hyperparameters(update.lr, update.weight_decay, 1.0, iteration=1)
+        numbers = Hyperparameters(update.lr, update.weight_decay, 1.0, iteration=1, samples=0)
         self.updater = Updater(
             built,
             policy=lambda update: numbers,
+            account=lambda samples, skipped: None,
+            late=device.type == "cuda",
             scaler=LossScaler(),
             clip_grad=update.clip_grad,
             nonfinite="stop",

@@ -221,7 +221,7 @@ def agree_max(value: float, axis: Axis) -> float:
         return value
     box = torch.tensor([value], dtype=torch.float64, device=device_of(axis))
     all_reduce_(box, axis, op="max")
-    return float(box.item())
+    return float((box.cpu() if box.is_cuda else box).numpy()[0])
 
 
 def device_of(axis: Axis) -> torch.device:

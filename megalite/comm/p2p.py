@@ -155,7 +155,7 @@ class Channel:
 
     def _isend(self, x: Tensor, peer: int) -> None:
         line = self._line(self._down.rank, peer)
-        x = x.cpu() if self._host_only else x
+        x = x.cpu() if self._host_only and x.is_cuda else x
         self._sent[peer] += 1
         work = dist.isend(x, line.ranks[peer], group=line.group, tag=self._sent[peer])
         self._in_flight.append((work, x))

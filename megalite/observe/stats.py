@@ -53,7 +53,8 @@ class StepStats:
     seq_length: tokens of its sequences.
     lm_loss: mean loss per token in nats, a scalar that may live on the device; None where nothing was computed
         (`--iterations-to-skip`).
-    grad_norm: global norm before clipping; None where the optimizer has none to give.
+    grad_norm: global norm before clipping; None where the optimizer has none to give. It, `loss_scale` and `skipped`
+        may live on the device, too.
     learning_rate: the one this step used.
     loss_scale: factor of the loss in fp16 training, else 1.
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
@@ -70,8 +71,8 @@ class StepStats:
     lm_loss: Tensor | float | None
     grad_norm: Tensor | float | None
     learning_rate: float
-    loss_scale: float = 1.0
-    skipped: bool = False
+    loss_scale: Tensor | float = 1.0
+    skipped: Tensor | bool = False
     experts: ExpertStats | None = None
     iteration_time_s: float
     wait_time_s: float = 0.0
@@ -132,10 +133,12 @@ class IntervalStats:
         loads = [vars(step.experts) for step in steps if step.experts is not None]
         names = list(loads[0]) if loads else []
         values = [values[name] for name in names for values in loads]
-        read = _read([*values, *(step.lm_loss for step in steps), last.grad_norm])
-        experts, (*losses, norm) = read[: len(values)], read[len(values) :]
+        of_steps = [*(step.lm_loss for step in steps), *(step.skipped for step in steps)]
+        read = _read([*values, *of_steps, last.grad_norm, last.loss_scale])
+        experts, (*told, norm, scale) = read[: len(values)], read[len(values) :]
+        losses, skips = told[: len(steps)], [bool(skipped) for skipped in told[len(steps) :]]
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
-        taken = [loss for step, loss in zip(steps, losses, strict=True) if loss is not None and not step.skipped]
+        taken = [loss for skipped, loss in zip(skips, losses, strict=True) if loss is not None and not skipped]
         record: Record = {
             "kind": "train",
             "iteration": last.iteration,
@@ -144,10 +147,10 @@ class IntervalStats:
             "global_batch_size": last.global_batch_size,
             **({"seq_length": last.seq_length} if len(self._flops_per_sample) > 1 else {}),
             "lm_loss": math.fsum(taken) / len(taken) if taken else None,
-            "grad_norm": None if last.skipped else norm,
+            "grad_norm": None if skips[-1] else norm,
             "learning_rate": last.learning_rate,
-            "loss_scale": last.loss_scale,
-            "skipped_iterations": sum(step.skipped for step in steps),
+            "loss_scale": scale,
+            "skipped_iterations": sum(skips),
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
         for name in names:

@@ -15,7 +15,7 @@ parameter has to lie in one piece, and the result is that of one process (to rou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,9 +65,9 @@ class _Mean:
         """Where a rectangle of the parameter falls in `values`."""
         return tuple(slice(rectangle.offset[d], rectangle.offset[d] + rectangle.shape[d]) for d in self.kept)
 
-    def take(self, decay: float) -> None:
-        """values = decay * values + (1 - decay) * mean of what has been summed up."""
-        self.values.mul_(decay).add_(self.sums.div_(self.count).add_(EPSILON), alpha=1.0 - decay)
+    def after(self, decay: float) -> Tensor:
+        """decay * values + (1 - decay) * mean of what has been summed up."""
+        return self.values.mul(decay).add_(self.sums.div_(self.count).add_(EPSILON), alpha=1.0 - decay)
 
 
 class _Tracked:
@@ -113,13 +113,11 @@ class Adafactor(UpdateRule):
         self.cut_axis = cutting[0] if cutting else Axis.single("cut")
         self.scale_parameter = settings.args.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
-        self.count = torch.zeros((), dtype=torch.float32)
-        for group in groups:
-            for p in group["params"]:
-                self.state[p] = {"step": self.count}
         parameters: list[LocalParameter] = groups[0]["parameters"]
         cuts = self._cut_dimensions(parameters)
         self.tracked = [_Tracked(parameter, cut) for parameter, cut in zip(parameters, cuts, strict=True)]
+        self._is_cut = torch.tensor([t.partial for t in self.tracked], device=self.device)
+        self._numels = torch.tensor([t.numel for t in self.tracked], dtype=torch.float64, device=self.device)
         # in one buffer, so that one message carries them; what ranks of the cutting axis add up comes first
         means = sorted((mean for t in self.tracked for mean in t.means), key=lambda mean: not mean.partial)
         self._values, self._sums = self._packed(means), self._packed(means)
@@ -139,42 +137,43 @@ class Adafactor(UpdateRule):
 
     @torch.no_grad()
     def step(self) -> None:
-        self.count += 1
-        decay = 1.0 - float(self.count) ** -DECAY_EXPONENT
+        decay = 1.0 - max(1.0, self.steps + 1.0) ** -DECAY_EXPONENT
         self._sums.zero_()
         sizes = self._add_up(self._square)
         self._reduce(self._sums, self._partial)
         for tracked in self.tracked:
             for mean in tracked.means:
-                mean.take(decay)
+                self.write(mean.values, mean.after(decay))
         self._factors = [tracked.factors() for tracked in self.tracked]
         updates = self._add_up(self._divide)
         for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(1.0 - group["lr"] * group["weight_decay"])
-        for group, p, piece in self._pieces():
-            rate = group["lr"] / max(1.0, updates[piece.parameter] / CLIP)
-            rate *= max(SMALLEST_SIZE, sizes[piece.parameter]) if self.scale_parameter else 1.0
-            _own(p, piece).add_(_own(p.grad, piece), alpha=-rate)
+            rates = group["lr"] / (updates / CLIP).clamp(min=1.0)
+            each = scalars(rates * sizes.clamp(min=SMALLEST_SIZE) if self.scale_parameter else rates)
+            for p, pieces in zip(group["params"], group["pieces"], strict=True):
+                new = p * (1.0 - group["lr"] * group["weight_decay"])
+                for piece in pieces:
+                    subtract_scaled(_own(new, piece), _own(p.grad, piece), each[piece.parameter])
+                self.write(p, new)
         self._factors = []
+        self.steps += 1
 
     def _pieces(self) -> Iterator[tuple[ParamGroup, Tensor, FlatPiece]]:
         for group in self.param_groups:
             for p, pieces in zip(group["params"], group["pieces"], strict=True):
                 yield from ((group, p, piece) for piece in pieces)
 
-    def _add_up(self, measure: Any) -> list[float]:
-        """The root mean square of every parameter, from what `measure(tensor, piece)` says is its sum of squares."""
+    def _add_up(self, measure: Any) -> Tensor:
+        """The root mean square of every parameter (fp64), from what `measure(tensor, piece)` says is its sum of
+        squares."""
         sums = torch.zeros(len(self.tracked), dtype=torch.float64, device=self.device)
         for _, p, piece in self._pieces():
             sums[piece.parameter] += measure(p, piece)
         all_reduce_on_axis(sums, self.shard_axis)
         if self.cut_axis.size > 1:
-            cut = torch.tensor([t.partial for t in self.tracked], device=self.device)
-            parts = sums * cut
+            parts = sums * self._is_cut
             all_reduce_on_axis(parts, self.cut_axis)
-            sums = torch.where(cut, parts, sums)
-        return [(total / t.numel) ** 0.5 for total, t in zip(sums.tolist(), self.tracked, strict=True)]
+            sums = torch.where(self._is_cut, parts, sums)
+        return (sums / self._numels).sqrt()
 
     def _square(self, p: Tensor, piece: FlatPiece) -> Tensor:
         """Adds the squared gradient to the statistics; returns the parameter's own sum of squares."""
@@ -217,6 +216,19 @@ def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
     all_reduce_(there, axis, op=op)
     if there is not x:
         x.copy_(there)
+
+
+def scalars(x: Tensor) -> Sequence[float | Tensor]:
+    """The elements of `[n]`: numbers where they are in host memory, which nobody waits for, else 0-dim tensors."""
+    return x.numpy().tolist() if x.device.type == "cpu" else x.unbind()
+
+
+def subtract_scaled(target: Tensor, x: Tensor, factor: float | Tensor) -> None:
+    """target -= factor x."""
+    if isinstance(factor, Tensor):
+        target.addcmul_(x, factor.to(target.dtype), value=-1.0)
+    else:
+        target.add_(x, alpha=-factor)
 
 
 def _own(flat: Tensor | None, piece: FlatPiece) -> Tensor:

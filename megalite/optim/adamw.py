@@ -27,6 +27,9 @@ class AdamW(UpdateRule):
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, betas=(settings.args.adam_beta1, settings.args.adam_beta2), eps=settings.args.adam_eps)
         self.dtypes = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+        # The kernel scales what it reads: no pass of its own. (On a CPU a scale of 1 needs none either.)
+        on_device = all(p.is_cuda for group in groups for p in group["params"])
+        self.divides = on_device and type(self) is AdamW and self.dtypes == ("fp32", "fp32")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -40,15 +43,15 @@ class AdamW(UpdateRule):
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state.update({name: moment_like(p, dtype) for name, dtype in zip(MOMENTS, self.dtypes, strict=True)})
         wide = all(state[name].dtype == p.dtype for name in MOMENTS)
-        update = _nadamw if group.get("nesterov") else _adamw
+        update = self._nadamw if group.get("nesterov") else self._adamw
         for piece in [slice(None)] if wide else pieces(p):
             stored = [state[name].view(-1)[piece] for name in MOMENTS]
             moments = [moment.to(p.dtype) for moment in stored]
             update(p.view(-1)[piece], grad.view(-1)[piece], moments, state["step"], group)
             for narrow, value in zip(stored, moments, strict=True):
                 if narrow.dtype != value.dtype:
-                    narrow.copy_(value)
-        state["step"] += 1
+                    narrow.copy_(value)  # of a step that is skipped it is what it was
+        self.count(state["step"])
 
     def foresees(self, group: ParamGroup) -> bool:
         return True
@@ -57,40 +60,41 @@ class AdamW(UpdateRule):
         """The last step again, with the decay of `p` as it is now."""
         state = self.state[p]
         moment, square = (state[name].view(-1)[piece].to(p.dtype) for name in MOMENTS)
-        step = state["step"].double()  # a tensor: to read it as a number, the host would wait for the device
+        # a tensor: to read it as a number, the host would wait for the device; before the first step all moments are 0
+        step = state["step"].double().clamp(min=1)
         beta1, beta2 = group["betas"]
         denominator = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
         direction: Tensor = (moment / (1 - beta1**step)).div_(denominator)
         return direction.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)
 
+    def _adamw(self, p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
+        """torch's fused kernel. step: those before this one."""
+        adamw_kernel(
+            [p],
+            [grad],
+            moments[:1],
+            moments[1:],
+            [],
+            [step.clone()],  # the kernel counts; pieces of one step count once
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
-def _adamw(p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-    """torch's fused kernel. step: the number of steps before this one."""
-    adamw_kernel(
-        [p],
-        [grad],
-        moments[:1],
-        moments[1:],
-        [],
-        [step.clone()],  # the kernel increments it; all pieces of a step need the same number
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-
-
-def _nadamw(p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-    """NAdam (Dozat 2016) with constant beta1 and decoupled weight decay: the moment as the next step will have it,
-    without the gradient of that step."""
-    (beta1, beta2), (moment, square) = group["betas"], moments
-    count = step.double() + 1
-    moment.mul_(beta1).add_(grad, alpha=1 - beta1)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    direction = moment * (beta1 / (1 - beta1 ** (count + 1))) + grad * ((1 - beta1) / (1 - beta1**count))
-    direction.div_((square.sqrt() / (1 - beta2**count).sqrt()).add_(group["eps"]))
-    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+    def _nadamw(self, p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
+        """NAdam (Dozat 2016) with constant beta1 and decoupled weight decay: the moment as the next step will have it,
+        without the gradient of that step."""
+        (beta1, beta2), (moment, square) = group["betas"], moments
+        count = step.double() + 1
+        self.write(moment, moment.mul(beta1).add_(grad, alpha=1 - beta1))
+        self.write(square, square.mul(beta2).addcmul_(grad, grad, value=1 - beta2))
+        direction = moment * (beta1 / (1 - beta1 ** (count + 1))) + grad * ((1 - beta1) / (1 - beta1**count))
+        direction.div_((square.sqrt() / (1 - beta2**count).sqrt()).add_(group["eps"]))
+        self.write(p, p.mul(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"]))

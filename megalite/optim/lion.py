@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
+from megalite.optim.pieces import pieces
 from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
 
 
@@ -26,10 +27,13 @@ class Lion(UpdateRule):
             state, (beta1, beta2) = self.state[p], group["betas"]
             if not state:
                 state["exp_avg"] = moment_like(p, self.exp_avg_dtype)
-            moment = state["exp_avg"].to(p.dtype)
-            p.mul_(1.0 - group["lr"] * group["weight_decay"])
-            p.add_(moment.lerp(grad, 1.0 - beta1).sign_(), alpha=-group["lr"])
-            state["exp_avg"].copy_(moment.lerp(grad, 1.0 - beta2))
+            weights, gradient, moments = p.view(-1), grad.view(-1), state["exp_avg"].view(-1)
+            for piece in pieces(p):
+                moment = moments[piece].to(p.dtype)
+                decayed = weights[piece] * (1.0 - group["lr"] * group["weight_decay"])
+                direction = moment.lerp(gradient[piece], 1.0 - beta1).sign_()
+                self.write(weights[piece], decayed.add_(direction, alpha=-group["lr"]))
+                self.write(moments[piece], moment.lerp(gradient[piece], 1.0 - beta2))
 
     def foresees(self, group: ParamGroup) -> bool:
         return True

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 
@@ -24,6 +25,15 @@ class LossScaler:
 
     def update(self, *, found_non_finite: bool) -> None:
         """Counts one step. Call it on every rank with the same (agreed) answer."""
+
+    def foresee(self) -> tuple[float, float]:
+        """(The scale if the next step is taken, if it is skipped)."""
+        scales = []
+        for skipped in (False, True):
+            copied = copy(self)
+            copied.update(found_non_finite=skipped)
+            scales.append(copied.scale)
+        return scales[0], scales[1]
 
     def state_dict(self) -> dict[str, Any]:
         """What a bitwise resume needs; a constant scale comes from the flags, never from a checkpoint."""

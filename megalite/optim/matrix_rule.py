@@ -31,11 +31,9 @@ class MatrixRule(AdamW):
                 continue
             state = self.state[p]
             if not state:
-                # a matrix's count is read by Python, the others' by a kernel
-                state["step"] = torch.zeros((), dtype=torch.float32)
                 state.update({name: torch.zeros_like(p) for name in self.matrix_moments})
             self.update_matrix(p, grad, group, group["placements"][index])
-            state["step"] += 1
+        self.steps += 1
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         """Updates a matrix, or this rank's part of it."""

@@ -32,13 +32,15 @@ class Muon(MatrixRule):
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         args = self.args
-        buffer = self.state[p]["momentum_buffer"].mul_(args.muon_momentum).add_(grad)
+        buffer = self.state[p]["momentum_buffer"].mul(args.muon_momentum).add_(grad)
+        self.write(self.state[p]["momentum_buffer"], buffer)
         update = grad + args.muon_momentum * buffer
         whole, dim, axis = gather_matrix(update, placement, group.get("cut_axes", ()))
         update = own_part(orthogonalise(whole), dim, axis)
         rows, columns = placement.global_shape[-2:]
         scale = args.muon_extra_scale_factor * matrix_scale(rows, columns, args.muon_scale_mode)
-        p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update.to(p.dtype), alpha=-group["lr"] * scale)
+        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
+        self.write(p, decayed.add_(update.to(p.dtype), alpha=-group["lr"] * scale))
 
 
 def matrix_scale(rows: int, columns: int, mode: str) -> float:

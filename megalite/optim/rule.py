@@ -2,6 +2,9 @@
 
 Our rules do not derive from that class: its constructor imports torch's compiler, which costs every rank 70 MB and most
 of a second.
+
+Whether a step is taken is decided on the device: with `found_inf` (torch's name) a rule computes its step in any case,
+and keeps the old values where `found_inf` is 1. So the host never waits for a norm.
 """
 
 from __future__ import annotations
@@ -19,7 +22,18 @@ step."""
 
 
 class UpdateRule:
-    """Groups with `defaults` filled in, and an empty state. Subclasses define `step`."""
+    """Groups with `defaults` filled in, and an empty state. Subclasses define `step`.
+
+    found_inf: 0-dim fp32 on the tensors' device; 1: the step leaves everything as it is (None: it is taken).
+    grad_scale: what the rule divides gradients by (0-dim fp32), where it `divides`. steps: those taken before the next
+    one, as the host knows them; -1: the next one, of zeros, only makes the state.
+    """
+
+    _step_supports_amp_scaling = True  # the name by which torch's fused optimizers say that they know `found_inf`
+    divides = False
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+    steps = 0
 
     def __init__(self, groups: list[ParamGroup], **defaults: Any) -> None:
         self.param_groups: list[ParamGroup] = [{"lr": 0.0, "weight_decay": 0.0, **defaults, **g} for g in groups]
@@ -28,6 +42,17 @@ class UpdateRule:
     def step(self) -> None:
         """Updates every tensor that has a `.grad`."""
         raise NotImplementedError
+
+    def write(self, target: Tensor, new: Tensor) -> None:
+        """target = new, unless the step is skipped."""
+        if self.found_inf is None:
+            target.copy_(new)
+        else:
+            torch.where(self.found_inf > 0, target, new.to(target.dtype), out=target)
+
+    def count(self, steps: Tensor) -> None:
+        """steps += 1, unless the step is skipped."""
+        steps += 1 if self.found_inf is None else 1 - self.found_inf
 
     def with_gradients(self) -> Iterator[tuple[Tensor, Tensor, ParamGroup, int]]:
         """(Tensor, its gradient, its group, its number in the group) of every tensor that has a gradient."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
+from megalite.optim.pieces import pieces
 from megalite.optim.rule import ParamGroup, UpdateRule
 
 
@@ -21,16 +22,21 @@ class SGD(UpdateRule):
     @torch.no_grad()
     def step(self) -> None:
         for p, grad, group, _ in self.with_gradients():
-            momentum = group["momentum"]
-            if group["weight_decay"]:
-                grad = grad.add(p, alpha=group["weight_decay"])
-            if momentum:
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                buffer = state["momentum_buffer"].mul_(momentum).add_(grad)
-                grad = grad.add(buffer, alpha=momentum) if group.get("nesterov") else buffer
-            p.add_(grad, alpha=-group["lr"])
+            state = self.state[p]
+            if group["momentum"] and not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            for piece in pieces(p):
+                kept = state["momentum_buffer"].view(-1)[piece] if group["momentum"] else None
+                self._update(p.view(-1)[piece], grad.view(-1)[piece], kept, group)
+
+    def _update(self, p: Tensor, grad: Tensor, kept: Tensor | None, group: ParamGroup) -> None:
+        if group["weight_decay"]:
+            grad = grad.add(p, alpha=group["weight_decay"])
+        if kept is not None:
+            buffer = kept.mul(group["momentum"]).add_(grad)
+            grad = grad.add(buffer, alpha=group["momentum"]) if group.get("nesterov") else buffer
+            self.write(kept, buffer)
+        self.write(p, p.add(grad, alpha=-group["lr"]))
 
     def foresees(self, group: ParamGroup) -> bool:
         return bool(group["momentum"])

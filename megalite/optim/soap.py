@@ -51,29 +51,29 @@ class Side(NamedTuple):
         """The inverse."""
         return self.basis @ x if self.dim == -2 else x @ self.basis.mT
 
-    def take(self, gradient: Tensor, beta: float) -> None:
-        """Adds a gradient to the preconditioner."""
+    def after(self, gradient: Tensor, beta: float) -> Tensor:
+        """The preconditioner with a gradient added."""
         product = gradient @ gradient.mT if self.dim == -2 else gradient.mT @ gradient
-        self.preconditioner.lerp_(product, 1.0 - beta)
+        return self.preconditioner.lerp(product, 1.0 - beta)
 
-    def begin(self) -> None:
-        """The basis is that of the eigenvectors, as far as there are any: `in_general_position` beyond."""
-        values, vectors = torch.linalg.eigh(self.preconditioner.to(torch.float64))
+    def first_basis(self, preconditioner: Tensor) -> Tensor:
+        """That of the eigenvectors, as far as there are any: `in_general_position` beyond."""
+        values, vectors = torch.linalg.eigh(preconditioner.to(torch.float64))
         values, vectors = values.flip(-1), vectors.flip(-1)
         empty = values <= EMPTY * values[..., :1]
         columns = torch.where(empty.unsqueeze(-2), in_general_position(vectors), vectors)
-        self.basis.copy_(torch.linalg.qr(columns).Q)
+        basis: Tensor = torch.linalg.qr(columns).Q
+        return basis.to(self.basis.dtype)
 
-    def turn(self) -> Tensor:
-        """One power iteration, orthogonalised; returns the order in which the old basis vectors were taken,
-        `[..., n]`. Where no gradient has been seen the basis keeps its directions and their order."""
-        image = self.preconditioner @ self.basis
+    def turned(self, preconditioner: Tensor) -> tuple[Tensor, Tensor]:
+        """(The basis after one power iteration, orthogonalised; the order in which the old basis vectors were taken,
+        `[..., n]`). Where no gradient has been seen the basis keeps its directions and their order."""
+        image = preconditioner @ self.basis
         sizes = (self.basis * image).sum(-2)
         least = EMPTY * sizes.amax(-1, keepdim=True)
         order = sizes.clamp(min=least).argsort(dim=-1, descending=True, stable=True)
         columns = image + least.unsqueeze(-2) * self.basis
-        self.basis.copy_(torch.linalg.qr(columns.gather(-1, order.unsqueeze(-2).expand_as(columns))).Q)
-        return order
+        return torch.linalg.qr(columns.gather(-1, order.unsqueeze(-2).expand_as(columns))).Q, order
 
     def reorder(self, x: Tensor, order: Tensor) -> Tensor:
         """x with this side's coordinates in another order."""
@@ -109,13 +109,18 @@ class Soap(MatrixRule):
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         state, axes, sides = self.state[p], group.get("cut_axes", ()), self.sides[p]
         beta1, beta2 = self.args.soap_beta1, self.args.soap_beta2
-        steps = int(state["step"])
+        steps = self.steps
+        if steps < 0:
+            return
+        if self.found_inf is not None:  # bases of what is not finite do not exist; they are not kept either
+            grad = torch.where(self.found_inf > 0, 0.0, grad)
         gradient, dim, axis = gather_matrix(grad, placement, axes)
         if steps == 0:
-            if bool(gradient.any()):  # a state is made by a step of zeros
-                for side in sides:
-                    side.take(gradient, beta2)
-                    side.begin()
+            seen = gradient.any()
+            for side in sides:
+                preconditioner = side.after(gradient, beta2)
+                self.write(side.basis, torch.where(seen, side.first_basis(preconditioner), side.basis))
+                self.write(side.preconditioner, preconditioner)
             return
         mean, square = (gather_matrix(state[name], placement, axes)[0] for name in MOMENTS)
         mean = mean.lerp(gradient, 1.0 - beta1)
@@ -123,13 +128,17 @@ class Soap(MatrixRule):
         correction = (1.0 - beta2**steps) ** 0.5 / (1.0 - beta1**steps)
         update = _out_of(sides, _into(sides, mean) / (square.sqrt() + self.args.soap_eps))
         for side in sides:
-            side.take(gradient, beta2)
+            preconditioner = side.after(gradient, beta2)
             if steps % self.args.soap_precondition_frequency == 0:
-                square = side.reorder(square, side.turn())
+                basis, order = side.turned(preconditioner)
+                square = side.reorder(square, order)
+                self.write(side.basis, basis)
+            self.write(side.preconditioner, preconditioner)
         update = own_part(update, dim, axis)
-        p.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * correction)
-        state["exp_avg"].copy_(own_part(mean, dim, axis))
-        state["exp_avg_sq"].copy_(own_part(square, dim, axis))
+        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
+        self.write(p, decayed.add_(update, alpha=-group["lr"] * correction))
+        self.write(state["exp_avg"], own_part(mean, dim, axis))
+        self.write(state["exp_avg_sq"], own_part(square, dim, axis))
 
 
 def _sides(p: Tensor, placement: ParameterPlacement, max_dim: int) -> list[Side]:

@@ -37,7 +37,7 @@ class Delay:
 
     updates: once the pipeline never drains. flush_steps: first iterations, which run without delay. passed_over:
     iterations that make no update. of_gradient, of_weights: of the update that is being made, and of the batches that
-    will run on the weights that it writes. learning_rate, weight_decay: of the newest update that was not skipped.
+    will run on the weights that it writes. learning_rate, weight_decay: of the newest update.
     """
 
     updates: int
@@ -70,7 +70,7 @@ class Corrected(UpdateRule):
         self.last_steps = {p: torch.zeros_like(p) for p in kept}
 
     def step(self) -> None:
-        self.rule.step()
+        self._step_inside()
 
     def statistics(self) -> Iterator[Any]:
         """Those of the rule inside."""
@@ -80,13 +80,17 @@ class Corrected(UpdateRule):
         """target = what the pipeline computes with after this update."""
         target.copy_(master, non_blocking=True)
 
+    def _step_inside(self) -> None:
+        self.rule.found_inf, self.rule.steps = self.found_inf, self.steps
+        self.rule.step()
+        self.steps += 1
+
     def _step_and_keep(self) -> None:
         """A step of the rule inside; `last_steps` hold what it adds."""
+        before = {p: p.clone() for p in self.last_steps}
+        self._step_inside()
         for p, last in self.last_steps.items():
-            last.copy_(p)
-        self.rule.step()
-        for p, last in self.last_steps.items():
-            torch.sub(p, last, out=last)
+            self.write(last, p - before[p])
             self.state[p][LAST_STEP] = last
 
 
@@ -130,10 +134,10 @@ class ErrorFeedback(Corrected):
     def step(self) -> None:
         delay = float(self.delay.of_gradient)
         for p, last in self.last_steps.items():
-            p.sub_(last, alpha=delay)
+            self.write(p, p.sub(last, alpha=delay))
         self._step_and_keep()
         for p, last in self.last_steps.items():
-            p.add_(last, alpha=delay)
+            self.write(p, p.add(last, alpha=delay))
 
 
 class Nesterov(Corrected):
@@ -145,7 +149,7 @@ class Nesterov(Corrected):
     def step(self) -> None:
         for group in self.param_groups:
             group["nesterov"] = self.delay.of_gradient > 0
-        self.rule.step()
+        self._step_inside()
 
 
 CORRECTIONS: dict[str, Callable[[UpdateRule, Delay, float], UpdateRule]] = {

@@ -41,7 +41,7 @@ class GlobalBatch:
     number: int
     first: int
     samples: int
-    loss_scale: float
+    loss_scale: float | Tensor
     microbatches: list[Microbatch]
     factors: list[Tensor]
 
@@ -66,7 +66,7 @@ class BatchReader:
         tokens_over: Axis | None,
         device: torch.device,
         loss_dtype: torch.dtype,
-        loss_scale: Callable[[int], float],
+        loss_scale: Callable[[int], float | Tensor],
     ) -> None:
         self.loader = loader
         self._dp_size, self._cut = dp_size, cut
@@ -95,7 +95,8 @@ class BatchReader:
     def share_of_loss(self, microbatch: int) -> tuple[int, Tensor]:
         """(Number of the batch, factor from the micro-batch's summed loss to its share of the batch's mean loss)."""
         batch = self.batch(self.number_of(microbatch))
-        return batch.number, batch.factors[microbatch - batch.first] / batch.loss_scale
+        factor, scale = batch.factors[microbatch - batch.first], batch.loss_scale
+        return batch.number, factor / (scale.to(factor.dtype) if isinstance(scale, Tensor) else scale)
 
     def batch(self, number: int) -> GlobalBatch:
         """The batch with this number, fetched in order."""
@@ -106,7 +107,12 @@ class BatchReader:
             local = [mb.to(self._device, non_blocking=True) for mb in self.loader.next_batch(samples)]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
-            share = torch.full((), scale / (len(local) * self._dp_size), dtype=self.loss_dtype, device=self._device)
+            part = scale / (len(local) * self._dp_size)
+            share = (
+                part.to(self.loss_dtype)
+                if isinstance(part, Tensor)
+                else torch.full((), part, dtype=self.loss_dtype, device=self._device)
+            )
             own, factors = [replace(self._cut(mb), share=share) for mb in local], self._factors(local, scale)
             self._batches[number] = GlobalBatch(number, first, samples, scale, own, factors)
         return self._batches[number]
@@ -127,7 +133,7 @@ class BatchReader:
             self._plan.pop(old)
             self._batches.pop(old, None)
 
-    def _factors(self, microbatches: list[Microbatch], scale: float) -> list[Tensor]:
+    def _factors(self, microbatches: list[Microbatch], scale: float | Tensor) -> list[Tensor]:
         tokens = torch.stack([mb.loss_mask.to(self.loss_dtype).sum() for mb in microbatches])
         if self._tokens_over is not None:
             total = tokens.sum()

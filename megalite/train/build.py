@@ -210,7 +210,7 @@ def _build_module(
     )
     stack = build_stack(config.model, specs, context)
     if config.training.compile:
-        stack.compile_blocks()
+        stack.compile_blocks(on_device=device.type != "cpu")
     return stack
 
 

@@ -25,6 +25,7 @@ import torch
 
 from megalite.comm import Axis, agree_max, all_reduce_
 from megalite.config import TrainingConfig
+from megalite.train.late_reading import LateReading
 
 logger = logging.getLogger(__name__)
 
@@ -137,19 +138,16 @@ class _DeferredBallot(_Ballot):
     def __init__(self, world: Axis, device: torch.device) -> None:
         super().__init__(world)
         self._device = device
-        self._host = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._arrived: torch.cuda.Event | None = None
+        # Of its own: the stream that computes would otherwise wait here for the slowest rank, once an iteration.
+        self._stream = torch.cuda.Stream(device)
+        self._reading: LateReading | None = None
 
     def vote(self, wish: ExitReason | None) -> ExitReason | None:
         if self._world.size == 1:
             return wish
-        result = 0
-        if self._arrived is not None:
-            self._arrived.synchronize()
-            result = int(self._host.item())
-        ballot = torch.full((1,), _REASONS.index(wish), dtype=torch.int32, device=self._device)
-        all_reduce_(ballot, self._world, op="max")
-        self._host.copy_(ballot, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        result = 0 if self._reading is None else int(self._reading.read()[0])
+        with torch.cuda.stream(self._stream):
+            ballot = torch.full((1,), _REASONS.index(wish), dtype=torch.int32, device=self._device)
+            all_reduce_(ballot, self._world, op="max")
+            self._reading = LateReading(ballot)
         return _REASONS[result]

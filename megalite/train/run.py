@@ -172,7 +172,7 @@ def assemble_trainer(
     start_facts: Record | None,
 ) -> Trainer:
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
-    config, model, scaler, mesh = state.config, state.model, state.scaler, data.mesh
+    config, model, mesh = state.config, state.model, data.mesh
     reader = BatchReader(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
         dp_size=mesh.size("dp"),
@@ -182,13 +182,12 @@ def assemble_trainer(
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),
     )
-    updater = make_updater(state, reader, progress)
+    updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
 
-    def scale_of(batch: int) -> float:
+    def scale_of(batch: int) -> float | torch.Tensor:
         """The loss scale of a batch, the same on every stage. In 2BW some stages begin a batch before the update of the
         batch before it and some after, so a scale that this update changes counts from the next batch on."""
-        late = model.num_versions > 1 and updater.newest_version() == batch
-        return scaler.previous if late else scaler.scale
+        return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
     down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
     channel = Channel(down, up, model.placement.neighbours, headers=config.parallel.check_pipeline_messages)
@@ -221,24 +220,28 @@ def assemble_trainer(
     )
 
 
-def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress) -> Updater:
+def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:
     """What carries out REDUCE, NORM and STEP, with learning rate and weight decay read from their schedules."""
     config, model, schedules = state.config, state.model, state.schedules
     update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else reader.number_of
 
     def policy(update: int) -> Hyperparameters:
         batch = reader.batch(reader.number_of(update) if model.update_per_microbatch else update)
-        samples = progress.schedule_samples
-        rate, decay = schedules.learning_rate(samples), schedules.weight_decay(samples)
-        return Hyperparameters(rate, decay, batch.loss_scale, progress.iteration + 1)
+        seen = progress.schedule_samples
+        rate, decay = schedules.learning_rate(seen), schedules.weight_decay(seen)
+        completes = not model.update_per_microbatch or update + 1 == batch.first + len(batch.microbatches)
+        samples = batch.samples if completes else 0
+        return Hyperparameters(rate, decay, batch.loss_scale, progress.iteration + 1, samples)
 
     return Updater(
         model,
         policy=policy,
+        account=progress.account,
         scaler=state.scaler,
         clip_grad=config.optimizer.clip_grad,
         nonfinite=config.training.nonfinite,
         max_skipped=config.training.loss_scaling.max_skipped_updates,
         version=progress.microbatches if model.update_per_microbatch else progress.updates,
         update_of=update_of,
+        late=late,
     )

@@ -11,9 +11,11 @@ The trainer knows no schedule, ZeRO stage or hook by name: `run.py` puts them to
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,9 @@ from megalite.train.update import Updater
 
 logger = logging.getLogger(__name__)
 
+FULL_COLLECTION = 1000
+"""Iterations between two looks at everything; the young are looked at after each."""
+
 
 @dataclass
 class TrainingProgress:
@@ -53,6 +58,11 @@ class TrainingProgress:
     microbatches: int = 0
     skipped_iterations: int = 0
     schedule_samples: int = 0
+
+    def account(self, samples: int, skipped: bool) -> None:
+        """The updates of an iteration of so many samples have been made, or one of them has been skipped."""
+        self.skipped_iterations += skipped
+        self.schedule_samples += 0 if skipped else samples
 
 
 @dataclass(eq=False)
@@ -115,7 +125,7 @@ class Trainer:
         hooks, status = self.hooks, FAILED
         hooks.on_start(self)
         try:
-            with self.exits as exits:
+            with self.exits as exits, quiet_collector():
                 status = self._loop(exits)
             if status == COMPLETED:
                 self._evaluate(final=True)
@@ -142,7 +152,10 @@ class Trainer:
             evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             stats = self.train_step(drain=stops or evaluates or saves)
+            if stops or evaluates or saves or number % self.config.logging.log_interval == 0:
+                self.updater.settle()
             self.hooks.after_step(self, stats)
+            gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
             if evaluates and number < self.train_iters:
                 self._evaluate(final=False)
             self._check_skips(number)
@@ -180,10 +193,6 @@ class Trainer:
         progress.consumed_samples += samples
         progress.microbatches += batch.size
         results = self.updater.take_results()
-        skipped = any(result.skipped for result in results)
-        progress.skipped_iterations += skipped
-        progress.schedule_samples += 0 if skipped else samples
-        norms = [result.grad_norm for result in results if result.grad_norm is not None]
         return StepStats(
             iteration=number,
             consumed_samples=progress.consumed_samples,
@@ -191,10 +200,10 @@ class Trainer:
             global_batch_size=samples,
             seq_length=length,
             lm_loss=loss,
-            grad_norm=norms[-1] if norms else None,
+            grad_norm=results[-1].grad_norm,
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
-            skipped=skipped,
+            skipped=_any([result.skipped for result in results]),
             experts=self.experts(range(batch.start, batch.start + batch.size)),
             iteration_time_s=time.perf_counter() - began,
             wait_time_s=self.mesh.waits.take(),
@@ -283,6 +292,28 @@ class Trainer:
         path = self.save(self.progress)
         self._last_saved = self.iteration
         self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
+
+
+def _any(flags: Sequence[Tensor | bool]) -> Tensor | bool:
+    """Whether one of them is true, read from no device."""
+    there = [flag for flag in flags if isinstance(flag, Tensor)]
+    return torch.stack(there).amax() if there else any(flags)
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """Python's garbage is collected where the loop says so: at the same iteration on all ranks, lest each stops for
+    itself and keeps the others waiting. What a run begins with is not looked through again."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

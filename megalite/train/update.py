@@ -5,6 +5,9 @@
     STEP     waits for the norm; if it is finite: clips, and steps the sharded optimizer
              if it is not: every rank decides alike, and the weights stay as they are
 
+Norm, clip coefficient and the decision to skip stay on the device, so that the host can launch the next batch
+meanwhile; it reads the outcome of an update just before it makes the next one (`settle`).
+
 The sums overlap the computation that follows in the program; in a program without NORM the STEP does its work, too.
 Between REDUCE and STEP an asynchronous schedule computes backwards of the next update, whose gradients go to another
 buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream differ only in where their program says
@@ -17,6 +20,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megalite.comm import Handle
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
@@ -25,6 +31,7 @@ from megalite.parallel.pipeline import Events
 from megalite.parallel.zero import PendingNorm
 from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, StageKey
 from megalite.train.build import Model
+from megalite.train.late_reading import LateReading
 
 
 @dataclass(frozen=True)
@@ -33,30 +40,45 @@ class Hyperparameters:
 
     weight_decay: of the parameters that decay.
     iteration: counted from 1.
+    samples: of the iteration that this update completes; 0 if another update completes it.
     """
 
     learning_rate: float
     weight_decay: float
-    loss_scale: float
+    loss_scale: float | Tensor
     iteration: int
+    samples: int
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One update: `grad_norm` before clipping (unscaled), None where the step was skipped or no global norm exists."""
+    """One update. `grad_norm` is the norm before clipping, without the loss scale; None if there is no global norm, or
+    if the update is known to be skipped. On a GPU it and `skipped` (0 or 1) are still on the device."""
 
     update: int
     learning_rate: float
-    loss_scale: float
-    grad_norm: float | None
-    skipped: bool
+    loss_scale: float | Tensor
+    grad_norm: Tensor | float | None
+    skipped: Tensor | bool
+
+
+@dataclass(frozen=True)
+class _Unsettled:
+    """An update of which the host does not know yet what it came to. reading: its norm."""
+
+    update: int
+    samples: int
+    found_inf: Tensor
+    reading: LateReading
 
 
 class Updater(Events):
     """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
 
     policy       update -> learning rate, weight decay, loss scale of that batch
+    account      called for every iteration with its samples and whether an update was skipped, once that is known
     nonfinite    'stop' or 'skip'
+    late         the outcome of an update is read just before the next one instead of at once (on a GPU)
     max_skipped  number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
     version      number of updates that the newest weights have seen
     update_of    global number of a micro-batch -> the update that its gradient belongs to
@@ -67,19 +89,24 @@ class Updater(Events):
         model: Model,
         *,
         policy: Callable[[int], Hyperparameters],
+        account: Callable[[int, bool], None],
         scaler: LossScaler,
         clip_grad: float,
         nonfinite: str,
         max_skipped: int,
         version: int,
         update_of: Callable[[int], int],
+        late: bool,
     ) -> None:
         # In Chimera, ranks hold the same stages in different orders; their reductions must be issued in one order.
         self._buffers = dict(sorted(model.buffers.items()))
         self._everything = [family for stage in self._buffers.values() for family in stage]
-        self._model, self._policy, self._scaler = model, policy, scaler
+        self._model, self._policy, self._account, self._scaler = model, policy, account, scaler
         self._clip_grad, self._nonfinite, self._max_skipped = clip_grad, nonfinite, max_skipped
         self.stuck = 0
+        self._late = late
+        self._unsettled: _Unsettled | None = None
+        self._skipped_here = False  # whether an update of the iteration that is being settled was skipped
         self._version, self._update_of = version, update_of
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, Handle] = {}
@@ -132,25 +159,31 @@ class Updater(Events):
             return
         self._select(update)
         pending, self._norm = self._norm or self._start_norm(update), None
+        self.settle()
         numbers = self._policy(update)
-        norm = float(pending.wait()) / numbers.loss_scale
+        norm = pending.wait() / numbers.loss_scale
+        found_inf = 1.0 - norm.isfinite().float()
+        reading = LateReading(norm[None])
+        self._unsettled = _Unsettled(update, numbers.samples, found_inf, reading)
         delay = self._model.delay
         delay.begin(numbers.iteration)
-        if finite := self._is_usable(norm, update):
-            delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
-            clip = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
-            fault_point("opt_step", update=update)
-            self._model.optimizer.step(
-                lr=numbers.learning_rate,
-                weight_decay=numbers.weight_decay,
-                grad_scale=clip / numbers.loss_scale,
-                version=self._version + 1,
-            )
-        elif self._model.num_versions > 1:
-            self._model.optimizer.write_weights(self._version + 1)  # the version number advances, the weights do not
+        delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
+        fault_point("opt_step", update=update)
+        self._model.optimizer.step(
+            lr=numbers.learning_rate,
+            weight_decay=numbers.weight_decay,
+            grad_scale=self._grad_scale(norm, found_inf, numbers.loss_scale),
+            found_inf=found_inf,
+            version=self._version + 1,
+        )
         self._version += 1
-        shown = norm if finite and not self._model.update_per_microbatch else None
-        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, not finite))
+        shown: Tensor | float | None = norm
+        skipped: Tensor | bool = found_inf
+        if not self._late:
+            skipped = self.settle()
+            shown = None if skipped else reading.read()[0]
+        shown = None if self._model.update_per_microbatch else shown
+        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped))
         for family in self._everything:
             family.gradients.begin_batch()
 
@@ -186,19 +219,47 @@ class Updater(Events):
             family.gradients.finish_reduce()
         return self._model.optimizer.start_grad_norm()
 
-    def _is_usable(self, norm: float, update: int) -> bool:
-        """Whether the gradients of all ranks are finite. Raises RuntimeFailure if they are not and the run must end."""
-        finite = math.isfinite(norm)
-        self.stuck = 0 if finite else self.stuck + self._scaler.at_minimum
-        self._scaler.update(found_non_finite=not finite)
-        if not finite and not self._scaler.skips_non_finite and self._nonfinite == "stop":
+    def settle(self) -> bool:
+        """Reads the outcome of the latest update, if that was not done yet, counts it, and returns whether it was
+        skipped. Raises RuntimeFailure if gradients were not finite and the run must end."""
+        if self._unsettled is None:
+            return False
+        latest, self._unsettled = self._unsettled, None
+        (norm,) = latest.reading.read()
+        skipped = not math.isfinite(norm)
+        self._model.optimizer.settle(skipped=skipped)
+        self._skipped_here |= skipped
+        if latest.samples:
+            self._account(latest.samples, self._skipped_here)
+            self._skipped_here = False
+        self.stuck = self.stuck + self._scaler.at_minimum if skipped else 0
+        self._scaler.update(found_non_finite=skipped)
+        if skipped and not self._scaler.skips_non_finite and self._nonfinite == "stop":
             raise RuntimeFailure(
-                f"update {update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before the "
-                "update, the weights are as they were; look at the data and --lr, or continue with --nonfinite=skip"
+                f"update {latest.update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before "
+                "the update, the weights are as they were; look at the data and --lr, or continue with --nonfinite=skip"
             )
         if self.stuck >= self._max_skipped:
-            raise RuntimeFailure(f"update {update + 1}: {self.account_of_skips()}")
-        return finite
+            raise RuntimeFailure(f"update {latest.update + 1}: {self.account_of_skips()}")
+        return skipped
+
+    def loss_scale(self, *, previous: bool) -> float | Tensor:
+        """The scale of a batch that is begun now; `previous`: what it was before the latest update."""
+        scaler, latest = self._scaler, self._unsettled
+        if latest is None:
+            return scaler.previous if previous else scaler.scale
+        taken, skipped = scaler.foresee()
+        if previous or taken == skipped:
+            return scaler.scale if previous else taken
+        low, high = (latest.found_inf.new_full((), scale, dtype=torch.float64) for scale in (skipped, taken))
+        return torch.where(latest.found_inf > 0, low, high)
+
+    def _grad_scale(self, norm: Tensor, found_inf: Tensor, loss_scale: float | Tensor) -> float | Tensor:
+        """What gradients are multiplied by: clipped, and without the loss scale."""
+        if self._clip_grad <= 0:
+            return 1.0 / loss_scale
+        clip = (self._clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        return torch.where(found_inf > 0, 1.0, clip / loss_scale)
 
     def account_of_skips(self) -> str:
         """Why the latest updates were skipped, as text."""
@@ -210,6 +271,8 @@ class Updater(Events):
 
     def _where_not_finite(self) -> str:
         """Which of this rank's gradients are not finite, as text."""
+        if self._late:
+            return "of which tensor is not known: its gradients have been overwritten since"
         found = []
         for family in self._everything:
             for bucket in family.buckets:

@@ -105,13 +105,13 @@ def numbers_of_the_step_before() -> Any:
 
 
 def steps_counted_twice() -> Any:
-    right = ShardedOptimizer.step
+    right = ShardedOptimizer.settle
 
-    def step(self: ShardedOptimizer, **numbers: Any) -> None:
+    def settle(self: ShardedOptimizer, **numbers: Any) -> None:
         right(self, **numbers)
         self._set_step_count(2 * float(self.step_count))
 
-    return patch.object(ShardedOptimizer, "step", step)
+    return patch.object(ShardedOptimizer, "settle", settle)
 
 
 # mutation -> optimizer, layout, ranks

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,7 @@ class ShardedOptimizer:
         self.sub_optimizers = make_sub_optimizers(self.masters, make_optimizer)
         self._sub_optimizer_of = {id(m): sub for sub in self.sub_optimizers for m in sub.masters}
         self._counted = [m for m in self.masters if self._counts(m)]
+        self._steps = 0
         self.step_count = torch.zeros((), dtype=torch.float32)
         self._create_state()
 
@@ -89,7 +91,7 @@ class ShardedOptimizer:
         A step with zero gradients and learning rate 0 leaves every weight as it is and every moment zero; the step
         count is then reset.
         """
-        self._update_masters(lr=0.0, weight_decay=0.0, grad_scale=1.0)
+        self._update_masters(lr=0.0, weight_decay=0.0, steps=-1)
         self._set_step_count(0.0)
         for buffers in self.buffers:
             buffers.gradients.begin_batch()
@@ -152,26 +154,45 @@ class ShardedOptimizer:
         return all(axis.is_first for axis in alike if _within(axis, self.norm_axis))
 
     @torch.no_grad()
-    def step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor = 1.0, version: int = 0) -> None:
+    def step(
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float | Tensor = 1.0,
+        found_inf: Tensor | None = None,
+        version: int = 0,
+    ) -> None:
         """Updates the masters with `grad_scale` x gradient, and writes them into the compute weights of `version`.
 
         lr: learning rate; a group's `lr_scale`, if it has one, multiplies it.
         weight_decay: of the groups that decay.
         grad_scale: clip coefficient / loss scale.
+        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are. `settle` must tell, before the next
+            step, which it was.
         version: number of updates that the new weights have seen.
         """
         for buffers in self.buffers:  # a gather that no forward has waited for may still read the slices
             buffers.weights.wait()
-        self._update_masters(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
-        self.step_count += 1
+        self._update_masters(
+            lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf, steps=self._steps
+        )
+        if found_inf is None:
+            self.settle(skipped=False)
         self.write_weights(version)
 
-    def _update_masters(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+    def settle(self, *, skipped: bool) -> None:
+        """Counts the latest step, if it was taken."""
+        self._steps += not skipped
+        self.step_count.fill_(self._steps)
+
+    def _update_masters(self, **numbers: Any) -> None:
+        decided = {name: numbers[name] for name in ("grad_scale", "found_inf") if name in numbers}
         for sub in self.sub_optimizers:  # copies to the host overlap the device's update, which comes first
-            sub.fetch_gradients()
+            sub.fetch_gradients(**decided)
         for sub in self.sub_optimizers:
-            sub.begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
-            sub.rule.step()
+            sub.begin_step(**numbers)
+            sub.step()
             sub.end_step()
 
     @torch.no_grad()
@@ -247,6 +268,7 @@ class ShardedOptimizer:
         return replica_of(buffers, master.bucket, master.segment.kind.sharded, everywhere=not buffers.options.stage)
 
     def _set_step_count(self, count: float) -> None:
+        self._steps = int(count)
         self.step_count.fill_(count)
         for sub in self.sub_optimizers:
             sub.set_step_count(count)

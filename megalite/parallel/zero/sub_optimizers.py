@@ -22,14 +22,33 @@ from megalite.parallel.zero.param_groups import BucketParameter, MakeOptimizer, 
 
 
 class SteppedOptimizer(Protocol):
-    """What a step needs of an update rule, ours or a `torch.optim.Optimizer`."""
+    """What a step needs of an update rule, ours or a `torch.optim.Optimizer` (see `optim.UpdateRule`; another's
+    ignores the last three)."""
 
     param_groups: list[dict[str, Any]]
+    found_inf: Tensor | None
+    grad_scale: Tensor | None
+    steps: int
 
     @property
     def state(self) -> Mapping[Tensor, Any]: ...
 
     def step(self) -> Any: ...
+
+
+def is_one(scale: float | Tensor) -> bool:
+    """Whether a factor is known to change nothing; one in a device's memory is not asked for."""
+    if isinstance(scale, Tensor):
+        return scale.device.type == "cpu" and bool(scale.numpy() == 1.0)
+    return scale == 1.0
+
+
+def host_scalar(value: Any) -> Any:
+    """A tensor's copy in page-locked memory, on its way; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value, non_blocking=True)
 
 
 class DeviceOptimizer:
@@ -40,24 +59,46 @@ class DeviceOptimizer:
         self.parameters = bucket_parameters(masters)
         self.rule: SteppedOptimizer = make_optimizer(make_param_groups(masters, self.parameters))
 
-    def fetch_gradients(self) -> None:
-        """Starts to copy the gradients to the masters' device."""
+    def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
+        """Starts to copy the gradients, and these arguments of `begin_step`, to the masters' device."""
 
-    def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
-        """Sets the rule's learning rate and weight decay, and every master's `.grad` to `grad_scale` x gradient."""
+    def begin_step(
+        self,
+        *,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float | Tensor = 1.0,
+        found_inf: Tensor | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Sets the rule's learning rate and weight decay, and every master's `.grad` to `grad_scale` x gradient.
+
+        steps: number of steps taken before this one.
+        """
         for group in self.rule.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
+        self.rule.found_inf, self.rule.steps = found_inf, steps
+        if isinstance(grad_scale, Tensor) and getattr(self.rule, "divides", False):
+            self.rule.grad_scale, grad_scale = grad_scale.reciprocal().float(), 1.0
+        scales = not is_one(grad_scale)
         for master in self.masters:
             gradient = self._gradient(master)
-            if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
+            if scales:
                 gradient.mul_(grad_scale)
             master.tensor.grad = gradient.to(master.tensor.dtype)
+
+    def step(self) -> None:
+        """The rule's step; a rule that cannot leave out a step by itself has the host wait for the decision."""
+        knows = getattr(self.rule, "_step_supports_amp_scaling", False)
+        if self.rule.found_inf is None or knows or not self.rule.found_inf.item():
+            self.rule.step()
 
     def end_step(self) -> None:
         """Forgets the gradients."""
         for master in self.masters:
             master.tensor.grad = None
+        self.rule.found_inf = self.rule.grad_scale = None
 
     @property
     def corrects(self) -> bool:
@@ -113,29 +154,43 @@ class HostOptimizer(DeviceOptimizer):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: Any = None
         self._received: dict[int, Tensor] = {}
+        self._leaving: dict[int, Tensor] = {}
+        self._numbers: dict[str, Any] = {}
 
-    def fetch_gradients(self) -> None:
+    def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
         # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
         sources = [master.gradient for master in self.masters]
+        numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
         if self._stream is None:
             self._copy(sources)
+            self._numbers = numbers
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy(sources)
+            self._numbers = {name: host_scalar(value) for name, value in numbers.items()}
             self._arrived = self._stream.record_event()
 
-    def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+    def begin_step(self, **numbers: Any) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()
-        if isinstance(grad_scale, Tensor):
-            grad_scale = grad_scale.cpu()
-        super().begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+        super().begin_step(**numbers | self._numbers)
 
     def end_step(self) -> None:
         super().end_step()
         if self._stream is None:
             self._received.clear()
+
+    def write_weights(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
+        """Through page-locked memory of the weights' dtype, which the device fetches while the host goes on. The next
+        step's gradients come behind it, so it is free when it is written again."""
+        target = master.weights(version)
+        if not target.is_cuda or self.corrects:
+            super().write_weights(master, version, as_masters=as_masters)
+            return
+        if id(master) not in self._leaving:
+            self._leaving[id(master)] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        target.copy_(self._leaving[id(master)].copy_(master.tensor), non_blocking=True)
 
     def _gradient(self, master: MasterShard) -> Tensor:
         return self._received[id(master)]
@@ -151,9 +206,9 @@ class HostOptimizer(DeviceOptimizer):
 class RemainderOptimizer(DeviceOptimizer):
     """Masters of one bucket that exist only for the step (`ParamRemainders`)."""
 
-    def begin_step(self, *, lr: float, weight_decay: float, grad_scale: float | Tensor) -> None:
+    def begin_step(self, **numbers: Any) -> None:
         self.masters[0].join()
-        super().begin_step(lr=lr, weight_decay=weight_decay, grad_scale=grad_scale)
+        super().begin_step(**numbers)
 
     def end_step(self) -> None:
         super().end_step()
