@@ -212,6 +212,10 @@ def case_record(case: Case, samples: Samples) -> Json:
         variants[name] = {"seconds": [float(f"{value:.6g}") for value in seconds], **spread(seconds)}
         if case.work:
             variants[name]["rate"] = case.work / statistics.median(seconds)
+        if name in samples.device_bytes:
+            variants[name]["device_mib"] = round(samples.device_bytes[name] / MIB, 1)
+        if case.flops and (peak := _peak_flops()):
+            variants[name]["mfu"] = round(case.flops / case.ranks / peak / statistics.median(seconds), 4)
     for name, taken in samples.process_bytes.items():
         mib = [value / MIB for value in taken]
         variants[name] = {"process_mib": [round(value, 1) for value in mib], **spread(mib)}
@@ -234,6 +238,15 @@ def case_record(case: Case, samples: Samples) -> Json:
     }  # fmt: skip
 
 
+def _peak_flops() -> float | None:
+    """Of this machine's GPU in bf16."""
+    import torch
+
+    from megalite.planner import peak_flops
+
+    return peak_flops(torch.cuda.get_device_name(0), "bf16") if torch.cuda.is_available() else None
+
+
 def spread(values: Sequence[float]) -> Json:
     """Median, lowest and highest, to six digits."""
     found = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
@@ -248,6 +261,8 @@ def case_text(case: Json) -> str:
         low, typical, high = (scale * found[key] for key in ("lowest", "median", "highest"))
         rate = f"{found['rate']:14,.6g} {case['unit']}" if "rate" in found else ""
         rate += f"   live {found['live_mib']:.0f} MiB" if "live_mib" in found else ""
+        rate += f"   {found['device_mib']:,.0f} MiB" if "device_mib" in found else ""
+        rate += f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
         lines.append(f"  {name:36s} {typical:10.2f} {unit} [{low:.2f} .. {high:.2f}]{rate}")
     for name, ratio in case["ratios"].items():
         lines.append(f"  ratio {name:50s} {ratio['median']:.3f} [{ratio['lowest']:.3f} .. {ratio['highest']:.3f}]")

@@ -86,8 +86,8 @@ class Case:
     """Variants that are compared in one launch.
 
     pairs: (ours, peer), each a ratio. work, unit: what one call does, for a rate ("tokens"). base: the variant with
-    which a table compares all others. inner: calls of one sample, where one is too short to time. memory: peak memory
-    is measured instead of time, one launch a variant.
+    which a table compares all others. inner: calls of one sample, where one is too short to time. flops: of a call, on
+    all ranks. memory: peak memory is measured instead of time, one launch a variant.
     """
 
     name: str
@@ -100,16 +100,19 @@ class Case:
     ranks: int = 1
     inner: int = 1
     memory: bool = False
+    flops: float = 0.0
 
 
 @dataclass
 class Samples:
-    """Of each variant: seconds of every repetition, or bytes of every launch; or why there are none."""
+    """Of each variant: seconds of every repetition, or bytes of every launch; or why there are none. device_bytes: the
+    peak on a GPU while seconds were measured."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     process_bytes: dict[str, list[int]] = field(default_factory=dict)
     live_bytes: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Samples) -> None:
         """Takes in what another launch measured."""
@@ -117,6 +120,7 @@ class Samples:
             for name, values in its.items():
                 mine.setdefault(name, []).extend(values)
         self.seconds.update(other.seconds)
+        self.device_bytes.update(other.device_bytes)
         self.errors.update(other.errors)
 
 
@@ -242,26 +246,56 @@ def take_turns(place: Place, case: Case, build: Build, rounds: int, begin: Tell,
     found = Samples()
     for name in case.variants:
         begin(name)
-        tell(f"{case.name}: {name}, first call")
-        error = ""
-        try:
-            variants[name] = build(name, case, place)
-            variants[name].before()
-            variants[name].run()
-        except Exception as problem:  # the ranks agree below; one that waits for the others is ended from outside
-            error = _one_line(problem)
-        if place.largest(float(bool(error))):
-            variants.pop(name, None)
-            found.errors[name] = error or "failed on another rank"
-    found.seconds = {name: [] for name in variants}
+        _begin(name, variants, place, case, build, found, tell)
+        if place.device.type == "cuda":  # nobody disturbs a GPU, and two variants together would not fit on it
+            _rounds(variants, found, place, case, rounds, begin, tell)
+            _free(name, variants, place, found)
+    _rounds(variants, found, place, case, rounds, begin, tell)
+    return found
+
+
+def _begin(
+    name: str, variants: dict[str, Variant], place: Place, case: Case, build: Build, found: Samples, tell: Tell
+) -> None:
+    """Builds a variant and calls it once."""
+    tell(f"{case.name}: {name}, first call")
+    error = ""
+    try:
+        variants[name] = build(name, case, place)
+        variants[name].before()
+        variants[name].run()
+    except Exception as problem:  # the ranks agree below; one that waits for the others is ended from outside
+        error = _one_line(problem)
+    if place.largest(float(bool(error))):
+        variants.pop(name, None)
+        found.errors[name] = error or "failed on another rank"
+
+
+def _rounds(
+    variants: dict[str, Variant], found: Samples, place: Place, case: Case, rounds: int, begin: Tell, tell: Tell
+) -> None:
     for number in range(rounds + 1):
         for name, variant in variants.items():
             begin(name)
             tell(f"{case.name}: round {number} of {rounds}, {name}")
             seconds = _timed(variant, place, case.inner)
             if number:
-                found.seconds[name].append(seconds)
-    return found
+                found.seconds.setdefault(name, []).append(seconds)
+
+
+def _free(name: str, variants: dict[str, Variant], place: Place, found: Samples) -> None:
+    """Forgets the variant and its memory, whose peak on the fullest rank is kept."""
+    import gc
+
+    import torch
+
+    variants.pop(name, None)
+    peak = place.largest(torch.cuda.max_memory_allocated())
+    if name in found.seconds:
+        found.device_bytes[name] = int(peak)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _timed(variant: Variant, place: Place, inner: int) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,12 @@ def add_widened(target: Tensor, x: Tensor) -> Tensor:
     for part, addend in zip(target.split(rows), x.split(rows), strict=True):
         part.add_(addend)
     return target
+
+
+def accumulates_wide(a: Tensor, target: Tensor) -> bool:
+    """Whether a product of 16-bit numbers can be added to fp32 as it is computed: unrounded, and in one pass."""
+    can = a.is_cuda and target.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)
+    return can and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def sum_widened(x: Tensor) -> Tensor:
@@ -115,7 +122,10 @@ class GradSink:
         if fresh:
             self._open()
         target = self.buffer.view(a.shape[0], b.shape[1])
-        if a.dtype != target.dtype:
+        if a.dtype != target.dtype and accumulates_wide(a, target):
+            wide: Any = {"out_dtype": target.dtype, "out": target}  # torch's stubs do not know it yet
+            torch.mm(a, b, **wide) if fresh else torch.addmm(target, a, b, **wide)
+        elif a.dtype != target.dtype:
             product = torch.mm(a, b)
             target.copy_(product) if fresh else add_widened(target, product)
         elif fresh:

@@ -16,9 +16,11 @@ import json
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,13 +58,16 @@ class StagingMemory:
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
-    if pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     memory = mmap.mmap(-1, max(nbytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):  # first touch costs one fault for 2 MiB, not for 4 KiB
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    space = torch.frombuffer(memory, dtype=torch.uint8)
+    if pinned:  # as it is: torch's allocator of page-locked memory rounds up to a power of two
+        driver: Any = torch.cuda.cudart()
+        if int(driver.cudaHostRegister(space.data_ptr(), len(memory), 0)) == 0:
+            weakref.finalize(memory, driver.cudaHostUnregister, space.data_ptr())
+    return space[:nbytes]
 
 
 class BackgroundSave:

@@ -17,7 +17,16 @@ from megalite.checkpoint.discovery import directory_name, remove_interrupted, re
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
 from megalite.checkpoint.loading import RankLoad, unused_names
 from megalite.checkpoint.run_dir import decide_start
-from megalite.checkpoint.saving import SaveJob, SavePlan, bytes_text, check_space, describe, first_problem, make_plan
+from megalite.checkpoint.saving import (
+    Description,
+    SaveJob,
+    SavePlan,
+    bytes_text,
+    check_space,
+    describe,
+    first_problem,
+    make_plan,
+)
 from megalite.checkpoint.verify import STATE_PREFIXES, verify_checkpoint
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
@@ -53,7 +62,7 @@ class Checkpointer:
         self._keep_last, self._retain_interval = keep_last, retain_interval
         self._block_bytes = block_bytes
         self._swept = False
-        self._plan: tuple[list[str], SavePlan] | None = None
+        self._plan: tuple[list[tuple[str, Any]], SavePlan] | None = None
         self._last: Path | None = None
         self._memory = StagingMemory()
         self._flight: BackgroundSave | None = None
@@ -181,16 +190,21 @@ class Checkpointer:
 
     def _agree_on_plan(self, shards: Sequence[TensorShard]) -> SavePlan:
         """Who writes what. The descriptions travel only when some rank's have changed since the last save."""
-        problem, rows = None, []
+        problem, own = None, Description([], [])
         try:
-            rows = describe(shards)
+            own = describe(shards)
         except CheckpointError as error:
             problem = str(error)
-        told = all_gather_json([problem, checksum(json.dumps(rows).encode())], self.world)
-        _raise_first([problem for problem, _ in told])
-        hashes = [digest for _, digest in told]
-        if self._plan is None or self._plan[0] != hashes:
-            self._plan = (hashes, make_plan(all_gather_json(rows, self.world)))
+        told = all_gather_json([problem, checksum(json.dumps(own.rows).encode()), own.replicas], self.world)
+        _raise_first([problem for problem, *_ in told])
+        heads = [(digest, replicas) for _, digest, replicas in told]
+        if self._plan is None or self._plan[0] != heads:
+            digests = [digest for digest, _ in heads]  # of ranks that hold copies the first one tells of them
+            speaks = digests.index(digests[self.world.rank]) == self.world.rank
+            rows = all_gather_json(own.rows if speaks else None, self.world)
+            kinds = {digest: rows[rank] for rank, digest in reversed(list(enumerate(digests)))}
+            whole = [Description(kinds[digest], replicas) for digest, replicas in heads]
+            self._plan = (heads, make_plan(whole))
         return self._plan[1]
 
     def _after_commit(self, job: SaveJob, started: float) -> None:

@@ -14,8 +14,10 @@ their intersection. Saving is the choice of who writes which part of a box that 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Shape = tuple[int, ...]
 
@@ -98,7 +100,8 @@ def cover(wanted: Box, stored: Sequence[Box]) -> list[tuple[int, Box]]:
 
 @dataclass(frozen=True)
 class HeldRectangle:
-    """That a rank holds `box` of tensor `name`: `itemsize` bytes an element, place `index` in the rank's list."""
+    """That a rank holds `box` of tensor `name`: `itemsize` bytes an element, place `index` in the rank's list. replica:
+    which copy it is; of a kind of ranks the first that one of them holds."""
 
     name: str
     box: Box
@@ -119,37 +122,85 @@ class WriteDuty:
 _SPLIT_BYTES = 2**20
 
 
-def share_out(holdings: Sequence[Sequence[HeldRectangle]]) -> list[list[WriteDuty]]:
+@dataclass(frozen=True)
+class _Writers:
+    """Who writes a box: the ranks that hold it by turns, row by row, or one of them (None: nobody)."""
+
+    holders: Sequence[int]
+    split: bool
+    one: int | None
+
+
+class Duties(Sequence[list[WriteDuty]]):
+    """What each rank writes, worked out for those that are asked for: `duties[rank]`."""
+
+    def __init__(
+        self, holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int], writers: Mapping[Held, _Writers]
+    ) -> None:
+        self._holdings, self._kinds, self._writers = holdings, kinds, writers
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __getitem__(self, rank: Any) -> Any:
+        mine = []
+        for holding in self._holdings[self._kinds[rank]]:
+            to = self._writers.get((holding.name, holding.box))
+            if to is not None and to.split:
+                part, parts, rows = bisect_left(to.holders, rank), len(to.holders), holding.box.shape[0]
+                box = holding.box.rows(rows * part // parts, rows * (part + 1) // parts)
+                mine.append(WriteDuty(holding.index, box))
+            elif to is not None and to.one == rank:
+                mine.append(WriteDuty(holding.index, holding.box))
+        return sorted(mine, key=lambda duty: (duty.index, duty.box.offset))
+
+    def written(self) -> Iterator[Held]:
+        """(tensor, box) of everything that is written, before boxes are split."""
+        yield from self._writers
+
+
+Held = tuple[str, Box]
+"""(Name of a tensor, a box of it)"""
+
+
+def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int] | None = None) -> Duties:
     """Decides who writes what: every box once, the bytes spread over the ranks that hold copies.
 
-    holdings[r] is what rank r holds; a box of which no rank holds replica 0 is a copy of parts of others and is not
-    written. The result depends only on the arguments, so every rank computes the same. Large boxes are cut by rows over
-    their holders; small ones go, largest first, to the holder with the fewest bytes so far.
+    holdings[k] is what a rank of kind k holds, kinds[r] the kind of rank r (None: each is its own): replicas of a model
+    are alike, so the work does not grow with them. A box of which nobody holds replica 0 is a copy of parts of others
+    and is not written. The result depends only on the arguments, so every rank computes the same. Large boxes are cut
+    by rows over their holders; small ones go, largest first, to the holder with the fewest bytes so far.
     """
-    holders: dict[tuple[str, Box], list[tuple[int, HeldRectangle]]] = {}
-    for rank, items in enumerate(holdings):
+    kinds = range(len(holdings)) if kinds is None else kinds
+    members: list[list[int]] = [[] for _ in holdings]
+    for rank, kind in enumerate(kinds):
+        members[kind].append(rank)
+    found: dict[Held, list[int]] = {}
+    itemsizes: dict[Held, int] = {}
+    for kind, items in enumerate(holdings):
         for holding in items:
             if holding.box.numel:
-                holders.setdefault((holding.name, holding.box), []).append((rank, holding))
-    duties: list[list[WriteDuty]] = [[] for _ in holdings]
-    load = [0] * len(holdings)
-
-    def give(rank: int, holding: HeldRectangle, box: Box) -> None:
-        duties[rank].append(WriteDuty(holding.index, box))
-        load[rank] += box.numel * holding.itemsize
-
+                key = (holding.name, holding.box)
+                found.setdefault(key, []).append(kind)
+                if not holding.replica:
+                    itemsizes[key] = holding.itemsize
+    load = [0] * len(kinds)
+    writers: dict[Held, _Writers] = {}
     small = []
-    for (_, box), copies in holders.items():
-        if all(holding.replica for _, holding in copies):
-            continue
-        nbytes, parts = box.numel * copies[0][1].itemsize, len(copies)
+    for key in [key for key in found if key in itemsizes]:
+        of_kinds, box = found[key], key[1]
+        holders = members[of_kinds[0]]
+        if len(of_kinds) > 1:
+            holders = sorted(rank for kind in dict.fromkeys(of_kinds) for rank in members[kind])
+        nbytes, parts = box.numel * itemsizes[key], len(holders)
         if parts > 1 and (nbytes < _SPLIT_BYTES or not box.shape or box.shape[0] < parts):
-            small.append((nbytes, copies))
+            small.append((nbytes, key, holders))
             continue
-        bounds = [box.shape[0] * i // parts for i in range(parts + 1)] if parts > 1 else []
-        for i, (rank, holding) in enumerate(copies):
-            give(rank, holding, box.rows(bounds[i], bounds[i + 1]) if bounds else box)
-    for _, copies in sorted(small, key=lambda item: -item[0]):
-        rank, holding = min(copies, key=lambda copy: (load[copy[0]], copy[0]))
-        give(rank, holding, holding.box)
-    return [sorted(mine, key=lambda duty: (duty.index, duty.box.offset)) for mine in duties]
+        for rank in holders:
+            load[rank] += nbytes // parts
+        writers[key] = _Writers(holders, parts > 1, holders[0])
+    for nbytes, key, holders in sorted(small, key=lambda item: -item[0]):
+        rank = min(holders, key=load.__getitem__)
+        load[rank] += nbytes
+        writers[key] = _Writers(holders, False, rank)
+    return Duties(holdings, kinds, writers)

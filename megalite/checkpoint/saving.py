@@ -10,8 +10,11 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megalite.checkpoint.discovery import directory_name, write_tracker
 from megalite.checkpoint.format import (
@@ -25,7 +28,7 @@ from megalite.checkpoint.format import (
     file_to_json,
     tiling_problem,
 )
-from megalite.checkpoint.reshard import Box, HeldRectangle, WriteDuty, share_out
+from megalite.checkpoint.reshard import Box, Duties, HeldRectangle, WriteDuty, share_out
 from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
 from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
@@ -78,7 +81,15 @@ def first_problem(problems: Sequence[str | None]) -> str | None:
     return problem if alike else f"{problem} [rank {rank}]"
 
 
-def describe(shards: Sequence[TensorShard]) -> list[list[Any]]:
+class Description(NamedTuple):
+    """A rank's shards, as others are told of them. rows: name, dtype, whole shape, offset and shape of each, equal on
+    ranks that hold copies; replicas: which copy it is, as [number, how many shards in a row]."""
+
+    rows: list[list[Any]]
+    replicas: list[list[int]]
+
+
+def describe(shards: Sequence[TensorShard]) -> Description:
     """The description of its shards that a rank sends to the others (JSON).
 
     Raises CheckpointError for a dtype that the format does not support.
@@ -88,10 +99,9 @@ def describe(shards: Sequence[TensorShard]) -> list[list[Any]]:
         dtype = DTYPE_NAMES.get(shard.local.dtype)
         if dtype is None:
             raise CheckpointError(f"tensor {shard.name}: {shard.local.dtype} cannot be stored")
-        rows.append(
-            [shard.name, dtype, list(shard.global_shape), list(shard.offset), list(shard.local.shape), shard.replica]
-        )
-    return rows
+        rows.append([shard.name, dtype, list(shard.global_shape), list(shard.offset), list(shard.local.shape)])
+    runs = [[replica, len(list(alike))] for replica, alike in groupby(shard.replica for shard in shards)]
+    return Description(rows, runs)
 
 
 @dataclass(frozen=True)
@@ -99,39 +109,61 @@ class SavePlan:
     """Who writes what: duties[r] for rank r; all logical tensors."""
 
     tensors: Mapping[str, StoredTensor]
-    duties: Sequence[Sequence[WriteDuty]]
+    duties: Duties
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def make_plan(descriptions: Sequence[Sequence[Sequence[Any]]]) -> SavePlan:
-    """The plan from all ranks' `describe`; the same on every rank.
+def make_plan(descriptions: Sequence[Description]) -> SavePlan:
+    """The plan from all ranks' `describe`; the same on every rank. Ranks whose `rows` are one object are looked at
+    once.
 
     Raises CheckpointError where ranks disagree about a tensor or the shards do not cover it exactly once.
     """
     tensors: dict[str, StoredTensor] = {}
-    holdings: list[list[HeldRectangle]] = []
-    for rank, rows in enumerate(descriptions):
-        mine = []
-        for index, (name, dtype, global_shape, offset, shape, replica) in enumerate(rows):
-            tensor = StoredTensor(dtype, tuple(global_shape))
-            if tensors.setdefault(name, tensor) != tensor:
-                raise CheckpointError(f"tensor {name}: rank {rank} has {tensor}, another rank {tensors[name]}")
-            box = Box(tuple(offset), tuple(shape))
-            mine.append(HeldRectangle(name, box, tensor.torch_dtype.itemsize, index, replica))
-        holdings.append(mine)
-    duties = share_out(holdings)
+    keys = dict.fromkeys(id(description.rows) for description in descriptions)
+    places = {key: number for number, key in enumerate(keys)}
+    kinds = [places[id(description.rows)] for description in descriptions]
+    members: list[list[int]] = [[] for _ in places]
+    for rank, kind in enumerate(kinds):
+        members[kind].append(rank)
+    holdings = []
+    for ranks in members:
+        rows = descriptions[ranks[0]].rows
+        first = np.array([_expanded(descriptions[rank].replicas) for rank in ranks]).reshape(len(ranks), -1).min(0)
+        holdings.append(_held(rows, first.tolist(), ranks[0], tensors))
+    duties = share_out(holdings, kinds)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for rank, writes in enumerate(duties):
-        for duty in writes:
-            boxes[holdings[rank][duty.index].name].append(duty.box)
+    for name, box in duties.written():
+        boxes[name].append(box)
     for name, tensor in tensors.items():
         problem = tiling_problem(boxes[name], tensor.shape)
         if problem:
             raise CheckpointError(f"tensor {name}: {problem}: the shards given to save() are not the whole tensor")
     return SavePlan(tensors, duties)
+
+
+def _expanded(runs: Sequence[Sequence[int]]) -> list[int]:
+    return [replica for replica, count in runs for _ in range(count)]
+
+
+def _held(
+    rows: Sequence[Sequence[Any]], replicas: Sequence[int], rank: int, tensors: dict[str, StoredTensor]
+) -> list[HeldRectangle]:
+    """What a rank of this kind holds; its tensors are added to `tensors`."""
+    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+    mine = []
+    for index, ((name, dtype, global_shape, offset, shape), replica) in enumerate(zip(rows, replicas, strict=True)):
+        tensor, whole = tensors.get(name), tuple(global_shape)
+        if tensor is None:
+            tensor = tensors[name] = StoredTensor(dtype, whole)
+        elif tensor.dtype != dtype or tensor.shape != whole:
+            this = StoredTensor(dtype, whole)
+            raise CheckpointError(f"tensor {name}: rank {rank} has {this}, another rank {tensor}")
+        mine.append(HeldRectangle(name, Box(tuple(offset), tuple(shape)), sizes[dtype], index, replica))
+    return mine
 
 
 @dataclass(frozen=True)

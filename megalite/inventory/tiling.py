@@ -18,8 +18,9 @@ BLOCKED_FROM, BLOCKED_UP_TO = 128, 1024
 
 
 def chunk_length(tokens: int, columns: int, *, on_cpu: bool) -> int:
-    """Tokens whose logits, `columns` each, exist at a time."""
-    return max(1, min(tokens, (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, columns)))
+    """Tokens whose logits, `columns` each, exist at a time; on a GPU whole tiles of its products."""
+    most = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, columns)
+    return max(1, min(tokens, most if on_cpu or most < 128 else most // 128 * 128))
 
 
 def query_blocks(length: int) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ torch is imported when ranks start, so a wrong flag is answered at once. The pro
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import signal
@@ -77,7 +78,7 @@ def launch(config: Config, main: Main, place: LaunchEnvironment = SOLO) -> int:
                 seconds = 60 * config.parallel.distributed_timeout_minutes
                 watch = RankWatch(place, page, hang_seconds=seconds, host=socket.gethostname())
             return _run_rank(config, main, place, page.set_phase, watch=watch)
-        check_devices(config.parallel, nprocs)
+        check_devices(config.parallel, nprocs, count_devices())
         return _run_local_ranks(config, main, nprocs)
     except KeyboardInterrupt:
         if place.rank == 0:
@@ -130,8 +131,6 @@ def print_interrupted(phase: str = "") -> None:
 
 def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
     """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where this host cannot run that many."""
-    import torch
-
     cores = os.cpu_count() or 1
     if nprocs > RANKS_PER_CORE * cores:
         most = RANKS_PER_CORE * cores
@@ -139,7 +138,7 @@ def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
 
     # The ranks share what is imported before the fork; torch._dynamo is what the first optimizer would import in each.
     # Not with GPUs: a library that asks the CUDA driver for devices while it is imported would spoil the fork.
-    if torch.cuda.device_count() == 0:
+    if count_devices() == 0:
         importlib.import_module("torch._dynamo")
     with scratch_folder() as folder:
         rendezvous = folder / "rendezvous"
@@ -277,13 +276,35 @@ def check_interface() -> None:
         )
 
 
-def check_devices(parallel: ParallelConfig, local_size: int) -> None:
-    """Whether this host has what `--device` and `--distributed-backend` ask for. Raises ConfigError."""
+@functools.cache
+def count_devices() -> int:
+    """GPUs of this host, for a process that will fork. A child asks: where no management library tells (ROCm, some
+    containers) torch asks the driver, and whoever has done that can fork no rank that uses it."""
     import torch
 
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(torch.cuda.device_count()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="ascii") as answer:
+        told = answer.read()
+    os.waitpid(child, 0)
+    return int(told or 0)
+
+
+def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None = None) -> None:
+    """Whether this host's devices (None: asked for) are what `--device` and `--distributed-backend` ask for. Raises
+    ConfigError."""
+    import torch
+
+    devices = torch.cuda.device_count() if devices is None else devices
     problems = []
-    # device_count asks the driver's management library: it does not initialise CUDA, so forking stays possible.
-    devices = torch.cuda.device_count()
     wants_cuda = parallel.hardware.device == "cuda" or (parallel.hardware.device == "auto" and devices > 0)
     if parallel.hardware.device == "cuda" and devices == 0:
         problems.append(f"--device=cuda: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
@@ -301,7 +322,7 @@ def choose_device(parallel: ParallelConfig, place: LaunchEnvironment) -> torch.d
 
     devices = torch.cuda.device_count()
     one_gpu_per_task = devices == 1 and place.launcher in ("srun", "mpirun")
-    check_devices(parallel, 1 if one_gpu_per_task else place.local_size)
+    check_devices(parallel, 1 if one_gpu_per_task else place.local_size, devices)
     if parallel.hardware.device == "cpu" or devices == 0:
         return torch.device("cpu")
     return torch.device("cuda", place.local_rank % devices)

@@ -79,11 +79,14 @@ class LayerStack(nn.Module):
         assert x is not None
         return x
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """`torch.compile` for every block by itself: all blocks of a kind share their compilations."""
+    def compile_blocks(self, backend: str = "inductor", *, on_device: bool = False) -> None:
+        """`torch.compile` for every block by itself: all blocks of a kind share their compilations. on_device: for the
+        loss, too."""
         for layer in self.ordered():
             if isinstance(layer, Block):
                 layer.compile_segments(backend)
+            elif isinstance(layer, Head) and on_device:
+                layer.compile_loss(backend)
 
     def ordered(self) -> list[nn.Module]:
         """The layers in the order of the model."""

@@ -4,8 +4,9 @@ once.
 For a token with logits z, label y and weight w the loss is `w * (logsumexp(z) - z_y)`, its gradient `w * (softmax(z)
 - onehot(y))`. Every rank holds the rows `V_r` of the output matrix. It computes the logits of its rows, their maximum
 m_r and their sum S_r = sum exp(z - m_r); two numbers per token are gathered over the axis and give the logsumexp of
-the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows come after the
-last true one and are left out of the product.
+the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows come after
+the last true one. A CPU leaves them out of the product; a GPU multiplies them too, since without them the rows of all
+three products begin at odd addresses (V = 50,257), which tensor cores read several times slower.
 
 Gradients are computed in the forward, while a chunk's logits exist, so that nothing is computed twice and nothing of
 size tokens x V is kept. Backward only scales them by the gradient of the sum.
@@ -23,41 +24,51 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather
-from megalite.gradient import WeightGradQueue, add_widened, sink_of
+from megalite.gradient import accumulates_wide, add_widened, sink_of
 from megalite.inventory import chunk_length
 from megalite.parallel.tensor.linear import start_sum
+from megalite.parallel.tensor.loss_kernels import LossKernels
 from megalite.parallel.tensor.products import product_dtype
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens."""
+    """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens.
+
+    kernels: what computes the loss between its products; None: torch's operations one by one.
+    """
 
     axis: Axis
     start: int
     valid: int
+    kernels: LossKernels | None = None
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """Those of `[V/t, h]` that are multiplied."""
+        return weight[: self.valid] if weight.device.type == "cpu" and self.kernels is None else weight
 
 
 @dataclass
 class _Chunk:
     """The results of one chunk of n tokens."""
 
-    log_probabilities: Tensor  # [n, valid], log-softmax over the rank's own rows
+    log_probabilities: Tensor  # [n, columns], log-softmax over the rank's own rows
     scale: Tensor | None  # [n], the factor from this softmax to the one over all rows; None: 1
     losses: Tensor  # [n]
 
 
 @dataclass
 class _Workspace:
-    """Memory for the logits of one chunk, `[step, valid]`, allocated once for all chunks of a call."""
+    """Memory for the logits of one chunk, `[step, columns]`, allocated once for all chunks of a call."""
 
     products: Tensor  # in the dtype that is multiplied in
     wide: Tensor  # in the dtype of the softmax; the same memory where that is the same dtype
 
     @classmethod
-    def make(cls, x: Tensor, step: int, valid: int) -> _Workspace:
-        products = x.new_empty(step, valid)
-        return cls(products, products if wide(x.dtype) == x.dtype else x.new_empty(step, valid, dtype=wide(x.dtype)))
+    def make(cls, x: Tensor, step: int, columns: int, *, fused: bool) -> _Workspace:
+        products = x.new_empty(step, columns)
+        same = fused or wide(x.dtype) == x.dtype
+        return cls(products, products if same else x.new_empty(step, columns, dtype=wide(x.dtype)))
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         """x @ rows.t() in the wide dtype."""
@@ -82,7 +93,6 @@ def fused_cross_entropy(
     *,
     shard: VocabShard,
     sequence_parallel: bool,
-    queue: WeightGradQueue,
 ) -> Tensor:
     """Sum over tokens of loss_mask * cross entropy, a scalar in fp32 (fp64 for fp64), the same on every rank of the
     axis.
@@ -94,16 +104,16 @@ def fused_cross_entropy(
     if not torch.is_grad_enabled():
         x = all_gather(x, shard.axis) if sequence_parallel else x
         return torch.dot(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
-    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
+    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel)
 
 
 @torch.no_grad()
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard) -> Tensor:
     """The cross entropy of each token, `[n, h]` -> `[n]`, without gradient."""
     dtype = product_dtype(x.dtype, x.device.type)
-    x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
-    step = chunk_length(len(x), shard.valid, on_cpu=x.device.type == "cpu")
-    workspace = _Workspace.make(x, step, shard.valid)
+    x, rows = x.to(dtype), shard.rows(weight).to(dtype)
+    step = chunk_length(len(x), len(rows), on_cpu=x.device.type == "cpu")
+    workspace = _Workspace.make(x, step, len(rows), fused=False)
     parts = [
         _chunk(x[i : i + step], rows, labels[i : i + step], shard, workspace).losses for i in range(0, len(x), step)
     ]
@@ -122,37 +132,34 @@ class _FusedCrossEntropy(Function):
         loss_mask: Tensor,
         shard: VocabShard,
         sequence: bool,
-        queue: WeightGradQueue,
     ) -> Tensor:
         ctx.sequence = sequence and shard.axis.size > 1
         if ctx.sequence:
             x = all_gather(x, shard.axis)
-        ctx.axis, ctx.queue, ctx.sink = shard.axis, queue, sink_of(weight)
+        ctx.axis, ctx.sink = shard.axis, sink_of(weight)
         ctx.weight_dtype = weight.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         narrow, dtype = x.dtype, product_dtype(x.dtype, x.device.type)
-        x, rows = x.to(dtype), weight[: shard.valid].to(dtype)
+        x, rows = x.to(dtype), shard.rows(weight).to(dtype)
         weights = loss_mask.to(wide(x.dtype))
         dx = torch.empty_like(x) if needs_x else None
         dweight = torch.empty_like(weight, dtype=wide(x.dtype)) if needs_weight else None
         product = None
         if dweight is not None:
-            dweight[shard.valid :].zero_()
-            product = None if dtype == dweight.dtype else torch.empty_like(rows)
+            dweight[len(rows) :].zero_()
+            apart = dtype != dweight.dtype and not accumulates_wide(x, dweight)
+            product = torch.empty_like(rows) if apart else None
         total = weights.new_zeros(())
-        step = chunk_length(len(x), shard.valid, on_cpu=x.device.type == "cpu")
-        workspace = _Workspace.make(x, step, shard.valid)
+        step = chunk_length(len(x), len(rows), on_cpu=x.device.type == "cpu")
+        workspace = _Workspace.make(x, step, len(rows), fused=shard.kernels is not None)
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)
-            chunk = _chunk(x[part], rows, labels[part], shard, workspace)
-            total += torch.dot(chunk.losses, weights[part])
-            if dx is None and dweight is None:
-                continue
-            dlogits = workspace.narrowed(_logit_gradient(chunk, labels[part], weights[part], shard))
+            losses, dlogits = _losses_and_gradient(x[part], rows, labels[part], weights[part], shard, workspace)
+            total += torch.dot(losses, weights[part])
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
-                _accumulate(dweight[: shard.valid], dlogits.t(), x[part], product, first=begin == 0)
+                _accumulate(dweight[: len(rows)], dlogits.t(), x[part], product, first=begin == 0)
         ctx.save_for_backward(None if dx is None else dx.to(narrow), dweight)
         return total
 
@@ -164,17 +171,34 @@ class _FusedCrossEntropy(Function):
         if dx is not None:
             dx, reducing = start_sum(dx * dtotal, ctx.axis, sequence=ctx.sequence)
         if dweight is not None and ctx.sink is not None:
-            sink = ctx.sink
-            ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)))
+            ctx.sink.add(dweight.mul_(dtotal))  # computed already: put aside it would only take memory until W
         elif dweight is not None:
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()
-        return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
+        return dx, None if ctx.sink is not None else dweight, None, None, None, None
+
+
+def _losses_and_gradient(
+    x: Tensor, rows: Tensor, labels: Tensor, weights: Tensor, shard: VocabShard, workspace: _Workspace
+) -> tuple[Tensor, Tensor]:
+    """(losses `[n]`, gradient of the weighted sum's logits `[n, columns]` in the dtype that is multiplied in)."""
+    if shard.kernels is None:
+        chunk = _chunk(x, rows, labels, shard, workspace)
+        return chunk.losses, workspace.narrowed(_logit_gradient(chunk, labels, weights, shard))
+    products = torch.mm(x, rows.t(), out=workspace.products[: len(x)])
+    column, own = _own_labels(labels, shard)
+    logsum, picked = shard.kernels.statistics(products, column, own, shard.valid)
+    everyone = all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
+    total = torch.logsumexp(everyone[:, 0], 0)
+    gradient = shard.kernels.gradient(products, total, column, own, weights, shard.valid)
+    return total - everyone[:, 1].sum(0), gradient
 
 
 def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace: _Workspace) -> _Chunk:
-    """`[n, h]` tokens against this rank's true rows `[valid, h]`."""
+    """`[n, h]` tokens against this rank's rows `[columns, h]`."""
     logits = workspace.logits(x, rows)
+    if shard.valid < len(rows):
+        logits[:, shard.valid :] = float("-inf")
     if shard.axis.size == 1:
         local = _log_softmax(logits)
         return _Chunk(local, None, -local.gather(1, labels[:, None])[:, 0])
@@ -200,7 +224,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 def _own_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """(a column of this rank's rows, whether it is the label's): labels of other ranks are mapped anywhere."""
     column = labels - shard.start
-    return column.clamp(0, shard.valid - 1), (column >= 0) & (column < shard.valid)
+    return column.clamp(0, max(0, shard.valid - 1)), (column >= 0) & (column < shard.valid)
 
 
 def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: VocabShard) -> Tensor:
@@ -217,7 +241,10 @@ def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: Vocab
 
 def _accumulate(target: Tensor, a: Tensor, b: Tensor, product: Tensor | None, *, first: bool) -> None:
     """target += a @ b (= for the first), in the target's dtype where the backend can, else in `product`'s."""
-    if product is not None:
+    if product is None and a.dtype != target.dtype:
+        out: dict[str, Any] = {"out_dtype": target.dtype, "out": target}  # torch's stubs do not know it yet
+        torch.mm(a, b, **out) if first else torch.addmm(target, a, b, **out)
+    elif product is not None:
         torch.mm(a, b, out=product)
         target.copy_(product) if first else add_widened(target, product)
     elif first:

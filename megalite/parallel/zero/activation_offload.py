@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class _Weight(NamedTuple):
@@ -34,11 +35,31 @@ class _Layer:
         self.stream = stream
         self.host: list[Tensor] = []
         self.devices: list[torch.device] = []
+        self.uses: list[int] = []
+        self.numbers: dict[Any, tuple[int, Any]] = {}
         self.returned: dict[int, Tensor] = {}
+        self.arrived: Any = None
         self.asked = False
 
     def save(self, tensor: Tensor) -> int:
-        """Copies to the host; the number to ask for it by."""
+        """Copies to the host, once however often it is saved; the number to ask for it by."""
+        storage = tensor.untyped_storage()
+        key = (
+            storage.data_ptr(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor._version,
+        )
+        number, memory = self.numbers.get(key, (-1, None))
+        if memory is None or memory.expired():  # other memory may have come to the same place
+            number = self._copy(tensor)
+            self.numbers[key] = (number, StorageWeakRef(storage))
+        self.uses[number] += 1
+        return number
+
+    def _copy(self, tensor: Tensor) -> int:
         if self.stream is None:
             self.host.append(tensor.clone())
         else:
@@ -49,6 +70,7 @@ class _Layer:
             tensor.record_stream(self.stream)
             self.host.append(copy)
         self.devices.append(tensor.device)
+        self.uses.append(0)
         return len(self.host) - 1
 
     def fetch(self) -> None:
@@ -58,6 +80,7 @@ class _Layer:
         with torch.cuda.stream(self.stream):
             for i, (copy, device) in enumerate(zip(self.host, self.devices, strict=True)):
                 self.returned[i] = copy.to(device, non_blocking=True)
+            self.arrived = self.stream.record_event()
 
     def load(self, number: int) -> Tensor:
         """The tensor, on its device."""
@@ -69,9 +92,10 @@ class _Layer:
                 self.before.fetch()
         if self.stream is None:
             return self.host[number]
-        torch.cuda.current_stream().wait_stream(self.stream)
-        tensor = self.returned.pop(number, None)
-        if tensor is None:  # asked for twice
+        torch.cuda.current_stream().wait_event(self.arrived)  # not for the copies of the layer before, which follow
+        self.uses[number] -= 1
+        tensor = self.returned[number] if self.uses[number] else self.returned.pop(number, None)
+        if tensor is None:  # asked for again, by a second backward
             tensor = self.host[number].to(self.devices[number])
         tensor.record_stream(torch.cuda.current_stream())
         return tensor

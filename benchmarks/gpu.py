@@ -1,0 +1,177 @@
+"""A machine with GPUs in one table: training steps of one device by megalite and its peers, attention and loss alone,
+and megalite on 1 to all devices.
+
+    python benchmarks/gpu.py --json gpu.json          # every GPU there is: about 15 minutes
+    python benchmarks/gpu.py --quick                  # smaller models; on a machine without a GPU this is what runs
+
+One variant at a time: nothing else is in the device's memory. Each row tells milliseconds, tokens/s, peak memory and
+MFU (model FLOPs, causal attention halved, over the device's bf16 peak). `titan` is torchtitan's Llama of the same width
+and depth, where torchtitan is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from benchmarks import attention, single
+from benchmarks.harness import MODELS, Benchmark, Flag, model_named
+from benchmarks.turns import Case, Place, Variant
+from megalite.inventory import flops_per_iteration
+
+STEPS = ("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers", "titan", "titan-compiled")
+LOSSES = ("megalite-loss", "megalite-loss-compiled", "torch-loss", "torch-loss-compiled")
+LAYOUTS = {
+    "megalite-dp": {"zero_stage": 1},
+    "megalite-tp": {"tp": 0, "sequence_parallel": True},
+    "megalite-pp": {"pp": 0},
+}
+VOCABULARIES = (50257, 50304)
+FLAGS = {
+    "models": Flag("GPTs", ["gpt2", "1b"], ["tiny"], MODELS),
+    "tokens": Flag("in a batch of a device, at least one sequence", 16384, 64),
+    "lengths": Flag("tokens of a sequence, of attention alone", [2048, 8192], [16]),
+    "devices": Flag("most GPUs to use; 0: all", 0, 2),
+    "threads": Flag("CPU threads", 1, 1),
+}
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    found = []
+    shared = {"bf16": True, "threads": args.threads, "compile": False}
+    for name in args.models:
+        for vocabulary in VOCABULARIES if name == "gpt2" else (model_named(name).vocab_size,):
+            model = replace(model_named(name), untie_embeddings_and_output_weights=False, vocab_size=vocabulary)
+            batch = max(1, args.tokens // model.seq_length)
+            settings = {**shared, "model": model, "batch_size": batch}
+            pairs = (("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers"))
+            flops = float(flops_per_iteration(model, batch, 1))
+            title = f"one device, {name}, vocabulary of {vocabulary:,}"
+            found.append(Case(title, STEPS, pairs, settings, work=batch * model.seq_length, unit="tokens", flops=flops))
+            sizes = {**shared, "tokens": batch * model.seq_length, "hidden": model.hidden_size, "rows": vocabulary}
+            beside = tuple(zip(LOSSES[:2], LOSSES[2:], strict=True))
+            found.append(Case(f"loss of {name}, vocabulary of {vocabulary:,}", LOSSES, beside, sizes, inner=3))
+    found += [
+        Case(f"attention, {length:,} tokens", ("megalite-attention", "sdpa"), (("megalite-attention", "sdpa"),),
+             {**shared, "length": length}, inner=5)
+        for length in args.lengths
+    ]  # fmt: skip
+    model = model_named(args.models[-1])
+    batch = max(1, args.tokens // model.seq_length)
+    for ranks in powers_up_to(args.devices or count_gpus()):
+        for name, layout in LAYOUTS.items():
+            sizes = {key: value or ranks for key, value in layout.items()}
+            micro = 2 * ranks if name == "megalite-pp" else 1
+            sequences = batch * (ranks if name != "megalite-tp" else 1)
+            sequences = -(-sequences // micro) * micro
+            settings = {**shared, "model": model, "batch_size": sequences, "layout": sizes, "microbatches": micro}
+            work, flops = sequences * model.seq_length, float(flops_per_iteration(model, sequences, 1))
+            title = f"{ranks} devices, {args.models[-1]}"
+            found.append(Case(title, (name,), (), settings, work=work, unit="tokens", ranks=ranks, flops=flops))
+    return found
+
+
+def count_gpus() -> int:
+    """0 where there is none."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def powers_up_to(most: int) -> list[int]:
+    """2, 4, 8 ..."""
+    return [2**n for n in range(1, most.bit_length()) if 2**n <= most]
+
+
+def build(name: str, case: Case, place: Place) -> Variant:
+    kind, _, how = name.partition("-")
+    if name in LOSSES:
+        return loss(kind, case, place, compiled=name.endswith("compiled"))
+    if name in ("megalite-attention", "sdpa"):
+        return attention.build("megalite" if kind == "megalite" else "sdpa", case, place)
+    if name in LAYOUTS:
+        return spread_out(case, place)
+    if kind == "titan":
+        return titan(case, place, compiled=how == "compiled")
+    settings = {**case.settings, "compile": how == "compiled"}
+    return single.build(kind, replace(case, settings=settings), place)
+
+
+def spread_out(case: Case, place: Place) -> Variant:
+    """A step of megalite on several devices; data-parallel ranks take their own part of the batch."""
+    from benchmarks.megalite_step import Layout, TrainingStep, Update
+    from benchmarks.plain_gpt import batch
+
+    sizes, micro = case.settings["layout"], case.settings["microbatches"]
+    replicas = place.ranks // (sizes.get("tp", 1) * sizes.get("pp", 1))
+    tokens, labels = batch(case.settings["model"], case.settings["batch_size"] // replicas, place.device, place.rank)
+    compiled = place.device.type == "cuda"
+    layout = Layout(bf16=True, compile=compiled, num_microbatches=micro, **sizes)
+    update = Update(lr=3e-4, clip_grad=1.0)
+    return TrainingStep(case.settings["model"], layout, update, place, tokens, labels).variant()
+
+
+def loss(kind: str, case: Case, place: Place, *, compiled: bool) -> Variant:
+    """Output layer and cross entropy, forward and backward: ours chunk by chunk, the peer's over whole logits."""
+    import torch
+    from torch.nn import functional as F
+
+    from megalite.comm import Axis
+    from megalite.parallel.tensor import LossKernels, VocabShard, fused_cross_entropy
+
+    tokens, hidden, rows = (case.settings[key] for key in ("tokens", "hidden", "rows"))
+    padded = -(-rows // 128) * 128 if kind == "megalite" else rows
+    x, weight = (
+        torch.randn(n, hidden, dtype=torch.bfloat16, device=place.device).mul_(0.02).requires_grad_()
+        for n in (tokens, padded)
+    )
+    labels = torch.randint(0, rows, (tokens,), device=place.device)
+    mask = torch.ones(tokens, device=place.device)
+    shard = VocabShard(Axis.single("tp"), 0, rows, LossKernels.compiled() if compiled else None)
+
+    def ours() -> Any:
+        total = fused_cross_entropy(x, weight, labels, mask, shard=shard, sequence_parallel=False)
+        return torch.autograd.grad(total, (x, weight))
+
+    def plain() -> Any:
+        return F.cross_entropy((x @ weight.t()).float(), labels)
+
+    forward = torch.compile(plain) if compiled else plain
+    return Variant(ours if kind == "megalite" else lambda: torch.autograd.grad(forward(), (x, weight)))
+
+
+def titan(case: Case, place: Place, *, compiled: bool) -> Variant:
+    """torchtitan's Llama in the GPT's width and depth (it has more parameters in each block)."""
+    import torch
+
+    from benchmarks.plain_gpt import adamw, batch, plain_step
+
+    try:
+        llama: Any = importlib.import_module("torchtitan.models.llama3")
+        arguments: Any = llama
+        llama.Transformer  # noqa: B018 (whether it is there)
+    except (ImportError, AttributeError):
+        llama = importlib.import_module("torchtitan.models.llama3.model.model")
+        arguments = importlib.import_module("torchtitan.models.llama3.model.args")
+    model = case.settings["model"]
+    sizes = {"dim": model.hidden_size, "n_layers": model.num_layers, "n_heads": model.num_attention_heads}
+    with place.device:
+        given = arguments.TransformerModelArgs(**sizes, vocab_size=model.vocab_size, max_seq_len=model.seq_length)
+        peer = llama.Transformer(given)
+    tokens, labels = batch(model, case.settings["batch_size"], place.device)
+    forward = torch.compile(peer) if compiled else peer
+    return Variant(plain_step(forward, adamw(peer.parameters()), tokens, labels, clip=peer.parameters(), bf16=True))
+
+
+PEERS = {"transformers": "transformers"}  # torchtitan is tried: it is on no list of extras
+VARIANTS = (*STEPS, *LOSSES, "megalite-attention", "sdpa", *LAYOUTS)
+BENCHMARK = Benchmark("gpu", __doc__, FLAGS, cases, build, VARIANTS, PEERS)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())

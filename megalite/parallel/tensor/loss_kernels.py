@@ -1,0 +1,61 @@
+"""What lies between the products of the cross entropy, in two functions for a compiler: each reads the logits once, in
+the dtype that they were multiplied in, and the second writes their gradient in it.
+
+    statistics   logits of this rank's rows -> logsumexp over them, logit of the label           [n, V/t] -> [n], [n]
+    gradient     weight * (softmax - onehot)                                             [n, V/t] -> [n, V/t]
+
+About 8 bytes a logit in 16 bits, where kernels one by one move forty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Statistics = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class LossKernels:
+    """The two functions, compiled or not."""
+
+    statistics: Statistics
+    gradient: Gradient
+
+    @classmethod
+    def compiled(cls, backend: str = "inductor") -> LossKernels:
+        """By `torch.compile`; a chunk of another length is compiled once more."""
+        return cls(torch.compile(statistics, backend=backend), torch.compile(gradient, backend=backend))
+
+
+def statistics(products: Tensor, column: Tensor, own: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """(logsumexp over the rank's true rows; -inf where it has none. Logit of the label; 0 where it is another rank's).
+
+    products: logits `[n, V/t]`, of which the first `valid` columns count. column: the label's column `[n]`, any where
+    not `own`.
+    """
+    logits = _masked(products, valid)
+    top = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)
+    picked = logits.gather(1, column[:, None])[:, 0]
+    return (logits - top[:, None]).exp().sum(1).log() + top, torch.where(own, picked, 0.0)
+
+
+def gradient(products: Tensor, total: Tensor, column: Tensor, own: Tensor, weights: Tensor, valid: int) -> Tensor:
+    """weights * (softmax - onehot) in the dtype of `products`. total: logsumexp over the whole vocabulary `[n]`."""
+    softmax = (_masked(products, valid) - total[:, None]).exp()
+    columns = torch.arange(products.shape[1], device=products.device)
+    onehot = (columns == column[:, None]) & own[:, None]
+    return ((softmax - onehot.to(softmax.dtype)) * weights[:, None]).to(products.dtype)
+
+
+def _masked(products: Tensor, valid: int) -> Tensor:
+    """In the wider of fp32 and the dtype, padding at -inf."""
+    logits = products.to(torch.promote_types(products.dtype, torch.float32))
+    if valid == products.shape[1]:
+        return logits
+    columns = torch.arange(products.shape[1], device=products.device)
+    return torch.where(columns < valid, logits, float("-inf"))

@@ -1,0 +1,177 @@
+"""One device: no host read in a step, offloading beside computation, products of padded vocabularies, the loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from equivalence.layouts import OPTIMIZERS, TINY
+from gpu.devices import DEVICES, needs_cuda
+from torch import Tensor, nn
+
+from megalite.comm.mesh import Axis
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.gradient import GradSink
+from megalite.parallel.tensor import LossKernels, VocabShard, fused_cross_entropy
+from megalite.parallel.zero import ActivationOffload
+from megalite.testing import run_single
+from megalite.train.run import open_run
+
+
+def body_without_reads(world: World, argv: list[str]) -> int:
+    """torch itself raises where the host waits for the device in the middle of a log interval."""
+    config = parse(argv, world_size=1)
+    with open_run(config, world) as run:
+        for step in range(5):
+            mode = "error" if 1 <= step < 4 and world.device.type == "cuda" else "default"
+            torch.cuda.set_sync_debug_mode(mode)
+            run.trainer.train_step(drain=step == 4)
+            torch.cuda.set_sync_debug_mode("default")
+        run.trainer.updater.settle()
+        return run.trainer.iteration
+
+
+@needs_cuda
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "soap"])  # its QR waits for a status
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_the_host_never_waits_between_log_lines(optimizer: str, precision: str) -> None:
+    argv = [*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--no-fp64", precision, "--device", "cuda"]
+    assert run_single(body_without_reads, [*argv, *OPTIMIZERS[optimizer].split()], device="cuda") == 5
+
+
+def losses(vocabulary: int, device: str, kernels: LossKernels | None, dtype: torch.dtype, tokens: int, h: int) -> Any:
+    """A call of the loss and its gradients."""
+    padded = -(-vocabulary // 128) * 128
+    torch.manual_seed(0)
+    x = torch.randn(tokens, h, device=device, dtype=dtype).requires_grad_()
+    weight = (0.05 * torch.randn(padded, h, device=device)).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), device=device)
+    mask = torch.rand(tokens, device=device)
+    shard = VocabShard(Axis.single("tp"), 0, vocabulary, kernels)
+
+    def call() -> tuple[Tensor, ...]:
+        total = fused_cross_entropy(x, weight, labels, mask, shard=shard, sequence_parallel=False)
+        return (total.detach(), *torch.autograd.grad(total, (x, weight)))
+
+    return call
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        call()
+    torch.cuda.synchronize()
+    return 100 * (time.perf_counter() - began)
+
+
+@needs_cuda
+def test_a_vocabulary_of_odd_size_is_as_fast() -> None:
+    """50,257 rows are padded to 50,304 and multiplied with them: no product begins at an odd address."""
+    odd, even = (milliseconds(losses(size, "cuda", None, torch.bfloat16, 8192, 1024)) for size in (50257, 50304))
+    assert odd < 1.1 * even
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocabulary", [256, 201])
+def test_the_loss_in_two_kernels_is_the_loss(device: str, vocabulary: int) -> None:
+    from megalite.parallel.tensor import loss_kernels
+
+    plain = LossKernels(loss_kernels.statistics, loss_kernels.gradient)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
+        expected = losses(vocabulary, device, None, dtype, 64, 32)()
+        found = losses(vocabulary, device, plain, dtype, 64, 32)()
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert not found[2][vocabulary:].any(), "padding has no gradient"
+
+
+@needs_cuda
+def test_the_loss_compiled_is_the_loss() -> None:
+    expected = losses(50257, "cuda", None, torch.bfloat16, 1024, 256)()
+    found = losses(50257, "cuda", LossKernels.compiled(), torch.bfloat16, 1024, 256)()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@needs_cuda
+def test_weight_gradients_are_added_unrounded() -> None:
+    a, b = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    sink = GradSink(torch.zeros(256, 256, device="cuda"))
+    for _ in range(2):
+        sink.addmm(a, b)
+    torch.testing.assert_close(sink.grad, 2 * (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-3)
+
+
+@needs_cuda
+def test_offloaded_activations_travel_behind_computation() -> None:
+    def layers() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(8)).cuda().bfloat16()
+
+    plain, offloaded = layers(), layers()
+    ActivationOffload(list(offloaded))
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def step(stack: nn.ModuleList) -> None:
+        y = x
+        for layer in stack:
+            y = layer(y)
+        y.sum().backward()
+
+    assert milliseconds(lambda: step(offloaded)) < 2.0 * milliseconds(lambda: step(plain))
+    for ours, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Stream:
+    """A stream that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.events = 0
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def record_event(self) -> int:
+        self.events += 1
+        return self.events
+
+
+def test_a_layer_waits_for_its_own_copies_alone() -> None:
+    """With streams that only count: the event that `load` waits for was recorded before the copies of the layer before
+    it began; a tensor that is saved twice is copied once."""
+    from contextlib import nullcontext
+
+    from megalite.parallel.zero.activation_offload import _Layer
+
+    side, waited = Stream(), []
+
+    class Current:
+        def wait_event(self, event: int) -> None:
+            waited.append((event, side.events))
+
+    x, y = torch.ones(4), torch.ones(4)
+    with (
+        patch("torch.cuda.current_stream", lambda: Current()),
+        patch("torch.cuda.stream", lambda stream: nullcontext()),
+        patch.object(Tensor, "record_stream", lambda self, stream: None),
+        patch("torch.empty_like", lambda t, **_: torch.zeros(t.shape)),
+    ):
+        first = _Layer(None, side)
+        second = _Layer(first, side)
+        first.save(x)
+        numbers = [second.save(y), second.save(y), second.save(y[:2])]
+        assert len(second.host) == 2 and numbers[0] == numbers[1] != numbers[2]
+        loaded = [second.load(number) for number in numbers]
+        assert all(torch.equal(a, b) for a, b in zip(loaded, (y, y, y[:2]), strict=True))
+        assert waited[0][0] == 1 and side.events == 2, "the copies of the layer before are under way, not waited for"
+        first.load(0)
+    assert waited[-1][0] == 2
