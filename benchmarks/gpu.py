@@ -123,6 +123,7 @@ def loss(kind: str, case: Case, place: Place, *, compiled: bool) -> Variant:
     from torch.nn import functional as F
 
     from megalite.comm import Axis
+    from megalite.gradient import WeightGradQueue
     from megalite.parallel.tensor import LossKernels, VocabShard, fused_cross_entropy
 
     tokens, hidden, rows = (case.settings[key] for key in ("tokens", "hidden", "rows"))
@@ -136,7 +137,9 @@ def loss(kind: str, case: Case, place: Place, *, compiled: bool) -> Variant:
     shard = VocabShard(Axis.single("tp"), 0, rows, LossKernels.compiled() if compiled else None)
 
     def ours() -> Any:
-        total = fused_cross_entropy(x, weight, labels, mask, shard=shard, sequence_parallel=False)
+        total = fused_cross_entropy(
+            x, weight, labels, mask, shard=shard, sequence_parallel=False, queue=WeightGradQueue()
+        )
         return torch.autograd.grad(total, (x, weight))
 
     def plain() -> Any:

@@ -43,7 +43,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        self.tp = ctx.tp
+        self.tp, self.weight_grads = ctx.tp, ctx.weight_grads
         self.split, self.vocab_size = ctx.sequence_split, config.vocab_size
         self.final_norm = Norm(config.hidden_size, config, ctx, split_input=self.split)
         self.output = OutputLayer(config, ctx)
@@ -63,6 +63,7 @@ class Head(nn.Module):
             microbatch.loss_mask.t().reshape(-1),
             shard=self._shard(weight),
             sequence_parallel=self.split,
+            queue=self.weight_grads,
         )
 
     @torch.no_grad()

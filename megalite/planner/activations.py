@@ -81,7 +81,7 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
         full -= entrance  # the first block's input is the received tensor
     elif boundary:
         head -= entrance
-    waiting = {layer: weight_only_bytes(config, layer) if layer.is_block else 0.0 for layer in here}
+    waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)
     return StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite.comm.mesh import Axis
 from megalite.comm.world import World
 from megalite.config.cli import parse
-from megalite.gradient import GradSink
+from megalite.gradient import GradSink, WeightGradQueue
 from megalite.parallel.tensor import LossKernels, VocabShard, fused_cross_entropy
 from megalite.parallel.zero import ActivationOffload
 from megalite.testing import run_single
@@ -55,7 +55,9 @@ def losses(vocabulary: int, device: str, kernels: LossKernels | None, dtype: tor
     shard = VocabShard(Axis.single("tp"), 0, vocabulary, kernels)
 
     def call() -> tuple[Tensor, ...]:
-        total = fused_cross_entropy(x, weight, labels, mask, shard=shard, sequence_parallel=False)
+        total = fused_cross_entropy(
+            x, weight, labels, mask, shard=shard, sequence_parallel=False, queue=WeightGradQueue()
+        )
         return (total.detach(), *torch.autograd.grad(total, (x, weight)))
 
     return call

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather
-from megalite.gradient import accumulates_wide, add_widened, sink_of
+from megalite.gradient import WeightGradQueue, accumulates_wide, add_widened, sink_of
 from megalite.inventory import chunk_length
 from megalite.parallel.tensor.linear import start_sum
 from megalite.parallel.tensor.loss_kernels import LossKernels
@@ -93,6 +93,7 @@ def fused_cross_entropy(
     *,
     shard: VocabShard,
     sequence_parallel: bool,
+    queue: WeightGradQueue,
 ) -> Tensor:
     """Sum over tokens of loss_mask * cross entropy, a scalar in fp32 (fp64 for fp64), the same on every rank of the
     axis.
@@ -104,7 +105,7 @@ def fused_cross_entropy(
     if not torch.is_grad_enabled():
         x = all_gather(x, shard.axis) if sequence_parallel else x
         return torch.dot(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
-    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel)
+    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
 
 
 @torch.no_grad()
@@ -132,11 +133,12 @@ class _FusedCrossEntropy(Function):
         loss_mask: Tensor,
         shard: VocabShard,
         sequence: bool,
+        queue: WeightGradQueue,
     ) -> Tensor:
         ctx.sequence = sequence and shard.axis.size > 1
         if ctx.sequence:
             x = all_gather(x, shard.axis)
-        ctx.axis, ctx.sink = shard.axis, sink_of(weight)
+        ctx.axis, ctx.queue, ctx.sink = shard.axis, queue, sink_of(weight)
         ctx.weight_dtype = weight.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         narrow, dtype = x.dtype, product_dtype(x.dtype, x.device.type)
@@ -171,11 +173,12 @@ class _FusedCrossEntropy(Function):
         if dx is not None:
             dx, reducing = start_sum(dx * dtotal, ctx.axis, sequence=ctx.sequence)
         if dweight is not None and ctx.sink is not None:
-            ctx.sink.add(dweight.mul_(dtotal))  # computed already: put aside it would only take memory until W
+            sink = ctx.sink
+            ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)))
         elif dweight is not None:
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()
-        return dx, None if ctx.sink is not None else dweight, None, None, None, None
+        return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
 
 
 def _losses_and_gradient(

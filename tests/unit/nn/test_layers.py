@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite.comm.mesh import Axis
 from megalite.config.model import ModelConfig
+from megalite.gradient import WeightGradQueue
 from megalite.inventory import tiling as pieces
 from megalite.inventory.tiling import recompute_ranges
 from megalite.microbatch import Microbatch
@@ -155,7 +156,7 @@ def test_fused_cross_entropy(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     labels = torch.randint(0, vocab, (n,), generator=generator)
     mask = torch.rand(n, generator=generator)
     shard = VocabShard(Axis.single("tp"), 0, vocab)
-    loss = fused_cross_entropy(x, weight, labels, mask, shard=shard, sequence_parallel=False)
+    loss = fused_cross_entropy(x, weight, labels, mask, shard=shard, sequence_parallel=False, queue=WeightGradQueue())
     loss.backward(torch.tensor(0.5, dtype=loss.dtype))
     exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
     losses = F.cross_entropy(exact_x @ exact_weight[:vocab].t(), labels, reduction="none")
