@@ -147,6 +147,8 @@ def build_datasets(
         except UnusableSplit as error:
             # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
             logger.warning("no final test: %s", error)
+    if cfg.reset_attention_mask:
+        opener.warn_of_long_documents()
     return Datasets(train, valid, test, requests, opener.surveys())
 
 
@@ -182,6 +184,17 @@ class _Opener:
             for source, store in stores.items():
                 known.setdefault(id(store), survey(store, source))
         return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
+
+    def warn_of_long_documents(self) -> None:
+        """Names the training data whose documents no sample can hold whole."""
+        for source, store in self._used.get("train", {}).items():
+            longer = int((store.lengths > self.seq_length).sum())
+            if longer:
+                logger.warning(
+                    "%s: %s of %s documents are longer than --seq-length=%d (the longest has %s tokens): they are cut, "
+                    "and with --reset-attention-mask none sees the one before; raise --seq-length to keep them whole",
+                    source, f"{longer:,}", f"{len(store.lengths):,}", self.seq_length, f"{int(store.lengths.max()):,}",
+                )  # fmt: skip
 
     def split(self, split: str, requests: Sequence[int | None]) -> Dataset:
         """Data set of one split, by its totals of samples."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def test_jsonl_is_split_by_document_and_documents_end(tmp_path: Path) -> None:
     data = build(config(data_path=(str(path),), split="8,2"), tmp_path / "cache")
     assert stream(data.valid) == [b for t in texts[8:] for b in (*t.encode(), 256)]
     assert isinstance(data.train, GPTDataset) and data.train.end == 8
+
+
+def test_documents_that_no_sample_holds_whole_are_told_where_they_keep_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (7, 8, 9, 40)))
+    apart = config(data_path=(str(path),), split="1,0,0")
+    with caplog.at_level(logging.WARNING):
+        build(apart, tmp_path, seq_length=9, valid_samples=0)
+        build(replace(apart, reset_attention_mask=True), tmp_path, seq_length=41, valid_samples=0)
+        assert caplog.text == ""
+        build(replace(apart, reset_attention_mask=True), tmp_path, seq_length=9, valid_samples=0)
+    [line] = caplog.messages  # a document ends with a token of its own
+    assert "a.jsonl: 2 of 4 documents are longer than --seq-length=9 (the longest has 41 tokens)" in line
 
 
 def test_the_default_corpus_holds_out_every_twentieth_file(tmp_path: Path) -> None:
