@@ -2,7 +2,7 @@
 
 A plan is made for megalite; a published run is predicted with the program that made it. Passes are reads and writes of
 an element, of a forward; a backward makes `backward` times as many. They are counted in the programs' sources; rates of
-attention are those that the papers of its kernels measured.
+attention are rounded values for a kernel's forward and backward, in the range that its paper shows.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ DEEPSPEED_2021 = Software("Megatron-DeepSpeed 2021", **_EARLY, **_ADDED_APART)
 #: With sequence parallelism and selective recomputation (arXiv 2205.05198): products add to fp32 gradients, reductions
 #: of dx run behind dW.
 MEGATRON_2022 = Software("Megatron-LM 2022", **_EARLY, whole_stages=False)
-#: Megatron-Core on Transformer Engine with FlashAttention 2 (its rate at 4,096 tokens: arXiv 2307.08691, figure 7);
+#: Megatron-Core on Transformer Engine with FlashAttention 2 (arXiv 2307.08691) at 4,096 tokens;
 #: messages of tensor parallelism go by parts.
 MEGATRON_2024 = Software(
     "Megatron-Core 2024",
@@ -90,8 +90,8 @@ MEGATRON_2024 = Software(
 )
 #: Meta's trainer (arXiv 2407.21783): the same kernels, messages of tensor parallelism in the open in the forward.
 LLAMA_2024 = Software("Llama 3 2024", residual=11.0, query=2.0, logits=12.0)
-#: PyTorch FSDP over PyTorch's modules and FlashAttention's first kernels (rates at 2,048 tokens: arXiv 2307.08691,
-#: figures 5 and 7): every operation is a kernel.
+#: PyTorch FSDP over PyTorch's modules and FlashAttention's first kernels at 2,048 tokens: every operation is
+#: a kernel.
 TORCH_2023 = Software(
     "PyTorch 2.0",
     residual=12.0,
