@@ -41,7 +41,7 @@ if [[ -n $* && $* != --full ]]; then
 fi
 # Ranks mostly wait for each other: the tests that start them run beside those that do not.
 log=$(mktemp)
-RANKS=(tests/distributed tests/equivalence tests/faults)
+RANKS=(tests/distributed tests/equivalence)
 python -m pytest --durations=10 "${RANKS[@]}" "$@" > "$log" 2>&1 &
 ranks=$!
 trap 'kill "$ranks" 2> /dev/null || true; rm -f "$log"' EXIT

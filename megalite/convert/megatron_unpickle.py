@@ -31,6 +31,8 @@ KNOWN_TO_TORCH = ("torch", "collections", "_codecs")
 # Where the classes of a checkpoint come from; none of them is imported, a StandIn takes its place.
 PACKAGES = ("megatron", "apex", "fp16", "transformer_engine", "numpy", "signal", "pathlib", "types", "io", "_io")
 ARGUMENTS = "argparse.Namespace"
+# Python 3.11.0 to 3.11.3 write the member of an enum as getattr(its class, its name).
+GETATTR = ("__builtin__.getattr", "builtins.getattr")
 MAX_PICKLE_BYTES = 512 * 2**20
 # torch 1.5 and older: no zip archive but four pickles (a number, a version, the machine, the object), then raw bytes.
 PICKLES_OF_OLD_FILES = 4
@@ -45,6 +47,10 @@ class StandIn:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None: ...
+
+
+class MegatronsOwn(StandIn):
+    """Takes the place of a class of Megatron."""
 
 
 class Refused(Exception):
@@ -82,10 +88,22 @@ def _stand_ins(path: str, archive: bool) -> Iterator[tuple[Any, str]]:
         package = name.split(".")[0]
         if name == ARGUMENTS:
             yield argparse.Namespace, name
+        elif name in GETATTR:
+            yield member, "builtins.getattr"  # as torch reads it
         elif package in PACKAGES:
-            yield StandIn, name
+            yield MegatronsOwn if package == "megatron" else StandIn, name
         elif package not in KNOWN_TO_TORCH:
             raise Refused(f"asks for {name[:80]}, which no Megatron-LM checkpoint needs; nothing of it was executed")
+
+
+def member(owner: object, name: object) -> StandIn:
+    """In the place of `getattr`: a member of an enum of Megatron's. Raises Refused for anything else."""
+    if not (isinstance(owner, type) and issubclass(owner, MegatronsOwn)):
+        raise Refused(
+            "asks for builtins.getattr, which no Megatron-LM checkpoint needs but for its own enums; nothing of it was "
+            "executed"
+        )
+    return owner()
 
 
 def _names(path: str, archive: bool) -> Iterator[str]:

@@ -18,8 +18,9 @@ import torch
 
 from megalite.config.model import ModelConfig
 from megalite.convert import MegatronSource, megatron_process, write_checkpoint, write_megatron
+from megalite.convert.megatron_process import Unpickler
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
-from tests.unit.convert.megatron_layout import HereInstead
+from tests.unit.convert.megatron_layout import HereInstead, megatron_enum
 from tests.unit.convert.test_megatron import Fixed
 
 FILE = "release/mp_rank_01/model_optim_rng.pt"
@@ -114,6 +115,19 @@ def test_a_pickle_that_carries_a_program(directory: Path, how: str, place: str, 
     # protocol 2 has the module names of Python 2 (commands, __builtin__)
     assert re.search(rf"asks for \w+\.{how.split('.')[1]}, which no Megatron-LM checkpoint needs", refused(directory))
     assert not canary.exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_enum_as_some_versions_of_python_write_it_is_no_program(
+    directory: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3: getattr(class, name)."""
+    file = directory / FILE
+    content = torch.load(file, weights_only=False)
+    kind = megatron_enum(monkeypatch)
+    content["args"].model_type = Calls(getattr, type(kind), kind.name)
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    assert Unpickler().open(file).args is not None
 
 
 def test_a_program_behind_an_allowed_package_is_a_stand_in(directory: Path) -> None:
