@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     """Raises MegaliteError."""
     args = parse(argv)
     tokenizer = tokenizer_of(args)
-    print(f"{tokenizer.describe()}, {args.workers} workers")
+    print(f"{tokenizer.describe()}, {args.workers} workers", flush=True)
     with ProgressBar("tokenising", "B", lines=args.log_interval) as bar:
         summary = preprocess(
             args.input,
