@@ -97,6 +97,14 @@ class ModelConfig:
         "layers without RoPE (NoPE): N, every N-th; or a list, 1 without and 0 with it: '([0]*3+[1])*2'",
         metavar="N|LIST",
     )
+    softmax_type: str = option(
+        "vanilla",
+        "attention sinks, a logit in each head's softmax that has no value: off-by-one (0) or learnable (gpt-oss)",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    attn_logit_softcapping: float | None = option(
+        None, "soft cap c of attention scores, which become c tanh(score / c) (Gemma 2); unset: none", gt=0
+    )
     use_parallel_residual: bool = option(
         False, "attention and MLP of a block both read its input and are added together (GPT-NeoX)"
     )
@@ -209,6 +217,11 @@ class ModelConfig:
     def has_qkv_bias(self) -> bool:
         """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def reshapes_softmax(self) -> bool:
+        """Whether attention has soft caps or sinks, which tiles alone compute."""
+        return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
 
     def has_window(self, index: int) -> bool:
         """Whether block `index` has the window. `--window-attn-skip-freq N` leaves out layers N, 2N, ... (from 1 on).

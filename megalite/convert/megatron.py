@@ -185,6 +185,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (0,),
     "softmax_type": ("vanilla",),
+    "attn_logit_softcapping": (None,),
     "qk_l2_norm": (False,),
     "attention_output_gate": (False,),
     "rotary_interleaved": (False,),

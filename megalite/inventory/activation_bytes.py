@@ -82,7 +82,8 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     product = size.wide if on_cpu else e  # a CPU widens the operands of its products
     widened = product != e
     context = e * tokens * q
-    words = 8 * tokens * heads * (model.attention_dropout > 0)  # what keys each query's dropout
+    words = 8.0 * tokens * heads * (model.attention_dropout > 0)  # what keys each query's dropout
+    words += tokens * heads * max(4, size.wide) * (model.softmax_type != "vanilla")  # the sinks
     if config.parallel.context.ring > 1:
         copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
         kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
@@ -93,7 +94,7 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         log_sums += 2 * tokens * (heads + kv / model.head_dim) * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
             log_sums += tokens * (q + kv) * size.wide
-    if model.attention_dropout > 0 or (on_cpu and not _sees_everything(config, model)):
+    if model.attention_dropout > 0 or model.reshapes_softmax or (on_cpu and not _sees_everything(config, model)):
         copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
         kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
         kept += copies * product * tokens * (q + kv + widened * kv)

@@ -227,9 +227,11 @@ def _block(model: ModelConfig) -> Layer:
     h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
     qkv = q + 2 * model.kv_size
     mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
+    sinks = model.softmax_type == "learnable"
     head_norms = ("attention.q_norm", "attention.k_norm") if model.qk_layernorm else ()
     parameters = [
         *_norm("input_norm", h, model),
+        *([Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if sinks else []),
         *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
         *_row("attention.proj", h, q, model, bias),
         *(parameter for name in head_norms for parameter in _norm(name, model.head_dim, model, "heads")),

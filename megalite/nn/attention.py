@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.attention_context import context_attention
 from megalite.nn.attention_core import AttentionCore
@@ -18,7 +19,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary, rotate
-from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, product_dtype
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, new_parameter, product_dtype
 
 
 class Attention(nn.Module):
@@ -42,6 +43,12 @@ class Attention(nn.Module):
         split = ctx.tp.size > 1
         self.q_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
         self.k_norm = Norm(d, config, ctx, split_input=split) if config.qk_layernorm else None
+        heads = config.num_attention_heads // ctx.tp.size
+        self.softmax_type = config.softmax_type
+        if config.softmax_type == "learnable":
+            shape, first = (config.num_attention_heads,), (ctx.tp.rank * heads,)
+            place = ParameterPlacement(shape, first, ctx.tp.names, decay=False)
+            self.softmax_offset = new_parameter((heads,), place, ctx)
         self.core = AttentionCore(
             window=config.window_size,
             softmax_in_fp32=config.attention_softmax_in_fp32,
@@ -49,8 +56,17 @@ class Attention(nn.Module):
             dropout=config.attention_dropout,
             key=site_key(ctx.seed, "layers", index, "attention"),
             product_dtype=product_dtype(ctx.dtype, torch.device(ctx.device).type),
-            first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
+            first_head=ctx.tp.rank * heads,
+            softcap=config.attn_logit_softcapping,
         )
+
+    def sinks(self, qkv: Tensor) -> Tensor | None:
+        """A logit of each head `[h_q / d / t]` that takes weight and gives nothing."""
+        if self.softmax_type == "vanilla":
+            return None
+        if self.softmax_type == "off-by-one":
+            return qkv.new_zeros(qkv.shape[2] * self.r)
+        return self.softmax_offset
 
     def attend(self, qkv: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         """What the heads of this rank see, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
@@ -63,10 +79,11 @@ class Attention(nn.Module):
             rotation = self.rotary(microbatch.positions, q.dtype)
             q, k = rotate(q, rotation), rotate(k, rotation)
         untouched = self.rotary is None and self.q_norm is None
-        k, v = k.squeeze(3), v.squeeze(3)
+        k, v, sinks = k.squeeze(3), v.squeeze(3), self.sinks(qkv)
         if self.cp.size > 1:
             assert cache is None, "one rank generates"
-            y: Tensor = context_attention(self.core, q, k, v, microbatch, self.cp, training=self.training)
+            core, training = self.core, self.training
+            y: Tensor = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
             return y
         if cache is not None:
             k, v = cache.append(k, v)
@@ -75,6 +92,7 @@ class Attention(nn.Module):
             k,
             v,
             packed=qkv if untouched and cache is None else None,
+            sinks=sinks,
             document_starts=microbatch.document_starts,
             sample_ids=microbatch.sample_ids,
             training=self.training,

@@ -11,7 +11,7 @@ from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.attention_flash import FlashKernel, flash_works
-from megalite.nn.attention_tiles import TileKernel, WeightDropout
+from megalite.nn.attention_tiles import TileKernel, WeightDropout, sinks_by_query
 from megalite.parallel.context import (
     gathered_attention,
     ring_attention,
@@ -24,23 +24,40 @@ from megalite.visibility import Visibility
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
 def context_attention(
-    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch, axes: ContextAxes, *, training: bool
+    core: AttentionCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    microbatch: Microbatch,
+    axes: ContextAxes,
+    *,
+    sinks: Tensor | None = None,
+    training: bool,
 ) -> Tensor:
     """As `core`, for this rank's tokens `[s/c, b, g, r, d]`, `[s/c, b, g, d]` -> `[s/c, b, g * r * d]`."""
     if axes.heads.size > 1:
         whole = trade_tokens_for_heads(torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3), axes.heads)
         q, k, v = whole[:, :, :, :-2], whole[:, :, :, -2], whole[:, :, :, -1]
-        core = dataclasses.replace(core, first_head=core.first_head + axes.heads.rank * q.shape[2] * q.shape[3])
+        heads = q.shape[2] * q.shape[3]
+        core = dataclasses.replace(core, first_head=core.first_head + axes.heads.rank * heads)
+        sinks = None if sinks is None else sinks.narrow(0, axes.heads.rank * heads, heads)
     if axes.ring.size > 1:
-        y = _over_ring(core, q, k, v, microbatch, axes, training)
+        y = _over_ring(core, q, k, v, microbatch, axes, sinks, training)
     else:
         starts, samples = microbatch.document_starts, microbatch.sample_ids
-        y = core(q, k, v, document_starts=starts, sample_ids=samples, training=training)
+        y = core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=samples, training=training)
     return trade_heads_for_tokens(y.view(*q.shape[:3], -1), axes.heads).flatten(2)
 
 
 def _over_ring(
-    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch, axes: ContextAxes, training: bool
+    core: AttentionCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    microbatch: Microbatch,
+    axes: ContextAxes,
+    sinks: Tensor | None,
+    training: bool,
 ) -> Tensor:
     ring, narrow = axes.ring, q.dtype
     assert microbatch.order is not None, "the micro-batch has not been cut"
@@ -48,20 +65,22 @@ def _over_ring(
     q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
     drops = core.dropout > 0.0 and training
     whole = starts is None and (core.window is None or core.window >= len(order))
-    kernel = TileKernel(q.shape[2])
+    plain = core.softcap is None and sinks is None
+    kernel = TileKernel(q.shape[2], softcap=core.softcap)
     if drops:
         words = core.words(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q.shape[2], q.shape[3])
-        kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words))
-    elif whole and flash_works(q.device, q.dtype, q.shape[-1]):
+        kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words), core.softcap)
+    elif whole and plain and flash_works(q.device, q.dtype, q.shape[-1]):
         kernel = FlashKernel(q.shape[2])
         order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are told
     places = order.chunk(ring.size)
     own = None if starts is None else starts.chunk(ring.size, 1)[ring.rank]
+    logits = sinks_by_query(sinks, q)
 
     def sight(keys: Tensor) -> Visibility:
         return Visibility.of(places[ring.rank], keys, window=core.window, document_starts=own)
 
     if axes.gathers:
         everywhere = torch.arange(len(order), device=order.device)
-        return gathered_attention(q, k, v, sight(everywhere), microbatch.order, ring, kernel).to(narrow)
-    return ring_attention(q, k, v, lambda rank: sight(places[rank]), ring, kernel).to(narrow)
+        return gathered_attention(q, k, v, sight(everywhere), microbatch.order, ring, kernel, logits).to(narrow)
+    return ring_attention(q, k, v, lambda rank: sight(places[rank]), ring, kernel, logits).to(narrow)

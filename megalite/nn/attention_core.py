@@ -4,7 +4,8 @@
               s x s
     blocked   `nn.attention_blocked`: products over blocks of queries, for sequences of up to 1,024 tokens on CPU
     tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU, skips masked tiles; dropout of
-              attention weights (the library's kernels have no key), and scores in fp32 on request
+              attention weights (the library's kernels have no key), and scores in fp32 on request; soft caps and
+              sinks, on every device
     device    `nn.attention_device`: documents and windows on a GPU, by the library's kernels
 
 Which keys a query sees is a value that all of them read (`megalite.visibility`).
@@ -39,6 +40,7 @@ class AttentionCore:
     first_head: logical number of this rank's first query head.
     product_dtype: dtype of the matrix products (None: that of q).
     window: a query sees itself and the `window - 1` keys before it (Mistral, arXiv 2310.06825).
+    softcap: scores become c tanh(score / c) before masking (Gemma 2, arXiv 2408.00118).
     """
 
     softmax_in_fp32: bool = False
@@ -48,6 +50,7 @@ class AttentionCore:
     first_head: int = 0
     product_dtype: torch.dtype | None = None
     window: int | None = None
+    softcap: float | None = None
 
     def __call__(
         self,
@@ -56,6 +59,7 @@ class AttentionCore:
         v: Tensor,
         *,
         packed: Tensor | None = None,
+        sinks: Tensor | None = None,
         document_starts: Tensor | None = None,
         sample_ids: Tensor | None = None,
         training: bool = False,
@@ -63,6 +67,7 @@ class AttentionCore:
         """q `[s, b, g, r, d]`, k, v `[k, b, g, d]` -> `[s, b, g * r * d]`.
 
         packed: q, k and v as one tensor `[s, b, g, r + 2, d]`, if it exists (saves a concatenation).
+        sinks: a logit `[g * r]` of each head that joins its softmax and has no value (gpt-oss, arXiv 2508.10925).
         document_starts: int64 `[b, s]`; attention sees nothing before them.
         sample_ids: int64 `[b]`, needed for dropout in training.
         """
@@ -70,7 +75,7 @@ class AttentionCore:
         drops = self.dropout > 0.0 and training
         window = self.window if self.window is not None and self.window < k.shape[0] else None
         whole = window is None and document_starts is None
-        exact = drops or self._wants_fp32(q)
+        exact = drops or self._wants_fp32(q) or self.softcap is not None or sinks is not None
         if whole and not exact and self._prefers_blocked(q, k):
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
             return blocked_attention(packed.to(wide)).to(narrow)
@@ -86,7 +91,7 @@ class AttentionCore:
             assert sample_ids is not None, "attention dropout needs the samples' numbers"
             drop = WeightDropout(self.dropout, self.words(sample_ids, sight.queries, q.shape[2], q.shape[3]))
         q, k, v = (x.to(self.tile_dtype(q)) for x in (q, k, v))
-        y = tiled_attention(q, k, v, sight, drop)
+        y = tiled_attention(q, k, v, sight, drop, softcap=self.softcap, sinks=sinks)
         return y.to(narrow)
 
     def _prefers_blocked(self, q: Tensor, k: Tensor) -> bool:

@@ -14,6 +14,10 @@ so the keys may come in parts, in any order and from other ranks; partial result
 
     l = logaddexp(l, lb)     o = o exp(l_old - l) + ob exp(lb - l)      P = exp(S - l)     dS = P * (dO V^T - delta)
 
+A cap bounds the scores, c tanh(S / c) (Gemma 2, arXiv 2408.00118); its slope 1 - tanh^2 multiplies dS. A sink is one
+more logit in a head's softmax, which takes weight and has no value: it enters lse after the last tile
+(`parallel.context.ring`), so that the formulas above hold as they are.
+
 Heads come first here: queries `[n, s * r, d]`, the r heads of a token beside each other; keys, values `[n, k, d]`, n =
 b * g. Dropout drops elements of P after the sum, keyed by positions, so its backward drops the same elements again.
 """
@@ -114,9 +118,13 @@ def _edges(
             yield span, hidden[:, None]
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, r: int, dtype: torch.dtype) -> Tensor:
-    """`[n, rows, cols]`, -inf where hidden. q is scaled."""
-    scores = torch.bmm(q[tile.heads, tile.rows], k[tile.heads, tile.keys].transpose(1, 2)).to(dtype)
+def _products(q: Tensor, k: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Scores `[n, rows, cols]` of all pairs. q is scaled."""
+    return torch.bmm(q[tile.heads, tile.rows], k[tile.heads, tile.keys].transpose(1, 2)).to(dtype)
+
+
+def _hide(scores: Tensor, tile: Tile, r: int) -> Tensor:
+    """-inf, in place, where a query does not see a key."""
     by_token = scores.unflatten(1, (-1, r))
     for columns, hidden in tile.edges:
         by_token[..., columns].masked_fill_(hidden, float("-inf"))
@@ -125,10 +133,11 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, r: int, dtype: torch.dtype) -> Ten
 
 @dataclass(frozen=True)
 class TileKernel:
-    """`parallel.context.AttentionKernel` by tiles. groups: key heads of a sample."""
+    """`parallel.context.AttentionKernel` by tiles. groups: key heads of a sample. softcap: bound c of the scores."""
 
     groups: int
     drop: WeightDropout | None = None
+    softcap: float | None = None
 
     def of_queries(self, rows: slice) -> TileKernel:
         drop = self.drop
@@ -157,7 +166,10 @@ class TileKernel:
         r, lowest = q.shape[1] // len(sight.queries), torch.finfo(lse.dtype).min
         for tile in tiles(sight, self.groups, r):
             heads, rows, keys = tile[:3]
-            weights = _scores(q, k, tile, r, lse.dtype)
+            weights = _products(q, k, tile, lse.dtype)
+            if self.softcap is not None:
+                weights.div_(self.softcap).tanh_().mul_(self.softcap)
+            weights = _hide(weights, tile, r)
             most = weights.amax(-1).clamp_(min=lowest)  # a row that sees nothing here gives no NaN
             weights.sub_(most[..., None]).exp_()
             here = weights.sum(-1).log_().add_(most)
@@ -181,13 +193,19 @@ class TileKernel:
         r = q.shape[1] // len(sight.queries)
         for tile in tiles(sight, self.groups, r):
             heads, rows, keys = tile[:3]
-            weights = _scores(q, k, tile, r, lse.dtype).sub_(lse[heads, rows, None]).exp_()
+            weights, slope = _products(q, k, tile, lse.dtype), None
+            if self.softcap is not None:
+                weights.div_(self.softcap).tanh_()
+                slope = 1 - weights.square()  # before masking, which would leave -inf here
+                weights.mul_(self.softcap)
+            weights = _hide(weights, tile, r).sub_(lse[heads, rows, None]).exp_()
             dweights = torch.bmm(dy[heads, rows], v[heads, keys].transpose(1, 2)).to(lse.dtype)
             kept = weights
             if self.drop is not None:
                 dweights, kept = (self.drop(x, heads, rows, sight.keys[keys]) for x in (dweights, weights))
             _add(dv[heads, keys], kept.to(v.dtype).transpose(1, 2), dy[heads, rows])
-            dscores = dweights.sub_(delta[heads, rows, None]).mul_(weights).to(q.dtype)
+            dscores = dweights.sub_(delta[heads, rows, None]).mul_(weights)
+            dscores = (dscores if slope is None else dscores.mul_(slope)).to(q.dtype)
             _add(dq[heads, rows], dscores, k[heads, keys])
             _add(dk[heads, keys], dscores.transpose(1, 2), q[heads, rows])
 
@@ -212,7 +230,29 @@ def _tokens_first(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.view(b, g, s, r, d).permute(2, 0, 1, 3, 4)
 
 
+def sinks_by_query(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+    """Logits of heads `[g * r]` as the log-sums of queries `[s, b, g, r, d]` lie: `[b * g, s * r]`."""
+    if sinks is None:
+        return None
+    s, b, g, r, _ = q.shape
+    wide = sinks.to(torch.promote_types(q.dtype, torch.float32))
+    return wide.view(1, g, 1, r).expand(b, g, s, r).reshape(b * g, s * r)
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, sight: Visibility, drop: WeightDropout | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of what is seen: `[s, b, g, r, d]`, `[k, b, g, d]` -> `[s, b, g * r * d]`."""
-    return ring_attention(q, k, v, lambda _: sight, Axis.single("cp_ring"), TileKernel(q.shape[2], drop))
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sight: Visibility,
+    drop: WeightDropout | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v of what is seen: `[s, b, g, r, d]`, `[k, b, g, d]` -> `[s, b, g * r * d]`.
+
+    softcap: bound of the scores. sinks: logits of heads `[g * r]` without a value.
+    """
+    kernel, alone = TileKernel(q.shape[2], drop, softcap), Axis.single("cp_ring")
+    return ring_attention(q, k, v, lambda _: sight, alone, kernel, sinks_by_query(sinks, q))

@@ -261,4 +261,6 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     model += pick([[], [], ["--reset-position-ids", "--reset-attention-mask"]])
     unlike = ["--window-size", "5", "--window-attn-skip-freq", "2"]
     unlike += ["--no-rope-freq", "2"] if "rope" in family or "llama" in family else []
-    return model + pick([[], [], unlike])
+    model += pick([[], [], unlike])
+    sinks = ["--softmax-type", "learnable"]
+    return model + pick([[], [], [], [], sinks, [*sinks, "--attn-logit-softcapping", "0.5"]])

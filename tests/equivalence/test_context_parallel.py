@@ -36,6 +36,7 @@ MASKS = {
     "documents": ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--calculate-per-token-loss"),
     "window": ("--window-size", "5"),
     "layers that differ": ("--window-size", "5", "--window-attn-skip-freq", "2", "--no-rope-freq", "[1,0]"),
+    "sinks": ("--softmax-type", "learnable", "--attn-logit-softcapping", "0.5", "--window-size", "6"),
     "dropout": ("--attention-dropout", "0.2", "--hidden-dropout", "0.1"),
     "documents, window, dropout": ("--reset-attention-mask", "--window-size", "6", "--attention-dropout", "0.2"),
 }
@@ -47,6 +48,7 @@ BESIDE = {
     "dp2 zero3": (("--zero-stage", "3"), 2),
     "tp2": (TP2, 2),
     "tp2 sequence parallel": ((*TP2, "--sequence-parallel"), 2),
+    "tp2 pp2 zero1": ((*TP2, *PP2, "--zero-stage", "1"), 4),
     "pp2 2bw": ((*PP2, "--pipeline-schedule", "2bw"), 2),
     "pp2 zero bubble": ((*PP2, "--pipeline-schedule", "zb-h1"), 2),
     "pp2 zero2 recomputed": ((*PP2, "--zero-stage", "2", "--recompute-granularity", "full"), 2),
@@ -73,6 +75,10 @@ def check(kind: str, family: str, mask: str, beside: str) -> None:
         ("two levels", "gpt", "documents, window, dropout", "alone"),
         ("ring", "llama GQA", "layers that differ", "pp2 2bw"),
         ("all-to-all", "llama GQA", "layers that differ", "alone"),
+        ("ring", "llama GQA", "sinks", "tp2 pp2 zero1"),
+        ("all-gather", "gpt", "sinks", "alone"),
+        ("all-to-all", "gpt", "sinks", "pp2 zero bubble"),
+        ("two levels", "gpt", "sinks", "alone"),
     ],
 )
 def test_a_cut_sequence_is_a_whole_one(kind: str, family: str, mask: str, beside: str) -> None:
@@ -90,9 +96,10 @@ def test_every_kind_beside_every_axis() -> None:
             check(kind, family, mask, beside)
 
 
-@pytest.mark.parametrize("kind", ["ring", "all-gather"])
+@pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
 def test_four_ranks_a_sequence(kind: str) -> None:
-    model = (*FAMILIES["llama GQA"], *MASKS["layers that differ"])
+    model = (*FAMILIES["llama GQA"], *MASKS["layers that differ"], "--softmax-type", "learnable")
+    model = (*FAMILIES["gpt"], *MASKS["sinks"]) if kind == "all-to-all" else model
     compare(Layout(model, ("--micro-batch-size", "1", "--context-parallel-size", "4", *KINDS[kind]), 4))
 
 

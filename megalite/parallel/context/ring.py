@@ -61,9 +61,20 @@ Sights = Callable[[int], Visibility]
 """What this rank's queries see of the keys of a rank of the axis."""
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, sights: Sights, axis: Axis, kernel: AttentionKernel) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks of the axis."""
-    return _RingAttention.apply(q, k, v, sights, axis, kernel)
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sights: Sights,
+    axis: Axis,
+    kernel: AttentionKernel,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks of the axis.
+
+    sinks: a logit for each query, `[n, s]` like its log-sum, which joins its softmax and has no value.
+    """
+    return _RingAttention.apply(q, k, v, sights, axis, kernel, sinks)
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,12 +84,33 @@ def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.full(q.shape[:2], float("-inf"), dtype=wide, device=q.device)
 
 
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """The log-sums with the sinks in them; scales out, the result of all keys, in place."""
+    if sinks is None:
+        return lse
+    joined = torch.logaddexp(lse, sinks)
+    out.mul_((lse - joined).exp_()[..., None])
+    return joined
+
+
+def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """P (0 - delta): as of any other score, with a value of zero. lse: joined."""
+    return None if sinks is None else (sinks - lse).exp_().mul_(delta).neg_()
+
+
 class _RingAttention(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sights: Sights, axis: Axis, kernel: AttentionKernel
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sights: Sights,
+        axis: Axis,
+        kernel: AttentionKernel,
+        sinks: Tensor | None,
     ) -> Tensor:
         queries, *here = kernel.operands(q, k, v)
         out, lse = empty_result(queries)
@@ -86,15 +118,16 @@ class _RingAttention(Function):
             coming = start_shift(torch.stack(here), axis) if step + 1 < axis.size else None
             kernel.forward(out, lse, (queries, here[0], here[1]), sights((axis.rank - step) % axis.size))
             here = here if coming is None else list(coming.wait())
+        lse = join_sinks(out, lse, sinks)
         y = kernel.result(out, q)
-        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.save_for_backward(q, k, v, y, lse, sinks)
         ctx.sights, ctx.axis, ctx.kernel = sights, axis, kernel
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, lse = ctx.saved_tensors
+        q, k, v, y, lse, sinks = ctx.saved_tensors
         axis, kernel = ctx.axis, ctx.kernel
         queries, *own = kernel.operands(q, k, v)
         rows = (torch.zeros(queries.shape, dtype=lse.dtype, device=q.device), *kernel.output_gradient(dy, y, q), lse)
@@ -124,4 +157,5 @@ class _RingAttention(Function):
         gradient(own, axis.rank, slice(half, len(q)), dkv)
         if returning is not None:
             dkv += returning.wait()
-        return *kernel.input_gradients((rows[0], dkv[0], dkv[1]), (q, k, v)), None, None, None
+        inputs = kernel.input_gradients((rows[0], dkv[0], dkv[1]), (q, k, v))
+        return *inputs, None, None, None, sink_gradient(lse, rows[2], sinks)

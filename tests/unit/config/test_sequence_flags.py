@@ -27,6 +27,7 @@ ONE_LINE = [
         "--window-attn-skip-freq=1: leaves no layer with --window-size=8; drop both",
     ),
     ("--window-attn-skip-freq 2", "--window-attn-skip-freq=2: needs --window-size"),
+    ("--attn-logit-softcapping 0", "--attn-logit-softcapping=0: must be > 0; leave it out"),
     ("--no-rope-freq 2", "--no-rope-freq=2: needs --position-embedding-type=rope"),
     (
         f"--no-rope-freq 3 {ROPE}",

@@ -226,5 +226,7 @@ def test_a_mistral_has_one_window() -> None:
     model = read_model(GATED | dict(model_type="mistral", sliding_window=4), "c")[1]
     with pytest.raises(ConfigError, match="no Hugging Face family has this model; .*--window-attn-skip-freq=1,0"):
         family_of(dataclasses.replace(model, window_attn_skip_freq="2"))
+    with pytest.raises(ConfigError, match="no Hugging Face family has this model; .*--softmax-type=learnable"):
+        family_of(dataclasses.replace(model, softmax_type="learnable"))
     with pytest.raises(ConfigError, match="no Hugging Face family has this model; .*--no-rope-freq=0,1"):
         family_of(dataclasses.replace(model, no_rope_freq="2"))

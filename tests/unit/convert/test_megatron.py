@@ -201,6 +201,8 @@ def test_args_of_a_run_that_is_not_ours(tmp_path: Path) -> None:
         (dict(activation="geglu"), "--activation=geglu"),
         (dict(use_parallel_residual=True), "--use-parallel-residual=True"),
         (dict(activation="gelu-tanh", add_bias_linear=False), "--activation=gelu-tanh"),
+        (dict(softmax_type="learnable"), "--softmax-type=learnable"),
+        (dict(attn_logit_softcapping=30.0), "--attn-logit-softcapping=30"),
     ]:
         with pytest.raises(ConfigError, match=f"has no such model: {line}"):
             write_megatron(Fixed(ModelConfig(**tiny | changes)), tmp_path / "x")  # type: ignore[arg-type]

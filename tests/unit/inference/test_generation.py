@@ -26,7 +26,10 @@ LLAMA = {
 UNLIKE = LLAMA | {"num_layers": 2, "window_size": 3, "window_attn_skip_freq": "2", "no_rope_freq": "0,1"}
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA, UNLIKE], ids=["gpt", "llama", "layers that differ"])
+SINKS = LLAMA | {"softmax_type": "off-by-one", "attn_logit_softcapping": 0.5}
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, UNLIKE, SINKS], ids=["gpt", "llama", "layers that differ", "sinks"])
 def test_greedy_with_the_cache_equals_full_recomputation(tmp_path: Path, changes: dict) -> None:
     _, stack = write_checkpoint(tmp_path, model=tiny_model_config(**changes))
     text = [72, 101, 108]
