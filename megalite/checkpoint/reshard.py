@@ -144,7 +144,9 @@ class Duties(Sequence[list[WriteDuty]]):
 
     def __getitem__(self, rank: Any) -> Any:
         mine = []
-        for holding in self._holdings[self._kinds[rank]]:
+        held = self._holdings[self._kinds[rank]]
+        once = {(holding.name, holding.box): holding for holding in reversed(held)}  # tied weights may lie here twice
+        for holding in once.values():
             to = self._writers.get((holding.name, holding.box))
             if to is not None and to.split:
                 part, parts, rows = bisect_left(to.holders, rank), len(to.holders), holding.box.shape[0]

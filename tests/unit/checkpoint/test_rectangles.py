@@ -68,3 +68,13 @@ def test_a_box_without_replica_zero_is_not_written() -> None:
     whole, half = Box((0,), (8,)), Box((0,), (4,))
     duties = share_out([[HeldRectangle("w", whole, 4, 0, 0)], [HeldRectangle("w", half, 4, 0, 1)]])
     assert [len(mine) for mine in duties] == [1, 0]
+
+
+@pytest.mark.parametrize("rows", [3, 2**18])  # written by one rank; dealt out by rows
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_holds_a_box_twice_writes_it_once(rows: int, ranks: int) -> None:
+    """Tied weights, where the first and the last stage are on one rank."""
+    box = Box((0, 0), (rows, 2))
+    duties = share_out([[HeldRectangle("w", box, 8, 0), HeldRectangle("w", box, 8, 1)] for _ in range(ranks)])
+    boxes = [duty.box for rank in range(ranks) for duty in duties[rank]]
+    assert find_overlap(boxes) is None and sum(b.numel for b in boxes) == box.numel
