@@ -72,7 +72,9 @@ def test_corner(name: str) -> None:
     compare(Layout(model, layout, size, delay=int("2bw" in layout)))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+@pytest.mark.parametrize(
+    "optimizer", [*(pytest.param(name, marks=pytest.mark.full) for name in ("sgd", "lion")), "muon"]
+)
 def test_other_optimizers(optimizer: str) -> None:
     rng = random.Random(f"experts {optimizer}")
     compare(draw(rng, optimizer, lambda case: "--num-experts" in case.model and case.world_size in (2, 4)))

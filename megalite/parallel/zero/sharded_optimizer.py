@@ -192,7 +192,8 @@ class ShardedOptimizer:
             sub.fetch_gradients(**decided)
         for sub in self.sub_optimizers:
             sub.begin_step(**numbers)
-            sub.step()
+            if sub.takes_step():
+                sub.rule.step()
             sub.end_step()
 
     @torch.no_grad()

@@ -88,11 +88,11 @@ class DeviceOptimizer:
                 gradient.mul_(grad_scale)
             master.tensor.grad = gradient.to(master.tensor.dtype)
 
-    def step(self) -> None:
-        """The rule's step; a rule that cannot leave out a step by itself has the host wait for the decision."""
+    def takes_step(self) -> bool:
+        """Whether the rule is to be called; where it cannot leave out a step by itself, the host waits for the
+        decision."""
         knows = getattr(self.rule, "_step_supports_amp_scaling", False)
-        if self.rule.found_inf is None or knows or not self.rule.found_inf.item():
-            self.rule.step()
+        return self.rule.found_inf is None or knows or not self.rule.found_inf.item()
 
     def end_step(self) -> None:
         """Forgets the gradients."""

@@ -44,6 +44,7 @@ def plain(name: str = "h100") -> Hardware:
         load_hardware(name),
         overlap=0.0,
         matrix_half_size=0.0,
+        multiprocessors=0,
         matrix_efficiency=1.0,
         attention_efficiency=1.0,
         memory_bandwidth=1e18,
