@@ -6,8 +6,8 @@
 #   scripts/test.sh --coverage     which lines of the product the unit tests run
 #
 # Further arguments go to pytest. All steps run even if one fails; the last line of either half is pytest's. While the
-# half with several ranks is still running, coverage of the rooms without torch is measured (tracing doubles the time of
-# a test, so CI does not measure the others; what forked ranks run is not seen).
+# half with several ranks is still running, coverage of inventory/ and schedule/ is measured (tracing doubles the time of a
+# test, so CI does not measure the others; what forked ranks run is not seen).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -47,7 +47,7 @@ ranks=$!
 trap 'kill "$ranks" 2> /dev/null || true; rm -f "$log"' EXIT
 python -m pytest --durations=10 "${RANKS[@]/#/--ignore=}" "$@" || status=1
 echo "== coverage"
-measure_coverage megalite.config,megalite.inventory,megalite.schedule tests/unit/{config,inventory,schedule} || status=1
+measure_coverage megalite.inventory,megalite.schedule tests/unit/{inventory,schedule} || status=1
 wait "$ranks" || status=1
 cat "$log"
 exit "$status"

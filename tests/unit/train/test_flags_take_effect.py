@@ -231,11 +231,11 @@ def reference(shared: str, make_folder: Any) -> dict[str, Any]:
     return observe(shared, make_folder())
 
 
-# Every fifth row runs each time, all of them with --full.
+# Every tenth row runs each time, all of them with --full.
 @pytest.mark.parametrize(
     ("shared", "flags"),
     [
-        pytest.param(*row, id=" ".join(row).strip(), marks=[pytest.mark.full] if number % 5 else [])
+        pytest.param(*row, id=" ".join(row).strip(), marks=[pytest.mark.full] if number % 10 else [])
         for number, row in enumerate(ROWS)
     ],
 )
