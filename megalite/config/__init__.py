@@ -28,8 +28,9 @@ from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.cli import Parsed, parse, parse_with_origins, read_unjudged
 from megalite.config.data import TOKENIZERS, DataConfig
-from megalite.config.experts import Experts, layer_pattern
+from megalite.config.experts import Experts
 from megalite.config.files import schedule_file
+from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig, RopeScaling

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.config.experts import layer_pattern
+from megalite.config.layer_pattern import pattern_text
 from megalite.config.model import ModelConfig
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
@@ -68,9 +68,9 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["moe_ffn_hidden_size"] = model.expert_ffn_size
         try:
             layers = model.sparse_layers
-        except ValueError:  # a rule will say so
+        except ConfigError:  # a rule will say so
             return values
-        values["moe_layer_freq"] = layer_pattern(layers)
+        values["moe_layer_freq"] = pattern_text(layers)
         values |= {"ffn_hidden_size": None} if all(layers) else {}
     return values
 
@@ -83,7 +83,7 @@ def _mixed(model: ModelConfig, pattern: str | None, has: Callable[[int], bool]) 
         layers = [has(index) for index in range(model.num_layers)]
     except ConfigError:
         return pattern
-    return ",".join(str(int(layer)) for layer in layers) if len(set(layers)) == 2 else None
+    return pattern_text(layers) if len(set(layers)) == 2 else None
 
 
 def architecture_differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:

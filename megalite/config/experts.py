@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from megalite.config.schema import Spelled, option
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
-
-MOST_LAYERS = 10_000
-_PART = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +21,7 @@ class Experts(Spelled):
     )
     moe_layer_freq: str = option(
         "1",
-        "which blocks are sparse: N, every Nth from the first on, or a pattern such as [0]*3+[1]*29",
+        "which blocks are sparse: N, every Nth from the first on, or a list such as [0]*3+[1]*29",
         needs="num_experts",
     )
     moe_shared_expert_intermediate_size: int | None = option(
@@ -70,26 +64,3 @@ class Experts(Spelled):
     def balances(self) -> bool:
         """Whether there is an auxiliary loss."""
         return self.moe_router_load_balancing_type != "none" and self.moe_aux_loss_coeff > 0
-
-
-def layer_pattern(layers: Sequence[bool]) -> str:
-    """The text of `--moe-layer-freq` for these blocks."""
-    if all(layers):
-        return "1"
-    return "+".join(f"[{int(sparse)}]*{len(list(run))}" for sparse, run in groupby(layers))
-
-
-def sparse_layers(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Which of `num_layers` blocks are sparse, by the text of `--moe-layer-freq`. Raises ValueError."""
-    text = re.sub(r"[\s()]", "", text)
-    if text.isdecimal() and 1 <= int(text[:6]) <= MOST_LAYERS:
-        return tuple(index % int(text) == 0 for index in range(num_layers))
-    found: list[bool] = []
-    for part in text.split("+"):
-        match = _PART.fullmatch(part)
-        if match is None:
-            raise ValueError("is neither a number nor a pattern such as [0]*3+[1]*29")
-        found += [bit == "1" for bit in match[1].split(",")] * min(MOST_LAYERS, int(match[2] or 1))
-    if len(found) != num_layers:
-        raise ValueError(f"is a pattern of {len(found)} blocks, --num-layers is {num_layers}")
-    return tuple(found)

@@ -1,4 +1,5 @@
-"""Which layers have something that others have not: `--window-attn-skip-freq`, `--no-rope-freq`.
+"""Which layers have something that others have not: `--window-attn-skip-freq`, `--no-rope-freq`,
+`--moe-layer-freq`.
 
 Megatron-LM's two forms: a number N speaks of every N-th layer, a list of 0 and 1 of each layer::
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from functools import cache
+from itertools import groupby
 
 from megalite.errors import ConfigError
 
@@ -35,6 +38,11 @@ def layer_pattern(flag: str, text: str, num_layers: int) -> tuple[int, ...] | in
         count = f"{len(found)} entries for" if len(found) < num_layers else "more entries than"
         raise ConfigError(f"{flag}={text}: {count} --num-layers={num_layers}; give one for each layer")
     return tuple(found)
+
+
+def pattern_text(layers: Iterable[bool]) -> str:
+    """The list that says it of each layer."""
+    return "+".join(f"[{int(value)}]*{len(list(run))}" for value, run in groupby(layers))
 
 
 def _entries(node: ast.expr, most: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.config.experts import Experts, sparse_layers
+from megalite.config.experts import Experts
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.schema import Spelled, option, required
 
@@ -173,10 +173,12 @@ class ModelConfig:
 
     @property
     def sparse_layers(self) -> tuple[bool, ...]:
-        """Which blocks have experts. Raises ValueError."""
+        """Which blocks have experts: with `--moe-layer-freq N` 0, N, 2N, ... (from 0 on). Raises ConfigError."""
         if self.experts.num_experts is None:
             return (False,) * self.num_layers
-        return sparse_layers(self.experts.moe_layer_freq, self.num_layers)
+        pattern = layer_pattern("--moe-layer-freq", self.experts.moe_layer_freq, self.num_layers)
+        layers = range(self.num_layers)
+        return tuple(i % pattern == 0 if isinstance(pattern, int) else bool(pattern[i]) for i in layers)
 
     @property
     def head_dim(self) -> int:

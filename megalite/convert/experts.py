@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalite.config import Experts, ModelConfig, layer_pattern
+from megalite.config import Experts, ModelConfig, pattern_text
 from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
 from megalite.convert.fields import Fields
 from megalite.convert.llama import IGNORED, RULES, read_qwen3, read_shape, read_window, write_qwen3, write_shape
@@ -76,7 +76,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
         **_numbers(fields, "num_experts" if "num_experts" in fields.raw else "num_local_experts"),
         moe_ffn_hidden_size=fields.integer("moe_intermediate_size"),
         moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
-        moe_layer_freq=layer_pattern(layers),
+        moe_layer_freq=pattern_text(layers),
     )
     return dataclasses.replace(model, experts=experts)
 

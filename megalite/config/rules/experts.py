@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.experts import sparse_layers
 from megalite.config.root import Config
 from megalite.config.rules.text import EP, ETP, TP, divisors, listed, multiples_around
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
+from megalite.errors import ConfigError
 
 
 def experts(config: Config, world_size: int) -> Iterator[str]:
@@ -18,10 +18,10 @@ def experts(config: Config, world_size: int) -> Iterator[str]:
     if number is None:
         return
     try:
-        if not any(sparse_layers(given.moe_layer_freq, config.model.num_layers)):
+        if not any(config.model.sparse_layers):
             yield f"--moe-layer-freq={given.moe_layer_freq}: no block is sparse; drop --num-experts"
-    except ValueError as error:
-        yield f"--moe-layer-freq={given.moe_layer_freq}: {error}"
+    except ConfigError as error:
+        yield str(error)
     if k > number:
         yield f"--moe-router-topk={k}: more than --num-experts={number}"
     if k == 1 and given.moe_router_score_function == "softmax" and not given.moe_router_pre_softmax:
@@ -39,12 +39,8 @@ def experts(config: Config, world_size: int) -> Iterator[str]:
 
 def _groups(config: Config) -> Iterator[str]:
     given = config.model.experts
-    groups, chosen, k, number = (
-        given.moe_router_num_groups,
-        given.moe_router_group_topk,
-        given.moe_router_topk,
-        given.num_experts or 1,
-    )
+    groups, chosen = given.moe_router_num_groups, given.moe_router_group_topk
+    k, number = given.moe_router_topk, given.num_experts or 1
     if groups is None and chosen is not None:
         yield f"--moe-router-group-topk={chosen}: needs --moe-router-num-groups"
     elif groups is not None and chosen is None:

@@ -26,12 +26,12 @@ ONE_LINE = [
     (
         "--num-experts 4 --moe-layer-freq [1]*7",
         1,
-        "--moe-layer-freq=[1]*7: is a pattern of 7 blocks, --num-layers is 8",
+        "--moe-layer-freq=[1]*7: 7 entries for --num-layers=8; give one for each layer",
     ),
     (
         "--num-experts 4 --moe-layer-freq all",
         1,
-        "--moe-layer-freq=all: is neither a number nor a pattern such as [0]*3+[1]*29",
+        "--moe-layer-freq=all: neither a number above 0 nor a list of 0 and 1; '([1]*3+[0])*2' is one",
     ),
     (
         "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.experts import Experts, sparse_layers
+from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
+from megalite.errors import ConfigError
 from megalite.expert_loads import EXTRA, ExpertLoads
 from megalite.gradient import GradSink, WeightGradQueue, attach_sink
 from megalite.microbatch import Microbatch
@@ -172,6 +173,11 @@ def test_evaluation_drops_no_token_and_adds_no_loss() -> None:
     assert torch.equal(*outputs)
 
 
+def sparse_layers(text: str, num_layers: int) -> tuple[bool, ...]:
+    experts = Experts(num_experts=E, moe_layer_freq=text)
+    return ModelConfig(**SHAPE | {"num_layers": num_layers}, experts=experts).sparse_layers
+
+
 @pytest.mark.parametrize(
     ("text", "layers", "expected"),
     [
@@ -179,6 +185,7 @@ def test_evaluation_drops_no_token_and_adds_no_loss() -> None:
         ("2", 5, "10101"),
         ("[0]*3+[1]*2", 5, "00011"),
         ("([1, 0]*2 + [1])", 5, "10101"),
+        ("([1]*2+[0])*2", 6, "110110"),
         ("[1]", 1, "1"),
     ],
 )
@@ -190,5 +197,5 @@ def test_which_blocks_are_sparse(text: str, layers: int, expected: str) -> None:
     "text", ["", "0", "-1", "[2]", "[1]*2", "[1]*99999999", "__import__('os')", "[[1]*2]*2", "1e3"]
 )
 def test_senseless_patterns_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"pattern"):
+    with pytest.raises(ConfigError, match="--moe-layer-freq=.*--num-layers=4|list of 0 and 1"):
         sparse_layers(text, 4)
