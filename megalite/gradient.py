@@ -41,6 +41,23 @@ def accumulates_wide(a: Tensor, target: Tensor) -> bool:
     return can and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
+def add_product(target: Tensor, a: Tensor, b: Tensor, *, fresh: bool, scratch: Tensor | None = None) -> None:
+    """target += a @ b, `[n, k] @ [k, m]`, in the target's dtype where the backend can.
+
+    fresh: target is uninitialised and taken for 0. scratch: room for a product of another dtype.
+    """
+    if a.dtype != target.dtype and accumulates_wide(a, target):
+        wide: Any = {"out_dtype": target.dtype, "out": target}  # torch's stubs do not know it yet
+        torch.mm(a, b, **wide) if fresh else torch.addmm(target, a, b, **wide)
+    elif a.dtype != target.dtype:
+        product = torch.mm(a, b, out=scratch)
+        target.copy_(product) if fresh else add_widened(target, product)
+    elif fresh:
+        torch.mm(a, b, out=target)
+    else:
+        target.addmm_(a, b)
+
+
 def sum_widened(x: Tensor) -> Tensor:
     """Sum of `[n, h]` over n in the wider of fp32 and its dtype."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -121,17 +138,7 @@ class GradSink:
         fresh = self.fresh
         if fresh:
             self._open()
-        target = self.buffer.view(a.shape[0], b.shape[1])
-        if a.dtype != target.dtype and accumulates_wide(a, target):
-            wide: Any = {"out_dtype": target.dtype, "out": target}  # torch's stubs do not know it yet
-            torch.mm(a, b, **wide) if fresh else torch.addmm(target, a, b, **wide)
-        elif a.dtype != target.dtype:
-            product = torch.mm(a, b)
-            target.copy_(product) if fresh else add_widened(target, product)
-        elif fresh:
-            torch.mm(a, b, out=target)
-        else:
-            target.addmm_(a, b)
+        add_product(self.buffer.view(a.shape[0], b.shape[1]), a, b, fresh=fresh)
         self.done()
 
     def addmm_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -141,15 +148,10 @@ class GradSink:
             self._open()
         for target, (a, b) in zip(self.buffer.view(len(pairs), -1), pairs, strict=True):
             matrix = target.view(a.shape[0], b.shape[1])
-            if not a.shape[1]:
-                matrix.zero_() if fresh else None
-            elif a.dtype != matrix.dtype:
-                product = torch.mm(a, b)
-                matrix.copy_(product) if fresh else add_widened(matrix, product)
+            if a.shape[1]:
+                add_product(matrix, a, b, fresh=fresh)
             elif fresh:
-                torch.mm(a, b, out=matrix)
-            else:
-                matrix.addmm_(a, b)
+                matrix.zero_()
         self.done()
 
     def done(self) -> None:

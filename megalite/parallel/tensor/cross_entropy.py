@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather
-from megalite.gradient import WeightGradQueue, accumulates_wide, add_widened, sink_of
+from megalite.gradient import WeightGradQueue, accumulates_wide, add_product, sink_of
 from megalite.inventory import chunk_length
 from megalite.parallel.tensor.linear import start_sum
 from megalite.parallel.tensor.loss_kernels import LossKernels
@@ -161,7 +161,7 @@ class _FusedCrossEntropy(Function):
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
-                _accumulate(dweight[: len(rows)], dlogits.t(), x[part], product, first=begin == 0)
+                add_product(dweight[: len(rows)], dlogits.t(), x[part], fresh=begin == 0, scratch=product)
         ctx.save_for_backward(None if dx is None else dx.to(narrow), dweight)
         return total
 
@@ -240,17 +240,3 @@ def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: Vocab
         column, own = _own_labels(labels, shard)
         gradient.scatter_add_(1, column[:, None], -(weights * own)[:, None])
     return gradient
-
-
-def _accumulate(target: Tensor, a: Tensor, b: Tensor, product: Tensor | None, *, first: bool) -> None:
-    """target += a @ b (= for the first), in the target's dtype where the backend can, else in `product`'s."""
-    if product is None and a.dtype != target.dtype:
-        out: dict[str, Any] = {"out_dtype": target.dtype, "out": target}  # torch's stubs do not know it yet
-        torch.mm(a, b, **out) if first else torch.addmm(target, a, b, **out)
-    elif product is not None:
-        torch.mm(a, b, out=product)
-        target.copy_(product) if first else add_widened(target, product)
-    elif first:
-        torch.mm(a, b, out=target)
-    else:
-        target.addmm_(a, b)
