@@ -78,7 +78,8 @@ class DeviceOptimizer:
         for group in self.rule.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
-        self.rule.found_inf, self.rule.steps = found_inf, steps
+        taken = found_inf is not None and found_inf.device.type == "cpu" and not found_inf.item()
+        self.rule.found_inf, self.rule.steps = None if taken else found_inf, steps  # the host need not wait to know
         if isinstance(grad_scale, Tensor) and getattr(self.rule, "divides", False):
             self.rule.grad_scale, grad_scale = grad_scale.reciprocal().float(), 1.0
         scales = not is_one(grad_scale)
