@@ -17,8 +17,7 @@ class World:
     device: where this rank computes.
     host: name of this machine, for messages.
     report_phase: records what this rank is doing ("iteration 7: forward"), which is shown if it dies or stops
-    answering.
-        A call costs about a microsecond and sends nothing.
+    answering; a call costs about a microsecond and sends nothing.
     """
 
     rank: int = 0

@@ -125,6 +125,11 @@ class Product:
             return _share(self.n, shards, self.multiple), self.k
         return self.n, _share(self.k, shards, self.multiple)
 
+    def shards(self, parallel: ParallelConfig) -> int:
+        """Ranks of the axis that cuts it."""
+        of_expert = self.name.startswith("experts.")
+        return parallel.expert_tensor_size if of_expert else parallel.tensor_model_parallel_size
+
     def flops(self, shards: int | None = None) -> int:
         """Of one token forward, 2 per multiply-add. shards: with what `shards` tensor-parallel ranks pad."""
         n, k = self.n, self.k
@@ -170,13 +175,8 @@ class Layer:
 
     def mlp_width(self, parallel: ParallelConfig) -> int:
         """Numbers of a token between the two matrices of the MLP, or of all experts that it takes, on one rank."""
-        widths = (p.local(self.shards_of(p, parallel))[0] for p in self.products if p.name.endswith("fc1"))
+        widths = (p.local(p.shards(parallel))[0] for p in self.products if p.name.endswith("fc1"))
         return sum(widths)
-
-    def shards_of(self, product: Product, parallel: ParallelConfig) -> int:
-        """Ranks of the axis that cuts a product."""
-        of_expert = product.name.startswith("experts.")
-        return parallel.expert_tensor_size if of_expert else parallel.tensor_model_parallel_size
 
     def product(self, name: str) -> Product:
         return next(product for product in self.products if product.name == name)

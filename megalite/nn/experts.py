@@ -57,12 +57,8 @@ class StackedExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        number, h, f, bias = (
-            config.experts.num_experts or 1,
-            config.hidden_size,
-            config.expert_ffn_size,
-            (config.add_bias_linear),
-        )
+        number, h, f = config.experts.num_experts or 1, config.hidden_size, config.expert_ffn_size
+        bias = config.add_bias_linear
         up = (2, f) if config.gated else (f,)
         std = config.init_method_std
         self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)

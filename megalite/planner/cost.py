@@ -180,7 +180,7 @@ class Roofline:
     def _matrices(self, config: Config, layer: Layer, product: Product) -> float:
         """Seconds of a product of a block; of experts, of all that are on the rank, each with its share of the rows."""
         given, axes = layer.model.experts, config.parallel.experts
-        n, k = product.local(layer.shards_of(product, config.parallel))
+        n, k = product.local(product.shards(config.parallel))
         if not product.name.startswith("experts."):
             interleaved = self.software.interleaved and config.parallel.sequence_parallel
             parts = config.parallel.tensor_model_parallel_size if interleaved else 1
