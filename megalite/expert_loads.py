@@ -5,7 +5,7 @@ A forward notes it, a recomputation and an evaluation do not: `of` encloses the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -36,10 +36,17 @@ class ExpertLoads:
         if self._microbatch is not None:
             self._noted.setdefault(self._microbatch, {})[layer] = load
 
+    def sums(self, wanted: Callable[[int], bool]) -> dict[int, Tensor]:
+        """Layer -> the sum over those micro-batches that are wanted."""
+        total: dict[int, Tensor] = {}
+        for number, loads in self._noted.items():
+            for layer, load in loads.items() if wanted(number) else ():
+                total[layer] = total[layer] + load if layer in total else load
+        return total
+
     def take(self, microbatches: range) -> dict[int, Tensor]:
         """Layer -> the sum over these micro-batches, which are forgotten."""
-        total: dict[int, Tensor] = {}
+        total = self.sums(lambda number: number in microbatches)
         for number in microbatches:
-            for layer, load in self._noted.pop(number, {}).items():
-                total[layer] = total[layer] + load if layer in total else load
+            self._noted.pop(number, None)
         return total

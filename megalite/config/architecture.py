@@ -37,6 +37,7 @@ FREE = frozenset(
         "moe_aux_loss_coeff",
         "moe_z_loss_coeff",
         "moe_expert_capacity_factor",
+        "moe_router_bias_update_rate",
     }
 )
 # Taken by --use-checkpoint-args as well, as in Megatron-LM, but a flag may say otherwise.

@@ -59,6 +59,14 @@ class Experts(Spelled):
     moe_router_topk_scaling_factor: float | None = option(
         None, "the weights of a token's experts are multiplied by it", gt=0, needs="num_experts"
     )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "a bias of each expert helps to choose, and every update moves it towards even loads",
+        needs="num_experts",
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "how far an update moves the bias of an expert", ge=0, needs="moe_router_enable_expert_bias"
+    )
 
     @property
     def balances(self) -> bool:

@@ -20,7 +20,7 @@ from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError
 from megalite.inventory import placement_of
 from megalite.models import build_stack, layer_specs
-from megalite.nn import LayerStack
+from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.train import config_of, parameter_dtype
 
@@ -104,8 +104,9 @@ def _empty_model(config: Config, device: torch.device, dtype: torch.dtype) -> La
 
 
 def _shards(model: LayerStack) -> list[TensorShard]:
-    """All parameters as the rectangles that they are of their logical tensors: everything but padding."""
-    shards = []
+    """All parameters as the rectangles that they are of their logical tensors: everything but padding; and biases of
+    experts."""
+    shards = [TensorShard(name, tuple(bias.shape), (0,), bias) for name, _, bias in expert_biases(model)]
     for name, parameter in model.logical_parameters():
         place = placement_of(parameter)
         inside = tuple(slice(extent) for extent in place.valid_shape(tuple(parameter.shape)))

@@ -26,4 +26,5 @@ from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.rope import Rotary
+from megalite.nn.router import NamedBias, expert_biases
 from megalite.nn.stack import LayerStack

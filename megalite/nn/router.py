@@ -4,6 +4,8 @@
     softmax             weights: softmax over the k largest logits; `pre_softmax`: the k largest of the softmax over all
     sigmoid             the k largest; weights: sigmoids, divided by their sum (DeepSeek-V3, arXiv 2412.19437)
     groups              first the groups with the best experts are chosen, then experts among theirs
+    expert bias         added to the scores that choose, not to the weights (arXiv 2408.15664); moved at every update
+                        (`train.expert_bias`), without a gradient
 
 Of equal scores the expert with the lower number comes first: the same on every rank.
 
@@ -54,6 +56,10 @@ class Router(nn.Module):
         partial = ctx.tp.names if ctx.sequence_split else NO_AXES
         place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
         self.weight = new_parameter(shape, place, ctx, wide=True)
+        self.expert_bias: Tensor | None
+        biased = config.experts.moe_router_enable_expert_bias
+        zeros = torch.zeros(self.num_experts, dtype=ctx.wide_dtype, device=ctx.device) if biased else None
+        self.register_buffer("expert_bias", zeros)
         # ranks that hold other tokens of the same sequences, innermost first
         parts = (*((ctx.tp,) if ctx.sequence_split else ()), ctx.cp.heads, ctx.cp.ring)
         self.parts = [axis for axis in parts if axis.size > 1]
@@ -64,7 +70,7 @@ class Router(nn.Module):
         logits = F.linear(x.to(self.weight.dtype), self.weight)
         probabilities, ranking = scores(logits, given)
         with torch.no_grad():
-            experts = choose(ranking, given)
+            experts = choose(ranking if self.expert_bias is None else ranking + self.expert_bias, given)
         weights = weights_of(logits, probabilities, experts, given)
         kept, factor = None, given.moe_expert_capacity_factor
         if factor is not None and self.training:
@@ -124,6 +130,24 @@ class Router(nn.Module):
         dropped = balance.new_zeros(()) if kept is None else (~kept).sum().to(balance.dtype)
         counts = tokens_of_experts(experts, self.num_experts).sum(0).to(balance.dtype)
         self.loads.note(self.index, torch.cat([counts, torch.stack([balance.detach(), z.detach(), dropped])]))
+
+
+class NamedBias(NamedTuple):
+    """The expert bias of layer `layer`, `[E]`, and its logical name."""
+
+    name: str
+    layer: int
+    values: Tensor
+
+
+def expert_biases(module: nn.Module) -> list[NamedBias]:
+    """Those of a model's routers, in the order of the layers."""
+    routers = ((path, router) for path, router in module.named_modules() if isinstance(router, Router))
+    return [
+        NamedBias(f"{path}.expert_bias", router.index, router.expert_bias)
+        for path, router in routers
+        if router.expert_bias is not None
+    ]
 
 
 def scores(logits: Tensor, given: Experts) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,21 @@ from megalite.nn.experts import MoE
 
 
 class PlainExperts:
-    """Takes the place of `MoE.segments` in a model of one process; `losses` collects what the layers add to the loss of
-    a micro-batch, without its weight."""
+    """Takes the place of `MoE.segments` in a model of one process.
+
+    losses: what the layers add to the loss of a micro-batch, without its weight.
+    counts: by the name of a layer's bias, how often each expert was chosen since `move`.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.config, self.losses = config, list[Tensor]()
+        self.counts: dict[str, Tensor] = {}
 
     def replace(self, model: nn.Module) -> None:
         """In all blocks of the model."""
-        for module in model.modules():
+        for path, module in model.named_modules():
             if isinstance(module, MoE):
-                module.segments = self._segments(module)  # type: ignore[method-assign]  # in its place
+                module.segments = self._segments(module, path)  # type: ignore[method-assign]  # in its place
 
     def take(self) -> Tensor | float:
         """The sum over the layers since the last call."""
@@ -35,18 +39,29 @@ class PlainExperts:
         self.losses.clear()
         return total
 
-    def _segments(self, module: MoE) -> Any:
+    def move(self, biases: dict[str, Tensor]) -> None:
+        """Moves every bias: up where an expert has fewer tokens than the mean, down where it has more."""
+        for name, counts in self.counts.items():
+            mean, rate = counts.sum() / len(counts), self.config.experts.moe_router_bias_update_rate
+            biases[name] = biases[name] + rate * torch.sign(mean - counts)
+        self.counts.clear()
+
+    def _segments(self, module: MoE, path: str) -> Any:
         def segments(microbatch: Microbatch) -> list[Any]:
-            return [lambda x: x, lambda x: self._forward(module, x)]
+            return [lambda x: x, lambda x: self._forward(module, f"{path}.router.expert_bias", x)]
 
         return segments
 
-    def _forward(self, module: MoE, x: Tensor) -> Tensor:
+    def _forward(self, module: MoE, name: str, x: Tensor) -> Tensor:
         given, k = self.config.experts, self.config.experts.moe_router_topk
         number = given.num_experts or 1
         logits = x.to(module.router.weight.dtype) @ module.router.weight.t()
-        best = [[best_experts(token, given) for token in row] for row in logits.tolist()]
+        bias = module.router.expert_bias
+        added = [0.0] * number if bias is None else bias.tolist()
+        best = [[best_experts(token, given, added) for token in row] for row in logits.tolist()]
         taken = torch.zeros_like(logits).scatter_(-1, torch.tensor(best), 1.0)
+        if bias is not None:
+            self.counts[name] = self.counts.get(name, 0) + taken.sum((0, 1))
         weights = token_weights(logits, taken, given)
         self.losses.append(layer_losses(logits, taken, given))
         if given.moe_expert_capacity_factor is not None:
@@ -66,11 +81,11 @@ class PlainExperts:
         return y if down.bias is None else y + down.bias[e]
 
 
-def best_experts(logits: list[float], given: Experts) -> list[int]:
+def best_experts(logits: list[float], given: Experts, bias: list[float]) -> list[int]:
     """Of one token, by Python's own stable sort."""
     values = list(logits)
     if given.moe_router_score_function == "sigmoid":
-        values = [1 / (1 + math.exp(-x)) for x in logits]
+        values = [1 / (1 + math.exp(-x)) + b for x, b in zip(logits, bias, strict=True)]
     elif given.moe_router_pre_softmax:
         values = [math.exp(x) / sum(map(math.exp, logits)) for x in logits]
     allowed = list(range(len(values)))

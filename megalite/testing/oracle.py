@@ -24,6 +24,7 @@ from megalite.gradient import GradSink, attach_sink, sink_of
 from megalite.inventory import layer_of, placement_of, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
+from megalite.nn import expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build_program
 from megalite.testing.experts import PlainExperts
@@ -60,6 +61,7 @@ class Pupil:
         self.experts = PlainExperts(self.config.model)
         self.experts.replace(self.model)
         self.parameters = dict(self.model.logical_parameters())
+        self.biases = {bias.name: bias.values for bias in expert_biases(self.model)}
         named = self.model.named_parameters()
         self.paths = {name: path for path, p in named for name, q in self.parameters.items() if p is q}
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -75,19 +77,20 @@ class Pupil:
         return x[tuple(slice(0, extent) for extent in placement_of(self.parameters[name]).global_shape)]
 
     def weights(self) -> dict[str, Tensor]:
-        """What computes: the masters, padded and rounded."""
+        """What computes: the masters, padded and rounded, and the biases of experts."""
         found = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
         away = self.config.optimizer.store_param_remainders
         for name, master in self.masters.items():
             self.logical(name, found[name]).copy_(halves_away_from_zero(master) if away else master)
-        return found
+        return found | self.biases
 
     def gradients(
         self, weights: dict[str, Tensor], batch: Sequence[Microbatch], part: slice = slice(None)
     ) -> tuple[float, dict[str, Tensor]]:
         """What a part of a batch adds to its loss (mean over samples, or over tokens), and to its gradient."""
-        used = {name: self._leaf(w) for name, w in weights.items()}
+        used = {name: self._leaf(weights[name]) for name in self.parameters}
         by_path: dict[str, Tensor] = {self.paths[name]: leaf for name, leaf in used.items()}
+        by_path |= {name: weights[name] for name in self.biases}
         tokens = [float(sample.loss_mask.sum()) for sample in batch]
         per_token = self.config.training.calculate_per_token_loss
         total = 0.0
@@ -112,12 +115,13 @@ class Pupil:
             torch._foreach_mul_(list(gradients.values()), torch.clamp(settings.clip_grad / (norm + 1e-6), max=1.0))
         lr = learning_rate(settings, consumed, self.samples, self.whole)
         self.rule.step(gradients, lr, decay_of(settings, consumed, self.whole))
+        self.experts.move(self.biases)
         return float(norm)
 
     def tensors(self) -> dict[str, Tensor]:
         """Under the names and in the shapes of a checkpoint."""
         moments = {f"optimizer/{label}/{name}": value.clone() for label, name, value in self.rule.moments()}
-        return {name: master.clone() for name, master in self.masters.items()} | moments
+        return {name: master.clone() for name, master in self.masters.items()} | self.biases | moments
 
 
 @cache
@@ -146,14 +150,14 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together
     pupil = Pupil(argv)
     cuts = stage_layer_ranges(pupil.config, build_program("pipedream", stages, 4))
     stage_of = {pupil.specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
-    lag = {name: stages - 1 - stage_of[layer_of(name)] for name in pupil.parameters}
+    lag = {name: stages - 1 - stage_of[layer_of(name)] for name in pupil.weights()}
     history, losses = [pupil.weights()], []
     with pupil.data.train_loader(0) as loader:
         for step in range(steps):
             batch, total = loader.next_batch(pupil.samples), 0.0
             for begin in range(0, len(batch), together):
                 k = len(history) - 1
-                weights = {n: history[max(0, k - lag[n])][n] for n in pupil.parameters}
+                weights = {n: history[max(0, k - lag[n])][n] for n in lag}
                 loss, gradients = pupil.gradients(weights, batch, slice(begin, begin + together))
                 total += loss
                 pupil.update(gradients, step * pupil.samples)

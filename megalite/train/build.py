@@ -39,6 +39,7 @@ from megalite.parallel.zero import (
     stage_buffers,
 )
 from megalite.schedule import Program, StageKey, StagePlacement, find_schedule, validate
+from megalite.train.expert_bias import ExpertBias
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class Model:
     num_versions: int
     update_per_microbatch: bool
     delay: Delay
+    expert_bias: ExpertBias
 
 
 def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
@@ -122,7 +124,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     num_versions = program.weight_versions[rank]
     tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
     replica_axes = _replica_axes(mesh, placement)
-    families = _families(config, mesh)
+    families, boundary = _families(config, mesh), boundary_spec(config, device)
     stages: dict[StageKey, Stage] = {}
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key in placement.stages_of(rank):
@@ -130,12 +132,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
         modules = [_build_module(own, mesh, items, queue, loads, device) for _ in range(num_versions)]
         stages[key] = Stage(
-            modules,
-            queue,
-            spec=boundary_spec(config, device),
-            is_first=key[0] == 0,
-            is_last=key[0] == placement.num_stages - 1,
-            loads=loads,
+            modules, queue, spec=boundary, is_first=key[0] == 0, is_last=key[0] == placement.num_stages - 1, loads=loads
         )
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
@@ -173,6 +170,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         num_versions,
         program.update_per_microbatch,
         delay,
+        ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), replica_axes),
     )
 
 

@@ -1,6 +1,6 @@
 """What a checkpoint of a run holds, and how a run takes it up again.
 
-    tensors   masters `<name>`, moments `optimizer/<moment>/<name>`
+    tensors   masters `<name>`, moments `optimizer/<moment>/<name>`; biases of experts `<name>`
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
@@ -86,7 +86,7 @@ class RunState:
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
         with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
-        shards = model.optimizer.shards()
+        shards = [*model.optimizer.shards(), *model.expert_bias.shards(version)]
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
         elif not self._holds(start.path, STEPS):  # of a run that did not need them: as before its first step
@@ -118,13 +118,23 @@ class RunState:
         return progress.microbatches if self.model.update_per_microbatch else progress.updates
 
     def _shards(self, version: int) -> list[TensorShard]:
-        return [*self.model.optimizer.shards(), *self._older_shards(version)]
+        return [
+            *self.model.optimizer.shards(),
+            *self.model.expert_bias.shards(version),
+            *self._older_shards(version),
+        ]
+
+    def _compute_weights(self, version: int, prefix: str = "") -> list[TensorShard]:
+        return [
+            *self.model.optimizer.version_shards(version, prefix),
+            *self.model.expert_bias.shards(version, prefix),
+        ]
 
     def _older_versions(self, version: int) -> Iterator[tuple[int, list[TensorShard]]]:
         """(Version, its weights) of all older versions that this rank keeps, the newest first."""
         for ago in range(1, self.model.num_versions):
             prefix = OLDER if ago == 1 else f"{OLDER}{ago}/"
-            yield version - ago, self.model.optimizer.version_shards(version - ago, prefix)
+            yield version - ago, self._compute_weights(version - ago, prefix)
 
     def _older_shards(self, version: int) -> list[TensorShard]:
         return [shard for _, shards in self._older_versions(version) for shard in shards]
@@ -150,11 +160,12 @@ class RunState:
     def _complete_older(self, version: int, loaded: set[str]) -> None:
         """Older versions that were not loaded are copies of the next newer one; where none was, of the masters."""
         optimizer, missing = self.model.optimizer, False
-        newer = optimizer.version_shards(version, "")
+        newer = self._compute_weights(version)
         for old, older in self._older_versions(version):
             missing = missing or any(shard.name not in loaded for shard in older)
             if not loaded:
                 optimizer.write_weights(old, as_masters=True)
+                self.model.expert_bias.copy(version, old)
                 continue
             for shard, next_newer in zip(older, newer, strict=True):
                 if shard.name not in loaded:

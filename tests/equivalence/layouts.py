@@ -226,6 +226,7 @@ def _draw_experts(rng: random.Random) -> tuple[list[str], list[str]]:
             ["--moe-router-topk", "1", "--moe-router-pre-softmax"],
             ["--moe-router-topk", "4", "--moe-layer-freq", "2"],
             ["--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5"],
+            ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
             ["--moe-router-num-groups", "2", "--moe-router-group-topk", "1"],
         ]
     )

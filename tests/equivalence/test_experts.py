@@ -22,7 +22,7 @@ from megalite.nn import experts, router
 from megalite.parallel.expert import plan
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
-from megalite.train import batch_reader, build
+from megalite.train import batch_reader, build, expert_bias
 
 TP2, TP2SP = ("--tensor-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2, CP2 = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
@@ -34,7 +34,11 @@ GPT = ("--num-layers", "2", "--num-experts", "4", *LOSSES)
 LLAMA = (*GPT, "--model-type", "llama", "--moe-ffn-hidden-size", "24", *PER_SEQUENCE)
 FOUR = (*LLAMA, "--num-layers", "4")
 CAPACITY = (*LLAMA, "--moe-expert-capacity-factor", "1.0")
-SIGMOID = (*LLAMA, "--moe-router-score-function", "sigmoid", "--moe-shared-expert-intermediate-size", "16")
+BIAS = ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.03")
+SIGMOID = (
+    *(*LLAMA, "--moe-router-score-function", "sigmoid", "--moe-shared-expert-intermediate-size", "16"),
+    *(*BIAS, "--moe-router-topk-scaling-factor", "2.5"),
+)
 
 CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "one process": (GPT, ("--micro-batch-size", "1"), 1),
@@ -55,7 +59,7 @@ CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
         ("--micro-batch-size", "1", *PP2, "--pipeline-schedule", "zb-h1", "--recompute-granularity", "full"),
         2,
     ),
-    "pp2 dp2 ep2 2bw": (LLAMA, ("--micro-batch-size", "1", *PP2, *EP2, "--pipeline-schedule", "2bw"), 4),
+    "pp2 dp2 ep2 2bw": (SIGMOID, ("--micro-batch-size", "1", *PP2, *EP2, "--pipeline-schedule", "2bw"), 4),
     "pp2 dp2 ep2 zb-v": (FOUR, ("--micro-batch-size", "1", *PP2, *EP2, "--pipeline-schedule", "zb-v"), 4),
 }
 
@@ -154,6 +158,37 @@ def results_in_the_order_of_arrival():
     return patch.object(experts, "plan_dispatch", lambda *args: replace(right(*args), arrangement=None))
 
 
+def bias_in_the_weights():
+    """What helps to choose an expert also weighs its result."""
+    ranked = []
+
+    def choose(ranking, given):
+        ranked[:] = [ranking]
+        return right(ranking, given)
+
+    def weights_of(logits, probabilities, experts, given):
+        weights = ranked[0].gather(-1, experts)
+        return weights / weights.sum(-1, keepdim=True) * given.moe_router_topk_scaling_factor
+
+    right = router.choose
+    return patch.multiple(router, choose=choose, weights_of=weights_of)
+
+
+def bias_moved_by_the_loads_of_one_rank():
+    return patch.object(expert_bias, "all_reduce_", lambda x, axis: None)
+
+
+def bias_moved_by_every_microbatch():
+    right = expert_bias.ExpertBias.step
+
+    def step(self, wanted, found_inf, version):
+        noted = {number for stage in self.stages.values() for number in stage.loads._noted}
+        for number in sorted(filter(wanted, noted)):
+            right(self, number.__eq__, found_inf, version)
+
+    return patch.object(expert_bias.ExpertBias, "step", step)
+
+
 MUTATIONS: list[tuple[Callable, tuple[str, ...], tuple[str, ...]]] = [
     (expert_gradients_doubled, GPT, EP2),
     (norm_over_the_ranks_of_dense_parameters, GPT, EP2),
@@ -166,6 +201,9 @@ MUTATIONS: list[tuple[Callable, tuple[str, ...], tuple[str, ...]]] = [
     (weights_without_their_gradient_of_other_ranks, GPT, TP2),
     (experts_reduced_over_the_ranks_of_dense_parameters, GPT, (*TP2SP, *ETP1)),
     (results_in_the_order_of_arrival, GPT, EP2),
+    (bias_in_the_weights, SIGMOID, EP2),
+    (bias_moved_by_the_loads_of_one_rank, SIGMOID, EP2),
+    (bias_moved_by_every_microbatch, SIGMOID, EP2),
 ]
 
 

@@ -35,7 +35,10 @@ def command(folder: Path, *more: str) -> list[str]:
 LAYOUTS = {
     "2bw": ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw"),
     "zb-v": ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-v"),
-    "zero2": ("--zero-stage", "2"),
+    "zero2 ep2": (
+        *("--zero-stage", "2", "--async-save", "--num-experts", "4", "--expert-model-parallel-size", "2"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    ),
     "tp": ("--tensor-model-parallel-size", "2"),
 }
 POINTS = ("iteration", "action", "grad_reduce", "opt_step", "save.begin", "save.shard_written", "save.before_rename")

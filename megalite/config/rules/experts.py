@@ -31,6 +31,8 @@ def experts(config: Config, world_size: int) -> Iterator[str]:
         )
     if given.moe_router_pre_softmax and given.moe_router_score_function == "sigmoid":
         yield "--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them"
+    if given.moe_router_enable_expert_bias and given.moe_router_score_function != "sigmoid":
+        yield "--moe-router-enable-expert-bias: needs --moe-router-score-function=sigmoid"
     if given.moe_router_load_balancing_type == "none" and given.moe_aux_loss_coeff > 0:
         coefficient = show(given.moe_aux_loss_coeff)
         yield f"--moe-aux-loss-coeff={coefficient}: not with --moe-router-load-balancing-type=none; drop one of them"

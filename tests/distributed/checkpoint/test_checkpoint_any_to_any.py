@@ -86,6 +86,14 @@ def test_a_rank_that_holds_padding_only_moves_too(tmp_path: Path) -> None:
     move(one, four, tmp_path / "b")
 
 
+def test_experts_and_their_biases_move(tmp_path: Path) -> None:
+    """From ranks with two whole experts each, ZeRO over their copies, to parts of all experts."""
+    model = "--num-layers 2 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias".split()
+    dealt = "--expert-model-parallel-size 2 --zero-stage 2 --micro-batch-size 1".split()
+    cut = "--tensor-model-parallel-size 2 --micro-batch-size 1".split()
+    move(Layout(tuple(model), tuple(dealt), 4), Layout(tuple(model), tuple(cut), 2), tmp_path)
+
+
 def test_random_pairs(tmp_path: Path, full: bool) -> None:
     fresh = int(time.time()) % 1_000_000
     for seed, count in ((7, 40 if full else 2), (fresh, 10 if full else 1)):

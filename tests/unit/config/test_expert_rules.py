@@ -43,6 +43,11 @@ ONE_LINE = [
         1,
         "--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",
     ),
+    (
+        "--num-experts 4 --moe-router-enable-expert-bias",
+        1,
+        "--moe-router-enable-expert-bias: needs --moe-router-score-function=sigmoid",
+    ),
     ("--num-experts 4 --moe-router-num-groups 2", 1, "--moe-router-num-groups=2: needs --moe-router-group-topk"),
     (
         "--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",

@@ -143,7 +143,7 @@ def test_of_equal_scores_the_first_expert_is_taken() -> None:
     given = Experts(num_experts=4, moe_router_num_groups=2, moe_router_group_topk=1)
     for row in ([0.0] * 4, [1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 2.0, 2.0]):
         chosen = choose(torch.tensor([[row]]), given).flatten().tolist()
-        assert chosen == best_experts(row, given)
+        assert chosen == best_experts(row, given, [0.0] * 4)
 
 
 def test_balanced_experts_have_a_loss_of_one() -> None:

@@ -150,6 +150,11 @@ ROWS = [
     (f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2", "--moe-router-group-topk 1"),
     (f"{EXPERTS} --moe-router-group-topk 1 --moe-router-num-groups 1", "--moe-router-num-groups 2"),
     (EXPERTS, "--moe-router-topk-scaling-factor 2"),
+    (f"{EXPERTS} --moe-router-score-function sigmoid", "--moe-router-enable-expert-bias"),
+    (
+        f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate 0.1",
+    ),
     ("--split 50,50,0", "--split 90,10,0"),
     ("", "--reset-position-ids"),
     ("", "--reset-attention-mask"),
