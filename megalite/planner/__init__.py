@@ -11,7 +11,7 @@ Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smalle
 plan_plot.py (sweeps of searches, as a table and as a picture), compare_published.py (runs that others measured, beside
 what is predicted of them).
 
-The rules are the product's own: a layout is legal if `config.legal.problems` finds nothing, a stage holds what
+The rules are the product's own: a layout is legal if `config.config_problems` finds nothing, a stage holds what
 `schedule.partition` gives it, the pipeline takes the time that the simulator finds for the program that will run.
 
 Invariant: one truth. The start-up table of a run, `--dry-run` and `tools/plan.py` use the same formulas. Proof:
