@@ -77,7 +77,7 @@ class TrainingStep:
         self.updater = Updater(
             built,
             policy=lambda update: numbers,
-            account=lambda samples, skipped: None,
+            count_iteration=lambda samples, skipped: None,
             late=device.type == "cuda",
             scaler=LossScaler(),
             clip_grad=update.clip_grad,

@@ -79,8 +79,8 @@ class GradSink:
 
     uses: contributions of one micro-batch (2 for an embedding whose weight is also the output layer of the same stage).
     on_ready: called when the last contribution of a batch has arrived.
-    on_open: called before the first contribution. A buffer that exists only while it is needed is made there and handed
-        over by `settle`.
+    on_open: called before the first contribution. A buffer that exists only while it is needed is allocated there and
+        handed over by `use_buffer`.
     """
 
     __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open")
@@ -108,7 +108,7 @@ class GradSink:
             self.buffer.zero_()
         return self.buffer
 
-    def settle(self, buffer: Tensor) -> None:
+    def use_buffer(self, buffer: Tensor) -> None:
         """From now on the gradient goes to `buffer`, which is uninitialised."""
         self.buffer = buffer
 
@@ -159,7 +159,7 @@ class GradSink:
         if self.remaining is None:
             return
         assert self.remaining > 0, (
-            "a gradient arrived after its bucket was closed: wrong number of uses or micro-batches"
+            "a gradient arrived after the last one of its batch: wrong number of uses or micro-batches"
         )
         self.remaining -= 1
         if self.remaining == 0 and self.on_ready is not None:

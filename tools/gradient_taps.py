@@ -19,7 +19,7 @@ def tap_gradients(family: ParameterBuffers, see: Callable[[Any], None]) -> None:
     def before(bucket: Any, launch: Callable[..., None]) -> Callable[..., None]:
         def launched(**options: bool) -> None:
             if not bucket.plan.tied:
-                bucket.close()
+                bucket.zero_unused()
                 see(bucket)
             launch(**options)
 

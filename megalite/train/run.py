@@ -236,7 +236,7 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
     return Updater(
         model,
         policy=policy,
-        account=progress.account,
+        count_iteration=progress.count_iteration,
         scaler=state.scaler,
         clip_grad=config.optimizer.clip_grad,
         nonfinite=config.training.nonfinite,

@@ -37,7 +37,7 @@ from megalite.train.update import Updater
 logger = logging.getLogger(__name__)
 
 FULL_COLLECTION = 1000
-"""Iterations between two looks at everything; the young are looked at after each."""
+"""Iterations between two full garbage collections; generations 0 and 1 are collected after every iteration."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class TrainingProgress:
     skipped_iterations: int = 0
     schedule_samples: int = 0
 
-    def account(self, samples: int, skipped: bool) -> None:
-        """The updates of an iteration of so many samples have been made, or one of them has been skipped."""
+    def count_iteration(self, samples: int, skipped: bool) -> None:
+        """Counts an iteration of `samples` samples. skipped: whether any of its updates was."""
         self.skipped_iterations += skipped
         self.schedule_samples += 0 if skipped else samples
 
@@ -75,7 +75,7 @@ class Trainer:
     save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
     report_phase: records what this rank is doing, for its supervisor.
     finish_save: waits for a save in the background.
-    experts: numbers of a batch's micro-batches -> what routers did with them.
+    experts: ids of a batch's micro-batches -> what the routers did with them.
     """
 
     progress: TrainingProgress
@@ -153,7 +153,7 @@ class Trainer:
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             stats = self.train_step(drain=stops or evaluates or saves)
             if stops or evaluates or saves or number % self.config.logging.log_interval == 0:
-                self.updater.settle()
+                self.updater.resolve_pending()
             self.hooks.after_step(self, stats)
             gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
             if evaluates and number < self.train_iters:
@@ -253,7 +253,7 @@ class Trainer:
             self._losses[batch] = self._losses.get(batch, torch.zeros_like(share)) + loss * share
 
     def _batch_loss(self, number: int) -> Tensor:
-        """The batch's loss, the same on all ranks. The sum over ranks is in flight until the next step or log line."""
+        """The batch's loss, the same on all ranks. The sum may stay in flight until the next step or log line."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
         total = torch.zeros((), dtype=self.batch_reader.loss_dtype, device=self.device) if mine is None else mine
@@ -277,7 +277,7 @@ class Trainer:
         """Raises RuntimeFailure at the end of a training whose every update was skipped."""
         stuck = self.updater.stuck
         if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
-            raise RuntimeFailure(f"iteration {number}: {self.updater.account_of_skips()}")
+            raise RuntimeFailure(f"iteration {number}: {self.updater.describe_skips()}")
 
     def _evaluate(self, *, final: bool) -> None:
         self.report_phase(f"evaluation after iteration {self.iteration}")
@@ -295,15 +295,16 @@ class Trainer:
 
 
 def _any(flags: Sequence[Tensor | bool]) -> Tensor | bool:
-    """Whether one of them is true, read from no device."""
+    """Whether any of them is true, without reading from the device."""
     there = [flag for flag in flags if isinstance(flag, Tensor)]
     return torch.stack(there).amax() if there else any(flags)
 
 
 @contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Python's garbage is collected where the loop says so: at the same iteration on all ranks, lest each stops for
-    itself and keeps the others waiting. What a run begins with is not looked through again."""
+    """Turns off automatic garbage collection. `Trainer._loop` collects on all ranks at the same iterations: ranks that
+    paused one after the other would each make the rest wait. Objects that exist when the run begins are frozen, so that
+    no later collection examines them."""
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

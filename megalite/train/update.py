@@ -6,9 +6,9 @@
              if it is not: every rank decides alike, and the weights stay as they are
 
 Norm, clip coefficient and the decision to skip stay on the device, so that the host can launch the next batch
-meanwhile; it reads the outcome of an update just before it makes the next one (`settle`).
+meanwhile. The host reads the outcome of an update just before it makes the next one (`resolve_pending`).
 
-The sums overlap the computation that follows in the program; in a program without NORM the STEP does its work, too.
+The sums overlap the computation that follows in the program. In a program without NORM, STEP does its work, too.
 Between REDUCE and STEP an asynchronous schedule computes backwards of the next update, whose gradients go to another
 buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream differ only in where their program says
 REDUCE, NORM and STEP, and in how many weight versions they keep.
@@ -40,7 +40,8 @@ class Hyperparameters:
 
     weight_decay: of the parameters that decay.
     iteration: counted from 1.
-    samples: of the iteration that this update completes; 0 if another update completes it.
+    samples: of the iteration that this update completes; 0 for all but the last of PipeDream's updates in an iteration
+        (every other schedule makes one update per iteration).
     """
 
     learning_rate: float
@@ -63,8 +64,8 @@ class UpdateResult:
 
 
 @dataclass(frozen=True)
-class _Unsettled:
-    """An update of which the host does not know yet what it came to. reading: its norm."""
+class _PendingUpdate:
+    """An update whose outcome the host has not read yet. reading: of its gradient norm."""
 
     update: int
     samples: int
@@ -75,13 +76,13 @@ class _Unsettled:
 class Updater(Events):
     """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
 
-    policy       update -> learning rate, weight decay, loss scale of that batch
-    account      called for every iteration with its samples and whether an update was skipped, once that is known
-    nonfinite    'stop' or 'skip'
-    late         the outcome of an update is read just before the next one instead of at once (on a GPU)
-    max_skipped  number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
-    version      number of updates that the newest weights have seen
-    update_of    global number of a micro-batch -> the update that its gradient belongs to
+    policy           update -> learning rate, weight decay, loss scale of that batch
+    count_iteration  (samples of an iteration, whether any of its updates was skipped): called once that is known
+    nonfinite        'stop' or 'skip'
+    late             read the outcome of an update just before the next one, not at once (on a GPU)
+    max_skipped      number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
+    version          number of updates that the newest weights have seen
+    update_of        global id of a micro-batch -> the update that its gradient belongs to
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Updater(Events):
         model: Model,
         *,
         policy: Callable[[int], Hyperparameters],
-        account: Callable[[int, bool], None],
+        count_iteration: Callable[[int, bool], None],
         scaler: LossScaler,
         clip_grad: float,
         nonfinite: str,
@@ -99,14 +100,15 @@ class Updater(Events):
         late: bool,
     ) -> None:
         # In Chimera, ranks hold the same stages in different orders; their reductions must be issued in one order.
-        self._buffers = dict(sorted(model.buffers.items()))
-        self._everything = [family for stage in self._buffers.values() for family in stage]
-        self._model, self._policy, self._account, self._scaler = model, policy, account, scaler
+        self._buffers_of = dict(sorted(model.buffers.items()))
+        self._all_buffers = [buffers for stage in self._buffers_of.values() for buffers in stage]
+        self._model, self._policy, self._scaler = model, policy, scaler
+        self._count_iteration = count_iteration
         self._clip_grad, self._nonfinite, self._max_skipped = clip_grad, nonfinite, max_skipped
         self.stuck = 0
         self._late = late
-        self._unsettled: _Unsettled | None = None
-        self._skipped_here = False  # whether an update of the iteration that is being settled was skipped
+        self._pending: _PendingUpdate | None = None
+        self._skipped_here = False  # whether an update of the iteration so far was skipped
         self._version, self._update_of = version, update_of
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, Handle] = {}
@@ -126,10 +128,10 @@ class Updater(Events):
         return self._version
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
-        for family in self._buffers[stage]:
-            family.gradients.select(self._update_of(microbatch))
+        for buffers in self._buffers_of[stage]:
+            buffers.gradients.select(self._update_of(microbatch))
             if last:
-                family.gradients.arm()
+                buffers.gradients.arm()
 
     def execute(self, action: Action) -> None:
         """Carries out an action that the executor has yielded. Raises RuntimeFailure for an unknown action kind."""
@@ -140,12 +142,12 @@ class Updater(Events):
 
     def _reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
-        for family in self._buffers[stage]:
-            family.gradients.select(update)
-            family.gradients.start_reduce()
+        for buffers in self._buffers_of[stage]:
+            buffers.gradients.select(update)
+            buffers.gradients.start_reduce()
         if self._is_last(REDUCE, stage):
             self._select(update)
-            tied = [gradient for family in self._everything for gradient in family.gradients.tied()]
+            tied = [gradient for buffers in self._all_buffers for gradient in buffers.gradients.tied()]
             self._tied[update] = self._model.shared.start_sum(tied)
 
     def _send_norm(self, stage: StageKey, update: int) -> None:
@@ -158,13 +160,13 @@ class Updater(Events):
         if not self._is_last(STEP, stage):
             return
         self._select(update)
-        pending, self._norm = self._norm or self._start_norm(update), None
-        self.settle()
+        pending_norm, self._norm = self._norm or self._start_norm(update), None
+        self.resolve_pending()
         numbers = self._policy(update)
-        norm = pending.wait() / numbers.loss_scale
+        norm = pending_norm.wait() / numbers.loss_scale
         found_inf = 1.0 - norm.isfinite().float()
         reading = LateReading(norm[None])
-        self._unsettled = _Unsettled(update, numbers.samples, found_inf, reading)
+        self._pending = _PendingUpdate(update, numbers.samples, found_inf, reading)
         delay = self._model.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
@@ -181,20 +183,20 @@ class Updater(Events):
         shown: Tensor | float | None = norm
         skipped: Tensor | bool = found_inf
         if not self._late:
-            skipped = self.settle()
+            skipped = self.resolve_pending()
             shown = None if skipped else reading.read()[0]
         shown = None if self._model.update_per_microbatch else shown
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped))
-        for family in self._everything:
-            family.gradients.begin_batch()
+        for buffers in self._all_buffers:
+            buffers.gradients.begin_batch()
 
     def _unshard(self, stage: StageKey, batch: int) -> None:
-        for family in self._buffers[stage]:
-            family.weights.unshard()
+        for buffers in self._buffers_of[stage]:
+            buffers.weights.unshard()
 
     def _reshard(self, stage: StageKey, batch: int) -> None:
-        for family in self._buffers[stage]:
-            family.weights.reshard()
+        for buffers in self._buffers_of[stage]:
+            buffers.weights.reshard()
 
     # the update
 
@@ -202,36 +204,39 @@ class Updater(Events):
         """Whether all of this rank's stages have now reached the event."""
         arrived = self._arrived[event]
         arrived.add(stage)
-        if len(arrived) < len(self._buffers):
+        if len(arrived) < len(self._buffers_of):
             return False
         arrived.clear()
         return True
 
     def _select(self, update: int) -> None:
-        for family in self._everything:
-            family.gradients.select(update)
+        for buffers in self._all_buffers:
+            buffers.gradients.select(update)
 
     def _start_norm(self, update: int) -> PendingNorm:
-        # The sum of the next update may be in flight already: at m = p-1 the last rank reduces t + 1 before step t.
+        # The sum of the tied gradients of update t + 1 may be in flight before update t steps: in 2BW with m = p - 1
+        # micro-batches the last rank reaches REDUCE t + 1 first.
         self._tied.pop(update).wait()
-        for family in self._everything:
-            family.gradients.start_tied_reduce()
-        for family in self._everything:
-            family.gradients.finish_reduce()
+        for buffers in self._all_buffers:
+            buffers.gradients.start_tied_reduce()
+        for buffers in self._all_buffers:
+            buffers.gradients.finish_reduce()
         return self._model.optimizer.start_grad_norm()
 
-    def settle(self) -> bool:
-        """Reads the outcome of the latest update, if that was not done yet, counts it, and returns whether it was
-        skipped. Raises RuntimeFailure if gradients were not finite and the run must end."""
-        if self._unsettled is None:
+    def resolve_pending(self) -> bool:
+        """Reads the outcome of the pending update, if there is one, counts it, and returns whether it was skipped.
+
+        Raises RuntimeFailure if gradients were not finite and the run must end.
+        """
+        if self._pending is None:
             return False
-        latest, self._unsettled = self._unsettled, None
+        latest, self._pending = self._pending, None
         (norm,) = latest.reading.read()
         skipped = not math.isfinite(norm)
-        self._model.optimizer.settle(skipped=skipped)
+        self._model.optimizer.count_step(skipped=skipped)
         self._skipped_here |= skipped
         if latest.samples:
-            self._account(latest.samples, self._skipped_here)
+            self._count_iteration(latest.samples, self._skipped_here)
             self._skipped_here = False
         self.stuck = self.stuck + self._scaler.at_minimum if skipped else 0
         self._scaler.update(found_non_finite=skipped)
@@ -241,12 +246,12 @@ class Updater(Events):
                 "the update, the weights are as they were; look at the data and --lr, or continue with --nonfinite=skip"
             )
         if self.stuck >= self._max_skipped:
-            raise RuntimeFailure(f"update {latest.update + 1}: {self.account_of_skips()}")
+            raise RuntimeFailure(f"update {latest.update + 1}: {self.describe_skips()}")
         return skipped
 
     def loss_scale(self, *, previous: bool) -> float | Tensor:
-        """The scale of a batch that is begun now; `previous`: what it was before the latest update."""
-        scaler, latest = self._scaler, self._unsettled
+        """The loss scale of a batch that begins now. previous: the scale before the latest update instead."""
+        scaler, latest = self._scaler, self._pending
         if latest is None:
             return scaler.previous if previous else scaler.scale
         taken, skipped = scaler.foresee()
@@ -256,13 +261,13 @@ class Updater(Events):
         return torch.where(latest.found_inf > 0, low, high)
 
     def _grad_scale(self, norm: Tensor, found_inf: Tensor, loss_scale: float | Tensor) -> float | Tensor:
-        """What gradients are multiplied by: clipped, and without the loss scale."""
+        """The factor that clips the gradients and removes the loss scale."""
         if self._clip_grad <= 0:
             return 1.0 / loss_scale
         clip = (self._clip_grad / (norm + 1e-6)).clamp(max=1.0)
         return torch.where(found_inf > 0, 1.0, clip / loss_scale)
 
-    def account_of_skips(self) -> str:
+    def describe_skips(self) -> str:
         """Why the latest updates were skipped, as text."""
         return (
             f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
@@ -275,8 +280,8 @@ class Updater(Events):
         if self._late:
             return "of which tensor is not known: its gradients have been overwritten since"
         found = []
-        for family in self._everything:
-            for bucket in family.buckets:
+        for buffers in self._all_buffers:
+            for bucket in buffers.buckets:
                 for range_ in bucket.plan.ranges:
                     begin = max(range_.start, bucket.owned_start) - bucket.owned_start
                     end = min(range_.stop, bucket.owned_stop) - bucket.owned_start

@@ -84,7 +84,7 @@ def body_steps(world: World, argv: list[str], steps: int, reads_late: bool, over
             last = step == steps - 1
             with no_reads() if 0 < step and not last and reads_late else ExitStack():
                 stats.append(trainer.train_step(drain=last))
-        trainer.updater.settle()
+        trainer.updater.resolve_pending()
         opened.state.save(trainer.progress)
         counted = (trainer.progress.skipped_iterations, trainer.progress.schedule_samples)
     read = [

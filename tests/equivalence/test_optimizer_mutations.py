@@ -105,13 +105,13 @@ def numbers_of_the_step_before() -> Any:
 
 
 def steps_counted_twice() -> Any:
-    right = ShardedOptimizer.settle
+    right = ShardedOptimizer.count_step
 
-    def settle(self: ShardedOptimizer, **numbers: Any) -> None:
+    def count_step(self: ShardedOptimizer, **numbers: Any) -> None:
         right(self, **numbers)
         self._set_step_count(2 * float(self.step_count))
 
-    return patch.object(ShardedOptimizer, "settle", settle)
+    return patch.object(ShardedOptimizer, "count_step", count_step)
 
 
 # mutation -> optimizer, layout, ranks

@@ -32,7 +32,7 @@ def body_without_reads(world: World, argv: list[str]) -> int:
             torch.cuda.set_sync_debug_mode(mode)
             run.trainer.train_step(drain=step == 4)
             torch.cuda.set_sync_debug_mode("default")
-        run.trainer.updater.settle()
+        run.trainer.updater.resolve_pending()
         return run.trainer.iteration
 
 

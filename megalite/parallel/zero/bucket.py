@@ -27,7 +27,7 @@ class Bucket:
     axis: the ranks that own the slices.
     sharded: whether this rank owns one slice (stages 1 to 3) or everything (stage 0).
     owned_start, owned_stop: what it owns, in elements of the family.
-    nothing: an empty tensor in the gradient's dtype, for sinks whose memory is gone.
+    empty: a tensor of no elements in the gradient's dtype: the buffer of sinks whose memory has been freed.
     sinks: of the parameters, in the plan's order.
     """
 
@@ -36,7 +36,7 @@ class Bucket:
     ) -> None:
         self.plan, self.axis, self.sharded = plan, axis, sharded
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if sharded else (plan.start, plan.stop)
-        self.nothing = torch.empty(0, dtype=dtype, device=device)
+        self.empty = torch.empty(0, dtype=dtype, device=device)
         self.weights: list[BucketWeights] = []
         self.sinks: list[GradSink] = []
         self.gradients: Sequence[BucketGradient] = ()
@@ -49,7 +49,7 @@ class Bucket:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        return self.nothing.dtype
+        return self.empty.dtype
 
     def weights_of(self, version: int) -> BucketWeights:
         """The memory of weight version `version`, a number of updates: the newest `len(weights)` of them exist."""
@@ -66,7 +66,7 @@ class Bucket:
             return
         self._sink_states[self.selected] = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
         self.selected = index
-        untouched = [(self.nothing, True, None)] * len(self.sinks)
+        untouched = [(self.empty, True, None)] * len(self.sinks)
         for sink, state in zip(self.sinks, self._sink_states.get(index, untouched), strict=True):
             sink.buffer, sink.fresh, sink.remaining = state
 
@@ -85,8 +85,8 @@ class Bucket:
         """Called when a sink is about to receive its first contribution."""
         self.gradient.open()
 
-    def close(self) -> None:
-        """Makes the gradient of parameters that received nothing zero."""
+    def zero_unused(self) -> None:
+        """Zeroes the gradients of parameters that received no contribution."""
         self.open()
         for sink in self.sinks:
             if sink.fresh:
@@ -103,13 +103,13 @@ class Bucket:
             begin = range_.start - self.plan.start
             full[end:begin].zero_()
             end = begin + range_.entry.numel
-            sink.settle(full[begin:end].view(range_.entry.shape))
+            sink.use_buffer(full[begin:end].view(range_.entry.shape))
         full[end:].zero_()
 
     def forget_memory(self) -> None:
         """Makes the sinks drop their views, so that the memory can be freed."""
         for sink in self.sinks:
-            sink.buffer = self.nothing
+            sink.buffer = self.empty
 
 
 class BucketGradient(Protocol):

@@ -61,11 +61,11 @@ class HeldGradient:
 
     def open(self) -> None:
         if self._full is None:
-            self._full = self.bucket.nothing.new_empty(self.bucket.numel)
+            self._full = self.bucket.empty.new_empty(self.bucket.numel)
             self.bucket.fill_into(self._full)
 
     def launch(self, *, async_op: bool) -> None:
-        self.bucket.close()
+        self.bucket.zero_unused()
         self.launched = True
         axis = self.bucket.axis
         if self.bucket.sharded:

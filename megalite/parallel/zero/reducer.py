@@ -169,7 +169,7 @@ class GradientReducer:
         """The gradients that must be summed with those of the other stage before `start_tied_reduce`."""
         tied = [bucket for bucket in self._buckets if bucket.plan.tied]
         for bucket in tied:
-            bucket.close()
+            bucket.zero_unused()
         return [bucket.gradient.full for bucket in tied]
 
     def start_tied_reduce(self) -> None:

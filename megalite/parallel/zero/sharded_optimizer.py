@@ -168,8 +168,8 @@ class ShardedOptimizer:
         lr: learning rate; a group's `lr_scale`, if it has one, multiplies it.
         weight_decay: of the groups that decay.
         grad_scale: clip coefficient / loss scale.
-        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are. `settle` must tell, before the next
-            step, which it was.
+        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are. Before the next step,
+            `count_step` must be told which it was.
         version: number of updates that the new weights have seen.
         """
         for buffers in self.buffers:  # a gather that no forward has waited for may still read the slices
@@ -178,11 +178,11 @@ class ShardedOptimizer:
             lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf, steps=self._steps
         )
         if found_inf is None:
-            self.settle(skipped=False)
+            self.count_step(skipped=False)
         self.write_weights(version)
 
-    def settle(self, *, skipped: bool) -> None:
-        """Counts the latest step, if it was taken."""
+    def count_step(self, *, skipped: bool) -> None:
+        """Counts the latest step, unless it was skipped."""
         self._steps += not skipped
         self.step_count.fill_(self._steps)
 

@@ -52,7 +52,7 @@ class StreamedGradient:
     @property
     def reduced(self) -> Tensor:
         if self._slice is None:
-            self._slice = self.bucket.nothing.new_zeros(self.bucket.owned_stop - self.bucket.owned_start)
+            self._slice = self.bucket.empty.new_zeros(self.bucket.owned_stop - self.bucket.owned_start)
         return self._slice
 
     @property
@@ -86,7 +86,7 @@ class StreamedGradient:
 
     def launch(self, *, async_op: bool) -> None:
         self._pool.wait()
-        self.bucket.close()
+        self.bucket.zero_unused()
         full = self.full
         self.handle = reduce_scatter_into(self.bucket.owned(full), full, self.bucket.axis, async_op=async_op)
         self._reducing, self._filling = self._filling, None
@@ -176,8 +176,8 @@ class StreamingSink(GradSink):
         self.waiting = gradient if self.waiting is None else self.waiting + gradient
         self.done()
 
-    def settle(self, buffer: Tensor) -> None:
-        super().settle(buffer)
+    def use_buffer(self, buffer: Tensor) -> None:
+        super().use_buffer(buffer)
         if self.waiting is not None:
             self.buffer.copy_(self.waiting)
             self.fresh, self.waiting = False, None

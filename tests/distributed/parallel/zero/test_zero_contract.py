@@ -83,7 +83,7 @@ def test_gradient_after_its_reduction_started_is_an_error() -> None:
     buffers = single_buffers([[("layers.0.weight", weight)]], overlap_grad_reduce=True)
     buffers.gradients.begin_batch(1)
     weight.sum().backward()
-    with pytest.raises(AssertionError, match="after its bucket was closed"):
+    with pytest.raises(AssertionError, match="after the last one of its batch"):
         weight.sum().backward()
 
 
