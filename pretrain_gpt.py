@@ -38,18 +38,19 @@ def main(argv: list[str]) -> int:
     for warning in parsed.warnings:
         logging.getLogger("megalite").warning(warning)
     if parsed.config.training.dry_run:
-        return tell(parsed, place)
+        return print_dry_run(parsed, place)
     return launch(parsed.config, train, place)
 
 
 def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
-    """What the checkpoint at `--load` says of the model; asked only where flags or the directory call for it."""
+    """What the checkpoint at `--load` says about model and tokenizer: values for flags that are not given. The parser
+    asks only if flags or the directory call for it."""
     from megalite.train import offer_of  # torch comes with it
 
     return offer_of(load, ckpt_step)
 
 
-def tell(parsed: Parsed, place: LaunchEnvironment) -> int:
+def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:
     """`--dry-run`: prints what would be run."""
     from megalite.train import dry_run
 
@@ -80,9 +81,9 @@ def configure_logging(rank: int) -> None:
     logging.basicConfig(level=level, format=f" {name}%(message)s", stream=sys.stdout, force=True)
 
 
-def leave(status: int) -> NoReturn:
-    """Ends the process at once. What is to be kept is on disk by now, and the interpreter's own way out takes a torch
-    process a second of computing, which is a minute on a starved machine."""
+def exit_now(status: int) -> NoReturn:
+    """Ends the process without the interpreter's clean-up, which takes a torch process a second of CPU time (a minute
+    on a starved machine). Whatever must be kept is on disk by now."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
@@ -91,7 +92,7 @@ def leave(status: int) -> NoReturn:
 if __name__ == "__main__":
     keep_streams()
     try:
-        leave(main(sys.argv[1:]))
+        exit_now(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print_interrupted()
-        leave(INTERRUPTED)
+        exit_now(INTERRUPTED)

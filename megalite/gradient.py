@@ -36,7 +36,7 @@ def add_widened(target: Tensor, x: Tensor) -> Tensor:
 
 
 def accumulates_wide(a: Tensor, target: Tensor) -> bool:
-    """Whether a product of 16-bit numbers can be added to fp32 as it is computed: unrounded, and in one pass."""
+    """Whether a GEMM with 16-bit operands can accumulate into fp32 directly: without rounding, in one pass."""
     can = a.is_cuda and target.dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)
     return can and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
@@ -44,7 +44,7 @@ def accumulates_wide(a: Tensor, target: Tensor) -> bool:
 def add_product(target: Tensor, a: Tensor, b: Tensor, *, fresh: bool, scratch: Tensor | None = None) -> None:
     """target += a @ b, `[n, k] @ [k, m]`, in the target's dtype where the backend can.
 
-    fresh: target is uninitialised and taken for 0. scratch: room for a product of another dtype.
+    fresh: target is uninitialised and taken for 0. scratch: memory for a @ b in the operands' dtype.
     """
     if a.dtype != target.dtype and accumulates_wide(a, target):
         wide: Any = {"out_dtype": target.dtype, "out": target}  # torch's stubs do not know it yet
@@ -70,12 +70,12 @@ def sum_widened(x: Tensor) -> Tensor:
 class GradSink:
     """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
 
-    The first contribution of a batch overwrites what the buffer held (`reopen` marks the beginning of a batch), so the
-    buffer need not be zeroed: one pass over memory less. To accumulate by hand, read `grad`, which is zero if nothing
+    The first contribution of a batch overwrites what the buffer held (`reopen` marks the beginning of a batch), which
+    saves the pass over memory that zeroes it. To accumulate by hand, read `grad`, which is zero if nothing
     has arrived yet, write into it, and call `done`.
 
-    After `expect(n)` the n-th contribution calls `on_ready`: nothing more comes in this batch. A contribution that
-    comes after all raises instead of being lost behind a finished reduction.
+    After `expect(n)` the n-th contribution is the last one of the batch and calls `on_ready`. A further contribution
+    raises, since the reduction may have begun without it.
 
     uses: contributions of one micro-batch (2 for an embedding whose weight is also the output layer of the same stage).
     on_ready: called when the last contribution of a batch has arrived.
@@ -109,7 +109,7 @@ class GradSink:
         return self.buffer
 
     def use_buffer(self, buffer: Tensor) -> None:
-        """From now on the gradient goes to `buffer`, which is uninitialised."""
+        """From now on the gradient is accumulated in `buffer`, which is uninitialised."""
         self.buffer = buffer
 
     def reopen(self) -> None:
@@ -142,7 +142,7 @@ class GradSink:
         self.done()
 
     def addmm_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """grad[i] += a_i @ b_i, `[n, k_i] @ [k_i, m]`, for all i of the first dimension; k_i may be 0."""
+        """grad[i] += a_i @ b_i, `[n, k_i] @ [k_i, m]`, for every i along the first dimension; k_i may be 0."""
         fresh = self.fresh
         if fresh:
             self._open()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 PIECE = 2**40
-"""Above every number of a sample, so that no two sequences of a run have one number, however samples are cut."""
+"""Stride of the ids of a sample's pieces (`in_pieces`). It exceeds every sample id, so ids are unique within a run."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Microbatch:
         return self.tokens.shape[0], self.tokens.shape[1]
 
     def in_pieces(self, count: int) -> Microbatch:
-        """Each sample as `count` sequences of its own, `[b * count, s / count]`: tokens before one are as those of
-        another sample. For samples that nothing has cut yet. Sequence j of sample i has the number i + j `PIECE`."""
+        """Splits each sample into `count` independent sequences, `[b * count, s / count]`: none attends to another.
+        Not for samples that context parallelism has cut. Sequence j of sample i gets the id i + j * `PIECE`."""
         if count == 1:
             return self
         b, s = self.shape

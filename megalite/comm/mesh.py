@@ -31,7 +31,12 @@ from megalite.inventory import AXIS_FAMILIES
 
 DENSE = ("tp", "cp_heads", "cp_ring", "dp_shard", "dp_replicate", "pp")
 EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")
-PRODUCTS = {"cp": DENSE[1:3], "dp": DENSE[3:5], "edp": EXPERT[2:4], "world": DENSE}
+PRODUCTS = {
+    "cp": ("cp_heads", "cp_ring"),
+    "dp": ("dp_shard", "dp_replicate"),
+    "edp": ("edp_shard", "edp_replicate"),
+    "world": DENSE,
+}
 
 
 class WaitClock:

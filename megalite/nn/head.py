@@ -50,7 +50,7 @@ class Head(nn.Module):
         self.kernels: LossKernels | None = None
 
     def compile_loss(self, backend: str) -> None:
-        """`torch.compile` for what lies between the products of the loss; on a CPU they are faster one by one."""
+        """`torch.compile` for what the loss computes between its GEMMs. (On a CPU the eager operations are faster.)"""
         self.kernels = LossKernels.compiled(backend)
 
     def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:

@@ -50,17 +50,17 @@ class AdamW(UpdateRule):
             update(p.view(-1)[piece], grad.view(-1)[piece], moments, state["step"], group)
             for narrow, value in zip(stored, moments, strict=True):
                 if narrow.dtype != value.dtype:
-                    narrow.copy_(value)  # of a step that is skipped it is what it was
+                    narrow.copy_(value)  # unchanged if the step is skipped
         self.count(state["step"])
 
     def foresees(self, group: ParamGroup) -> bool:
         return True
 
     def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
-        """The last step again, with the decay of `p` as it is now."""
+        """The last step repeated, with the weight decay of the present `p`."""
         state = self.state[p]
         moment, square = (state[name].view(-1)[piece].to(p.dtype) for name in MOMENTS)
-        # a tensor: to read it as a number, the host would wait for the device; before the first step all moments are 0
+        # a tensor: the host would wait for the device to read a number; before the first step all moments are 0
         step = state["step"].double().clamp(min=1)
         beta1, beta2 = group["betas"]
         denominator = (square.sqrt() / (1 - beta2**step).sqrt()).add_(group["eps"])
@@ -68,14 +68,14 @@ class AdamW(UpdateRule):
         return direction.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)
 
     def _adamw(self, p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-        """torch's fused kernel. step: those before this one."""
+        """torch's fused kernel. step: number of steps before this one."""
         adamw_kernel(
             [p],
             [grad],
             moments[:1],
             moments[1:],
             [],
-            [step.clone()],  # the kernel counts; pieces of one step count once
+            [step.clone()],  # the kernel increments it for each piece of the step
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,

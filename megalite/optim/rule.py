@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 
 ParamGroup = dict[str, Any]
-"""Tensors with what is known about them (`parallel.zero.param_groups`), and `lr` and `weight_decay` of the next
-step."""
+"""Tensors and their metadata (`parallel.zero.param_groups`), with `lr` and `weight_decay` of the next step."""
 
 
 class UpdateRule:
     """Groups with `defaults` filled in, and an empty state. Subclasses define `step`.
 
-    found_inf: 0-dim fp32 on the tensors' device; 1: the step leaves everything as it is (None: it is taken).
-    grad_scale: what the rule divides gradients by (0-dim fp32), where it `divides`. steps: those taken before the next
-    one, as the host knows them; -1: the next one, of zeros, only makes the state.
+    Set before each step:
+
+    found_inf: 0-dim fp32 on the tensors' device: 1 to leave parameters and state unchanged. None: the step is taken.
+    grad_scale: what gradients must be divided by (0-dim fp32), where the rule `divides`; else None.
+    steps: number of steps taken so far, as known to the host; -1 for the first call, which sees zero gradients and only
+        allocates the state.
     """
 
     _step_supports_amp_scaling = True  # the name by which torch's fused optimizers say that they know `found_inf`
@@ -55,7 +57,7 @@ class UpdateRule:
         steps += 1 if self.found_inf is None else 1 - self.found_inf
 
     def with_gradients(self) -> Iterator[tuple[Tensor, Tensor, ParamGroup, int]]:
-        """(Tensor, its gradient, its group, its number in the group) of every tensor that has a gradient."""
+        """(Tensor, gradient, group, index in the group) of every tensor that has a gradient."""
         for group in self.param_groups:
             for index, p in enumerate(group["params"]):
                 if p.grad is not None:

@@ -64,7 +64,8 @@ class PeakActivations(NamedTuple):
     full: of micro-batches whose backward has not begun.
     weight_only: what is still held between I and W, which is less each.
 
-    A bound: `full * M_B + weight_only * M_W` bytes must suffice for every 0 <= M_W <= M_B, the bytes of one of each.
+    An upper bound: if they take M_B and M_W bytes each (0 <= M_W <= M_B), a rank never holds more than
+    `full * M_B + weight_only * M_W` bytes of activations.
     """
 
     full: int
@@ -176,7 +177,7 @@ class Program:
         shape = (rank, batch.size, batch.next_size, batch.first) if self.asynchronous else (rank, batch.size, 0, False)
         template = self._templates.get(shape)
         if template is None:
-            late = self.num_stages + 1  # no version of it is that of the initial weights
+            late = self.num_stages + 1  # so late in the run that none of its actions uses the initial weights
             actions = self.order(rank, BatchRange(late, late, *shape[1:]))
             template = Template(actions, late, late, updates_by_microbatch=self.update_per_microbatch)
             self._templates[shape] = template

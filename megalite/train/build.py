@@ -64,7 +64,7 @@ def wide_dtype(config: Config) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ProgramCache:
-    """The pipeline programs of a run: one for each number of micro-batches, flush ones for the first steps."""
+    """The pipeline programs of a run: one for each number of micro-batches, and those of the first, flushed steps."""
 
     config: Config
     _cache: dict[tuple[str, int], Program] = field(default_factory=dict, init=False, repr=False)
@@ -89,10 +89,11 @@ class ProgramCache:
 
 
 def _proved(program: Program, *, of_file: bool) -> list[int] | None:
-    """Sizes of the batches that the validator runs through, None for its own choice.
+    """Sizes of the batches that the validator runs; None: its own choice.
 
-    The schedules of the table are periodic, so a few rounds through the pipeline with the same remainder stand for a
-    long batch (`tests/unit/schedule` proves the shapes up to there). A schedule file is always validated whole.
+    Validation of a long batch is slow, and the schedules of the table are periodic: a batch of m micro-batches is valid
+    if one of 4p + (m mod 4p) is (`tests/unit/schedule` proves the shapes up to there). A schedule file is
+    always validated whole.
     """
     period = 4 * program.num_ranks
     short = period + program.num_microbatches % period
@@ -103,7 +104,16 @@ def _proved(program: Program, *, of_file: bool) -> list[int] | None:
 
 @dataclass(frozen=True)
 class Model:
-    """This rank's part of the model: its stages, their buffers and the optimizer over them."""
+    """This rank's part of the model: its stages, their buffers and the optimizer over them.
+
+    stages: by (stage, replica).
+    buffers: of each stage, one `ParameterBuffers` for each family and dtype of its parameters.
+    placement: which rank holds which stage.
+    shared: sums the gradient of tied embeddings over the stages that hold a copy.
+    num_versions: weight versions that each stage keeps (2BW: 2).
+    update_per_microbatch: as in `Program`.
+    delay: how many updates old this rank's gradients are.
+    """
 
     stages: dict[StageKey, Stage]
     buffers: dict[StageKey, list[ParameterBuffers]]
@@ -137,15 +147,15 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
             families,
-            beside=[made for stage in buffers.values() for made in stage],
+            beside=[made for stage in buffers.values() for made in stage],  # share scratch memory
             options=zero_options(config),
             tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
-            counts_tied=key == (0, 0),
+            counts_tied=key == (0, 0),  # the first stage's copy of a tied weight enters the norm and checkpoints
             replica=key[1],
             num_gradients=program.gradient_buffers,
             keep_gradients=program.keeps_gradients,
-            whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
-            extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],
+            whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,  # which parameters no shard boundary may cut
+            extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],  # Chimera's replicas of the stage
             fill=partial(fill, seed=config.training.seed),
             device=device,
         )
@@ -153,6 +163,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]))
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
+    # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     delay = Delay(program.staleness[rank], config.parallel.pipeline_flush_steps, config.training.iterations_to_skip)
     optimizer = ShardedOptimizer(
         [made for stage in buffers.values() for made in stage],
@@ -213,10 +224,11 @@ def _build_module(
 
 
 def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
-    """The ranks that hold one copy of the model and, where it is sharded, of the optimizer's state."""
+    """The ranks that together hold one copy of the model and, where it is sharded, of the optimizer state. Every axis
+    along which owned gradients differ must be in it, or the global norm is wrong."""
     shards = AXIS_FAMILIES["dense"].shard if config.parallel.zero_stage else ()
     if config.model.experts.num_experts is not None:
-        shards = ("cp", "dp")  # experts are cut over, or shared by, any of them: each is counted on one rank of all
+        shards = ("cp", "dp")  # with tp: etp x ep x edp, along which experts differ; copies are counted once
     # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
     pipeline = () if program.update_per_microbatch else ("pp",)
     return mesh.over("tp", *shards, *pipeline)
@@ -245,7 +257,7 @@ def zero_options(config: Config) -> ZeroOptions:
 
 
 def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
-    """What crosses between stages."""
+    """The tensor that one stage sends to the next."""
     dtype = wide_dtype(config) if config.model.fp32_residual_connection else parameter_dtype(config)
     return TensorSpec(boundary_shape(config), dtype, device)
 

@@ -185,8 +185,8 @@ def assemble_trainer(
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
 
     def scale_of(batch: int) -> float | torch.Tensor:
-        """The loss scale of a batch, the same on every stage. In 2BW some stages begin a batch before the update of the
-        batch before it and some after, so a scale that this update changes counts from the next batch on."""
+        """The loss scale of batch t, the same on every stage. In 2BW some stages begin it before update t - 1 and some
+        after, so all of them use the scale from before that update; a change takes effect one batch later."""
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
     down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
@@ -221,7 +221,7 @@ def assemble_trainer(
 
 
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:
-    """What carries out REDUCE, NORM and STEP, with learning rate and weight decay read from their schedules."""
+    """The updater, whose learning rate and weight decay come from their schedules."""
     config, model, schedules = state.config, state.model, state.schedules
     update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else reader.number_of
 

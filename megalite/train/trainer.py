@@ -274,7 +274,7 @@ class Trainer:
         return stuck >= 2
 
     def _check_skips(self, number: int) -> None:
-        """Raises RuntimeFailure at the end of a training whose every update was skipped."""
+        """Raises RuntimeFailure at the end of a run in which every update was skipped."""
         stuck = self.updater.stuck
         if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
             raise RuntimeFailure(f"iteration {number}: {self.updater.describe_skips()}")

@@ -4,9 +4,9 @@ once.
 For a token with logits z, label y and weight w the loss is `w * (logsumexp(z) - z_y)`, its gradient `w * (softmax(z)
 - onehot(y))`. Every rank holds the rows `V_r` of the output matrix. It computes the logits of its rows, their maximum
 m_r and their sum S_r = sum exp(z - m_r); two numbers per token are gathered over the axis and give the logsumexp of
-the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows come after
-the last true one. A CPU leaves them out of the product; a GPU multiplies them too, since without them the rows of all
-three products begin at odd addresses (V = 50,257), which tensor cores read several times slower.
+the whole vocabulary, in the order of the ranks and hence with the same rounding everywhere. Padding rows follow the
+last real one. On a CPU the GEMMs leave them out. On a GPU they take part: without them the leading dimension of all
+three GEMMs is odd (V = 50,257), and tensor cores read unaligned rows several times slower.
 
 Gradients are computed in the forward, while a chunk's logits exist, so that nothing is computed twice and nothing of
 size tokens x V is kept. Backward only scales them by the gradient of the sum.
@@ -35,7 +35,7 @@ from megalite.parallel.tensor.products import product_dtype
 class VocabShard:
     """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens.
 
-    kernels: what computes the loss between its products; None: torch's operations one by one.
+    kernels: compiled kernels for what lies between the GEMMs; None: eager operations.
     """
 
     axis: Axis
@@ -44,7 +44,7 @@ class VocabShard:
     kernels: LossKernels | None = None
 
     def rows(self, weight: Tensor) -> Tensor:
-        """Those of `[V/t, h]` that are multiplied."""
+        """The rows of the weight, `[V/t, h]`, that take part in the GEMMs: all, or on a CPU those without padding."""
         return weight[: self.valid] if weight.device.type == "cpu" and self.kernels is None else weight
 
 
@@ -61,7 +61,7 @@ class _Chunk:
 class _Workspace:
     """Memory for the logits of one chunk, `[step, columns]`, allocated once for all chunks of a call."""
 
-    products: Tensor  # in the dtype that is multiplied in
+    products: Tensor  # in the dtype of the GEMMs
     wide: Tensor  # in the dtype of the softmax; the same memory where that is the same dtype
 
     @classmethod
@@ -76,7 +76,7 @@ class _Workspace:
         return products if self.wide is self.products else self.wide[: len(x)].copy_(products)
 
     def narrowed(self, gradient: Tensor) -> Tensor:
-        """A gradient of logits in the dtype that is multiplied in."""
+        """A gradient of logits in the dtype of the GEMMs."""
         return gradient if self.wide is self.products else self.products[: len(gradient)].copy_(gradient)
 
 
@@ -101,6 +101,9 @@ def fused_cross_entropy(
     x: `[n, h]`, the same on every rank (this rank's `[n/t, h]` under sequence parallelism: it is gathered here);
     weight: `[V_padded/t, h]`; labels: int64 `[n]`; loss_mask: float `[n]`. The gradient of x is complete (summed over
     the axis).
+
+    The formula is implemented twice: eagerly by `_chunk` and `_logit_gradient`, and for compilation by `statistics` and
+    `gradient` of `loss_kernels`. `token_losses` uses `_chunk`. A new loss changes both.
     """
     if not torch.is_grad_enabled():
         x = all_gather(x, shard.axis) if sequence_parallel else x
@@ -184,7 +187,7 @@ class _FusedCrossEntropy(Function):
 def _losses_and_gradient(
     x: Tensor, rows: Tensor, labels: Tensor, weights: Tensor, shard: VocabShard, workspace: _Workspace
 ) -> tuple[Tensor, Tensor]:
-    """(losses `[n]`, gradient of the weighted sum's logits `[n, columns]` in the dtype that is multiplied in)."""
+    """(losses `[n]`, gradient of their weighted sum w.r.t. the logits `[n, columns]`, in the dtype of the GEMMs)."""
     if shard.kernels is None:
         chunk = _chunk(x, rows, labels, shard, workspace)
         return chunk.losses, workspace.narrowed(_logit_gradient(chunk, labels, weights, shard))
@@ -209,7 +212,9 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
         column, own = _own_labels(labels, shard)
         picked = logits.gather(1, column[:, None])[:, 0]
         local = _log_softmax(logits)
-        logsum = picked - local.gather(1, column[:, None])[:, 0]  # the same from any column
+        logsum = (
+            picked - local.gather(1, column[:, None])[:, 0]
+        )  # z - log_softmax(z), which is the same in every column
         picked = picked * own
     else:
         local, picked = logits, logits.new_zeros(len(x))
@@ -225,7 +230,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _own_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """(a column of this rank's rows, whether it is the label's): labels of other ranks are mapped anywhere."""
+    """(The label's column of this rank's logits, whether this rank has one; if not, the column is arbitrary)."""
     column = labels - shard.start
     return column.clamp(0, max(0, shard.valid - 1)), (column >= 0) & (column < shard.valid)
 

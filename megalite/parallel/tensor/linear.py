@@ -10,8 +10,8 @@ Backward hides the messages: while the gradient of the input is in flight, the w
 straight into the parameter's main-gradient buffer (`GradSink`), unless the executor has asked for it to be postponed
 (`WeightGradQueue`).
 
-A nonlinearity before a row-parallel layer is part of it. Its result would be a fifth of what a block keeps for backward
-(4 of 21 s b h with GELU at 512 tokens); to compute it again there costs one elementwise pass.
+A nonlinearity in front of a row-parallel layer is fused into it and recomputed in backward. Its output would be a fifth
+of the activations that a block keeps (4 of 21 s b h with GELU at 512 tokens); recomputation costs one elementwise pass.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RowParallelLinear(nn.Module):
     """y = sum over ranks of x_i B_i^T, plus b: `[s, b, in/t]` -> `[s, b, out]` (`[s/t, b, out]` under sequence
     parallelism).
 
-    The bias is added in the first rank's product, so that the sum contains it once.
+    Only the first rank adds the bias, so that the sum contains it once.
 
     activation: applied to the input first; only the input is kept for backward, unless `keeps_activated` is set.
     """

@@ -16,11 +16,10 @@ ParamGroup = dict[str, Any]
 params: the tensors.
 decay: whether weight decay applies.
 whole: whether the tensors have their parameter's shape and must be updated as matrices.
-placements: if so, their places in the logical tensors.
-parameters: all parameters of which some rank of `shard_axis` holds a part, the same list on each of its ranks (for
-rules
-    that keep statistics of a parameter).
-pieces: for each tensor, which parts of which parameters it holds.
+placements: of whole tensors: their places in the logical tensors.
+parameters: all parameters of which any rank of `shard_axis` holds a part: the same list on each of its ranks, for rules
+    that keep statistics of a parameter.
+pieces: for each tensor, which ranges of `parameters` it holds.
 shard_axis: the axis over which ZeRO shards the group.
 cut_axes: the axes that may cut the family's parameters.
 """
@@ -38,7 +37,8 @@ class BucketParameter(NamedTuple):
 
 
 def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
-    """All parameters of the shards' buckets, of each of which every rank of the shard axis has a slice."""
+    """All parameters of the shards' buckets. Every rank of the shard axis has a slice of each bucket, so all get
+    the same list."""
     buckets = {id(master.bucket): master for master in masters}
     return [
         BucketParameter(

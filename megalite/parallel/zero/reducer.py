@@ -20,7 +20,7 @@ from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient, StreamingSink
 
 MOST_IN_FLIGHT = 2
-"""Reductions of held gradients at a time. More would only queue, and each needs a buffer for what it receives."""
+"""Reductions of held gradients in flight at once. More would only queue, and each needs a receive buffer."""
 
 
 class ReductionOrder:
@@ -63,9 +63,9 @@ class ReductionOrder:
         self._next_bucket[self._selected] = place
 
     def start(self, bucket: Bucket) -> None:
-        """Starts one bucket out of turn."""
+        """Starts the reduction of one bucket, whether or not it is its turn."""
         gradient = bucket.gradient
-        if not gradient.streams and bucket.sharded:  # what is received needs memory until it is added
+        if not gradient.streams and bucket.sharded:  # each reduce-scatter in flight needs a receive buffer
             while len(self._in_flight) >= MOST_IN_FLIGHT:
                 self._in_flight.popleft().wait()
         gradient.launch(async_op=self._overlap)
@@ -154,7 +154,7 @@ class GradientReducer:
             bucket.begin_batch(microbatches)
 
     def arm(self) -> None:
-        """Says that the next backward is that of the last micro-batch: its buckets are reduced as they are complete."""
+        """Says that the next backward is that of the last micro-batch: a bucket is reduced once it is complete."""
         for bucket in self._buckets:
             for sink in bucket.sinks:
                 sink.arm()

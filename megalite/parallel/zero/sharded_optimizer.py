@@ -2,8 +2,8 @@
 
     reduced gradient --scale--> update of the fp32 masters --cast--> compute weights of one version --all-gather--> all
 
-There is one master per element. If parameters already have the main dtype and one version, the compute buffer itself is
-the master. The update rule sees master shards, a few long flat tensors, so any `torch.optim.Optimizer` with an
+There is one master per element. Where the parameters have the main dtype and a single version, the compute weights are
+the masters. The update rule sees master shards, a few long flat tensors, so any `torch.optim.Optimizer` with an
 elementwise update works at any stage.
 """
 
@@ -30,24 +30,24 @@ class PendingNorm:
     """A global norm in flight.
 
     squares: the sums of squares, `[ranks of the norm axis]`.
-    work: the gather that brings them.
-    copies, inside: the axis of the shards within the norm axis: its size, and the distance between its ranks. Sums go
-        over the shards first, then over different parameters, so that their order is the same at every ZeRO stage.
+    work: the all-gather that fills `squares`.
+    num_shards, stride: size of the shard axis, and the distance of its neighbours on the norm axis. Sums run over the
+        shards first, then over everything else, so that their order is the same at every ZeRO stage.
     """
 
     squares: Tensor
     work: Handle
-    copies: int
-    inside: int
+    num_shards: int
+    stride: int
 
     def wait(self) -> Tensor:
         """The norm (fp64, 0-dim)."""
         self.work.wait()
-        return _sum(_sum(self.squares.view(-1, self.copies, self.inside), 1).flatten(), 0).sqrt()
+        return _sum(_sum(self.squares.view(-1, self.num_shards, self.stride), 1).flatten(), 0).sqrt()
 
 
 def _sum(x: Tensor, dim: int) -> Tensor:
-    """The sum along `dim`, added one after the other from its end."""
+    """The sum along `dim`, accumulated one by one from the last element."""
     return x.flip(dim).cumsum(dim).select(dim, -1)
 
 
@@ -139,14 +139,14 @@ class ShardedOptimizer:
             total = torch.stack(norms).to(torch.float64).square().sum().view(1)
         squares = total.new_empty(self.norm_axis.size)
         work = all_gather_into(squares, total, self.norm_axis, async_op=True)
-        copies, inside = 1, 1
+        num_shards, stride = 1, 1
         if self.buffers and (shard := self.buffers[0].axes.shard).size > 1 and _within(shard, self.norm_axis):
             first, second, *_ = (self.norm_axis.ranks.index(rank) for rank in shard.ranks)
-            copies, inside = shard.size, second - first
-        return PendingNorm(squares, work, copies, inside)
+            num_shards, stride = shard.size, second - first
+        return PendingNorm(squares, work, num_shards, stride)
 
     def _counts(self, master: MasterShard) -> bool:
-        """Whether this rank counts the gradient: it is the first on the norm axis of those that hold the same one."""
+        """Whether this rank counts the gradient: of the ranks on the norm axis that hold it, the first one does."""
         buffers = master.buffers
         if buffers.replica or (master.bucket.plan.tied and not buffers.counts_tied):
             return False
@@ -172,7 +172,7 @@ class ShardedOptimizer:
             `count_step` must be told which it was.
         version: number of updates that the new weights have seen.
         """
-        for buffers in self.buffers:  # a gather that no forward has waited for may still read the slices
+        for buffers in self.buffers:  # an all-gather that no forward has waited for may still read them
             buffers.weights.wait()
         self._update_masters(
             lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf, steps=self._steps
@@ -210,7 +210,7 @@ class ShardedOptimizer:
 
     @contextmanager
     def masters_as_weights(self, version: int) -> Iterator[None]:
-        """Inside, the compute weights of `version` are copies of the masters, without any correction."""
+        """Within the context, the compute weights of `version` are uncorrected copies of the masters."""
         corrects = any(sub.corrects for sub in self.sub_optimizers)
         if corrects:
             self._rewrite(version, as_masters=True)
@@ -279,7 +279,7 @@ def replica_of(buffers: ParameterBuffers, bucket: Bucket, sharded: frozenset[str
     """Which copy of a tensor this rank holds; copy 0 is the one that checkpoints write.
 
     sharded: the axes that cut the tensor.
-    everywhere: all ranks of the shard axis hold it.
+    everywhere: whether every rank of the shard axis holds it.
     """
     copies = 0
     for axis in buffers.axes.alike(sharded, everywhere=everywhere):

@@ -1,4 +1,4 @@
-"""Sub-optimizers: the update rule over those masters and moments that are stored in the same way.
+"""Sub-optimizers: each applies the update rule to masters and moments that are stored in the same way.
 
     DeviceOptimizer       gradient ------------------------> rule.step()
     RemainderOptimizer    weights, 16 bits --> masters ----> rule.step() ----> weights, 16 bits      a bucket at a time
@@ -22,8 +22,8 @@ from megalite.parallel.zero.param_groups import BucketParameter, MakeOptimizer, 
 
 
 class SteppedOptimizer(Protocol):
-    """What a step needs of an update rule, ours or a `torch.optim.Optimizer` (see `optim.UpdateRule`; another's
-    ignores the last three)."""
+    """What a step needs of an update rule, ours or a `torch.optim.Optimizer` (see `optim.UpdateRule`; a torch
+    optimizer that does not know the last three ignores them)."""
 
     param_groups: list[dict[str, Any]]
     found_inf: Tensor | None
@@ -37,14 +37,14 @@ class SteppedOptimizer(Protocol):
 
 
 def is_one(scale: float | Tensor) -> bool:
-    """Whether a factor is known to change nothing; one in a device's memory is not asked for."""
+    """Whether a factor is known to be 1. A tensor on a device is not read: the host would have to wait for it."""
     if isinstance(scale, Tensor):
         return scale.device.type == "cpu" and bool(scale.numpy() == 1.0)
     return scale == 1.0
 
 
 def host_scalar(value: Any) -> Any:
-    """A tensor's copy in page-locked memory, on its way; anything else as it is."""
+    """Starts an asynchronous copy of a tensor to page-locked memory and returns it; other values are returned as is."""
     if not isinstance(value, Tensor):
         return value
     copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
@@ -90,8 +90,7 @@ class DeviceOptimizer:
             master.tensor.grad = gradient.to(master.tensor.dtype)
 
     def takes_step(self) -> bool:
-        """Whether the rule is to be called; where it cannot leave out a step by itself, the host waits for the
-        decision."""
+        """Whether to call the rule. If the rule cannot skip a step on the device, the host waits for the decision."""
         knows = getattr(self.rule, "_step_supports_amp_scaling", False)
         return self.rule.found_inf is None or knows or not self.rule.found_inf.item()
 
@@ -155,7 +154,7 @@ class HostOptimizer(DeviceOptimizer):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived: Any = None
         self._received: dict[int, Tensor] = {}
-        self._leaving: dict[int, Tensor] = {}
+        self._staging: dict[int, Tensor] = {}
         self._numbers: dict[str, Any] = {}
 
     def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
@@ -183,15 +182,15 @@ class HostOptimizer(DeviceOptimizer):
             self._received.clear()
 
     def write_weights(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
-        """Through page-locked memory of the weights' dtype, which the device fetches while the host goes on. The next
-        step's gradients come behind it, so it is free when it is written again."""
+        """Casts into a page-locked staging buffer, which is copied to the device asynchronously. The next step's
+        gradients are queued behind that copy, so the buffer is free before it is overwritten."""
         target = master.weights(version)
         if not target.is_cuda or self.corrects:
             super().write_weights(master, version, as_masters=as_masters)
             return
-        if id(master) not in self._leaving:
-            self._leaving[id(master)] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        target.copy_(self._leaving[id(master)].copy_(master.tensor), non_blocking=True)
+        if id(master) not in self._staging:
+            self._staging[id(master)] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        target.copy_(self._staging[id(master)].copy_(master.tensor), non_blocking=True)
 
     def _gradient(self, master: MasterShard) -> Tensor:
         return self._received[id(master)]
@@ -205,7 +204,7 @@ class HostOptimizer(DeviceOptimizer):
 
 
 class RemainderOptimizer(DeviceOptimizer):
-    """Masters of one bucket that exist only for the step (`ParamRemainders`)."""
+    """Masters of one bucket, joined from weights and remainders for the step only (`ParamRemainders`)."""
 
     def begin_step(self, **numbers: Any) -> None:
         self.masters[0].join()
