@@ -13,7 +13,9 @@ from torch import Tensor
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.comm.world import World
 from megalite.config.cli import parse
+from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
+from megalite.schedule import SCHEDULES, find_schedule
 from megalite.testing import run_ranks
 from megalite.testing.harness import PATIENCE_SECONDS
 from megalite.testing.oracle import Trajectory, pipedream_reference, reference
@@ -137,7 +139,7 @@ def assert_close(found, expected, tolerance: float, what: str) -> None:
         )
 
 
-OPTIMIZERS: dict[str, str] = {
+VARIANTS: dict[str, str] = {
     "adam": "",
     "adam in 16 bits": "--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16",
     "sgd": "--optimizer sgd",
@@ -148,6 +150,7 @@ OPTIMIZERS: dict[str, str] = {
     "adafactor": "--optimizer adafactor",
     "adafactor by size": "--optimizer adafactor --adafactor-scale-parameter",
 }
+OPTIMIZERS = VARIANTS | {name: f"--optimizer {name}" for name in OPTIMIZER_SPECS if name not in VARIANTS}
 RAMPS = (
     "--lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 1e-3 --min-lr 1e-3 --train-iters 6 "
     "--start-weight-decay 0.05 --end-weight-decay 0.4 --weight-decay-incr-style linear",
@@ -174,7 +177,7 @@ def draw(
         return case
 
 
-FLUSH = "1f1b gpipe eager-1f1b interleaved breadth-first zb-h1 zb-h2 zb-v chimera dualpipe-v".split()
+FLUSH = ["1f1b", *(name for name, s in SCHEDULES.items() if not s.asynchronous and name != "1f1b")]
 
 
 CP_KINDS = {
@@ -192,7 +195,7 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     layout = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     layout += ["--pipeline-schedule", schedule, "--zero-stage", pick(["0", "1", "2", "3"])]
     layout += ["--context-parallel-size", str(cp), *pick(CP_KINDS[cp])] if cp > 1 else []
-    layout += ["--virtual-pipeline-model-parallel-size", "2"] if schedule in ("interleaved", "breadth-first") else []
+    layout += ["--virtual-pipeline-model-parallel-size", "2"] if find_schedule(schedule).min_chunks > 1 else []
     size = pick([1, 1, 2])
     layout += ["--micro-batch-size", str(size)]
     layout += ["--sequence-parallel"] if tp > 1 and rng.random() < 0.5 else []
