@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 PIECE = 2**40
 """Stride of the ids of a sample's pieces (`in_pieces`). It exceeds every sample id, so ids are unique within a run."""
+
+
+class StageInput(Protocol):
+    """What a pipeline needs to know of a micro-batch."""
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """What has arrived from another stage, in the shape of this micro-batch."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,11 @@ class Microbatch:
     def shape(self) -> tuple[int, int]:
         """(b, s)."""
         return self.tokens.shape[0], self.tokens.shape[1]
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Messages have the shape of whole samples, however these are cut into sequences."""
+        samples = self.tokens.shape[0]
+        return x if x.shape[1] == samples else x.reshape(-1, samples, x.shape[2])
 
     def in_pieces(self, count: int) -> Microbatch:
         """Splits each sample into `count` independent sequences, `[b * count, s / count]`: none attends to another.

@@ -25,7 +25,7 @@ from torch import Tensor
 from megalite.comm import Channel, IncomingMessage, MessageLabel
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.microbatch import Microbatch
+from megalite.microbatch import StageInput
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import (
     BACKWARD,
@@ -49,7 +49,7 @@ _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 class MicrobatchSource(Protocol):
     """Where micro-batches come from."""
 
-    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
+    def get(self, microbatch: int) -> tuple[StageInput, Tensor]:
         """The micro-batch with this global number, and the factor of its summed loss (0-dim tensor)."""
         ...
 
@@ -107,7 +107,7 @@ class Executor:
         self._posted: dict[tuple[str, int, int, int], IncomingMessage] = {}
         self._ready: dict[tuple[str, int, int, int], Tensor] = {}
         self._outgoing: dict[tuple[str, int, int, int], Tensor] = {}
-        self._microbatches: dict[int, tuple[Microbatch, Tensor]] = {}
+        self._microbatches: dict[int, tuple[StageInput, Tensor]] = {}
         self._forwards: Counter[int] = Counter()
         self._losses: dict[int, Tensor] = {}
         self._handlers: dict[str, Callable[[Action, MicrobatchSource], None]] = {
@@ -186,12 +186,15 @@ class Executor:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)
         target = action.stage + step
         x = self._outgoing.pop((kind, target, action.replica, action.microbatch))
-        x = x.reshape(self.stages[action.stage_key].spec.shape)  # as the peer expects it, however samples are cut
+        stage = self.stages[action.stage_key]
+        spec = stage.out_spec if kind == "F" else stage.spec
+        x = x.reshape(spec.shape)  # as the peer expects it, however samples are cut
         self._channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: MicrobatchSource) -> None:
         kind = "F" if action.kind == RECV_F else "B"
-        spec = self.stages[action.stage_key].spec
+        stage = self.stages[action.stage_key]
+        spec = stage.spec if kind == "F" else stage.out_spec
         label = MessageLabel(kind, action.stage, action.microbatch)
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
         self._posted[kind, action.stage, action.replica, action.microbatch] = incoming
@@ -214,7 +217,7 @@ class Executor:
         table = self._ready if here else self._outgoing
         table[kind, to, action.replica, action.microbatch] = x
 
-    def _microbatch(self, action: Action, source: MicrobatchSource) -> tuple[Microbatch, Tensor]:
+    def _microbatch(self, action: Action, source: MicrobatchSource) -> tuple[StageInput, Tensor]:
         """The action's micro-batch, kept until every stage of its replica on this rank has run its forward."""
         number = action.microbatch
         if number not in self._microbatches:

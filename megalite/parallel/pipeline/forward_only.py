@@ -8,7 +8,7 @@ from functools import cache
 from torch import Tensor
 
 from megalite.comm import TensorSpec
-from megalite.microbatch import Microbatch
+from megalite.microbatch import StageInput
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import (
     Action,
@@ -54,10 +54,11 @@ class ForwardOnly(Stage):
     def __init__(self, stage: Stage, version: int) -> None:
         self.modules = stage.modules
         self.spec: TensorSpec = stage.spec
+        self.out_spec: TensorSpec = stage.out_spec
         self.is_first, self.is_last = stage.is_first, stage.is_last
         self._version = version
 
-    def forward(self, number: int, x: Tensor | None, microbatch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
+    def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
         return self.evaluate(x, microbatch, version=self._version)
 
     @property

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.comm import TensorSpec
 from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
-from megalite.microbatch import Microbatch
+from megalite.microbatch import StageInput
 
 
 @dataclass
@@ -43,8 +43,9 @@ class Stage:
     modules: one per weight version that is kept, `forward(x, microbatch) -> x`; the last stage's returns the summed
         loss.
     weight_grads: the queue into which the stage's layers put the computations of weight gradients.
-    spec: what arrives and leaves, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); of as many elements where
-        samples are cut into more and shorter sequences.
+    spec: what arrives, `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); of as many elements where samples are
+        cut into more and shorter sequences.
+    out_spec: what leaves; the same where it is not given.
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
     loads: where its routers note what they did; a forward says for which micro-batch.
     """
@@ -55,13 +56,14 @@ class Stage:
         weight_grads: WeightGradQueue,
         *,
         spec: TensorSpec,
+        out_spec: TensorSpec | None = None,
         is_first: bool,
         is_last: bool,
         loads: ExpertLoads | None = None,
     ) -> None:
         self.modules = list(modules)
         self.loads = loads or ExpertLoads()
-        self.spec = spec
+        self.spec, self.out_spec = spec, out_spec or spec
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
         self._in_flight: dict[int, _InFlight] = {}
@@ -71,13 +73,13 @@ class Stage:
         """The layers that hold weight version `version`."""
         return self.modules[version % len(self.modules)]
 
-    def forward(self, number: int, x: Tensor | None, microbatch: Microbatch, factor: Tensor, *, version: int) -> Tensor:
+    def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
         """Runs the layers; returns the output `[s, b, h]`, or on the last stage the summed loss (both detached).
 
         factor: what the micro-batch's summed loss is multiplied with before its backward (0-dim tensor).
         """
         if x is not None:
-            x = _as_sequences(x, microbatch).detach().requires_grad_()
+            x = microbatch.arranged(x).detach().requires_grad_()
         with self.loads.of(number):
             out: Tensor = self.module(version)(x, microbatch)
         if self.is_last:
@@ -107,9 +109,9 @@ class Stage:
             compute()
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor | None, microbatch: Microbatch, *, version: int) -> Tensor:
+    def evaluate(self, x: Tensor | None, microbatch: StageInput, *, version: int) -> Tensor:
         """Forward without a backward: the output, or the summed loss on the last stage."""
-        x = None if x is None else _as_sequences(x, microbatch)
+        x = None if x is None else microbatch.arranged(x)
         out: Tensor = self.module(version)(x, microbatch)
         return out
 
@@ -117,9 +119,3 @@ class Stage:
     def num_in_flight(self) -> int:
         """Micro-batches between forward and backward."""
         return len(self._in_flight)
-
-
-def _as_sequences(x: Tensor, microbatch: Microbatch) -> Tensor:
-    """What has arrived, in the shape of the micro-batch: messages have that of whole samples."""
-    samples = microbatch.shape[0]
-    return x if x.shape[1] == samples else x.reshape(-1, samples, x.shape[2])
