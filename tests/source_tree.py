@@ -44,6 +44,7 @@ FLOORS = {
     "megalite.models": 7,
     "megalite.convert": 7,
     "megalite.observe": 8,
+    "megalite.library": 8,
     "megalite.train": 9,
     "megalite.inference": 10,
     "pretrain_gpt": 11,

@@ -21,9 +21,9 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from megalite.config import Config, ParallelConfig
+from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure
 from megalite.launch import environment
 from megalite.launch.environment import LaunchEnvironment
@@ -38,7 +38,18 @@ if TYPE_CHECKING:
 
     from megalite.comm import World
 
-Main = Callable[[Config, "World"], int | None]
+
+class Launched(Protocol):
+    """What is launched: a `Config`, or less."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """Number of ranks, device, time-out."""
+        ...
+
+
+Settings = TypeVar("Settings", bound=Launched)
+Main = Callable[[Settings, "World"], int | None]
 """What every rank runs; its return value (None = 0) is the rank's exit status."""
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -56,7 +67,7 @@ def read_environment() -> LaunchEnvironment:
     return environment.detect_environment(os.environ)
 
 
-def launch(config: Config, main: Main, place: LaunchEnvironment = SOLO) -> int:
+def launch(config: Settings, main: Main[Settings], place: LaunchEnvironment = SOLO) -> int:
     """Runs `main(config, world)` on every rank and returns the exit status of this process.
 
     0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
@@ -129,7 +140,7 @@ def print_interrupted(phase: str = "") -> None:
     _print_lines(f"interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first")
 
 
-def _run_local_ranks(config: Config, main: Main, nprocs: int) -> int:
+def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> int:
     """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where this host cannot run that many."""
     cores = os.cpu_count() or 1
     if nprocs > RANKS_PER_CORE * cores:
@@ -170,8 +181,8 @@ def _report(outcome: Outcome) -> None:
 
 
 def _run_rank(
-    config: Config,
-    main: Main,
+    config: Settings,
+    main: Main[Settings],
     place: LaunchEnvironment,
     set_phase: Callable[[str], None],
     rendezvous: Path | None = None,
@@ -213,7 +224,7 @@ def _run_rank(
 
 
 def _join(
-    config: Config, world: World, place: LaunchEnvironment, rendezvous: Path | None, watch: RankWatch | None
+    config: Launched, world: World, place: LaunchEnvironment, rendezvous: Path | None, watch: RankWatch | None
 ) -> None:
     """Meets the other ranks, compares configurations, forms the process group, tries it."""
     import torch.distributed as dist

@@ -27,7 +27,7 @@ from megalite.optim import (
     LossScaler,
     UpdateRule,
 )
-from megalite.parallel.pipeline import SharedGradient, Stage, holders
+from megalite.parallel.pipeline import SharedGradient, Stage, holders, replica_axes
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
@@ -133,7 +133,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     rank = mesh.coordinate("pp")
     num_versions = program.weight_versions[rank]
     tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
-    replica_axes = _replica_axes(mesh, placement)
+    copies = replica_axes(mesh, placement)
     families, boundary = _families(config, mesh), boundary_spec(config, device)
     stages: dict[StageKey, Stage] = {}
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
@@ -155,7 +155,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             num_gradients=program.gradient_buffers,
             keep_gradients=program.keeps_gradients,
             whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,  # which parameters no shard boundary may cut
-            extra_reduce=[replica_axes[key[0]]] if key[0] in replica_axes else [],  # Chimera's replicas of the stage
+            extra_reduce=[copies[key[0]]] if key[0] in copies else [],  # Chimera's replicas of the stage
             fill=partial(fill, seed=config.training.seed),
             device=device,
         )
@@ -181,7 +181,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         num_versions,
         program.update_per_microbatch,
         delay,
-        ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), replica_axes),
+        ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), copies),
     )
 
 
@@ -232,17 +232,6 @@ def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
     # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
     pipeline = () if program.update_per_microbatch else ("pp",)
     return mesh.over("tp", *shards, *pipeline)
-
-
-def _replica_axes(mesh: ParallelMesh, placement: StagePlacement) -> dict[int, Axis]:
-    """For schedules that hold a stage more than once (Chimera): stage -> the axis through its holders."""
-    if placement.num_replicas == 1:
-        return {}
-    axes = {}
-    for stage in range(placement.num_stages):
-        ranks = sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas)})
-        axes[stage] = mesh.through(ranks, apart=f"stage{stage}")
-    return {stage: axis for stage, axis in axes.items() if axis.size > 1}
 
 
 def zero_options(config: Config) -> ZeroOptions:

@@ -14,5 +14,5 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 
 from megalite.parallel.pipeline.executor import Events, Executor
 from megalite.parallel.pipeline.forward_only import ForwardOnly, forward_program
-from megalite.parallel.pipeline.shared_params import SharedGradient, holders
+from megalite.parallel.pipeline.shared_params import SharedGradient, holders, replica_axes
 from megalite.parallel.pipeline.stage import Stage

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.comm import Axis, Done, Handle, all_reduce_
+from megalite.comm import Axis, Done, Handle, ParallelMesh, all_reduce_
 from megalite.schedule import StagePlacement
 
 
@@ -57,3 +57,14 @@ class _Sum:
         self.work.wait()
         for gradient in self.others:
             gradient.copy_(self.total)
+
+
+def replica_axes(mesh: ParallelMesh, placement: StagePlacement) -> dict[int, Axis]:
+    """For schedules that hold a stage more than once (Chimera): stage -> the axis through its holders."""
+    if placement.num_replicas == 1:
+        return {}
+    axes = {}
+    for stage in range(placement.num_stages):
+        ranks = sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas)})
+        axes[stage] = mesh.through(ranks, apart=f"stage{stage}")
+    return {stage: axis for stage, axis in axes.items() if axis.size > 1}

@@ -19,6 +19,12 @@ every gradient).
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
-from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    input_gradient,
+    linear,
+    weight_gradients,
+)
 from megalite.parallel.tensor.loss_kernels import LossKernels
 from megalite.parallel.tensor.products import product_dtype

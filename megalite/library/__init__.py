@@ -1,0 +1,24 @@
+"""megalite as a library: your own layers in its engine. What `import megalite` offers comes from here.
+
+    sys.exit(megalite.run(train, nprocs=4))      train(world) on every rank: here, or under torchrun or srun
+
+    def train(world):
+        mesh = megalite.ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
+        pipe = megalite.Pipeline(layers, schedule="zb-h1", mesh=mesh, example=x, loss=loss_fn)
+        optimizer = megalite.ShardedOptimizer(pipe, "adamw", lr=3e-4, zero_stage=1)
+        loss = pipe.step(micro_batches)
+        optimizer.step()
+
+    pipeline.py    `Pipeline`: any list of modules under any schedule that drains
+    optimizer.py   `ShardedOptimizer`: gradients summed over the replicas, update rules under ZeRO
+    cutting.py     which layers a stage holds, and what crosses between stages
+    modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
+    ranks.py       `run`: processes without a configuration
+
+Invariant: a step equals the same modules in one process on the whole batch, whatever the schedule and the layout.
+Proof: `tests/equivalence/test_library.py`.
+"""
+
+from megalite.library.optimizer import ShardedOptimizer
+from megalite.library.pipeline import Pipeline
+from megalite.library.ranks import run

@@ -1,0 +1,99 @@
+"""Somebody's modules as a stage: the first reads the micro-batch, the last computes the loss.
+
+A plain `nn.Linear` inside them splits its backward like our own layers do: schedules that postpone weight gradients
+(Zero Bubble, arXiv 2401.10241) gain with it what they gain with ours. Other modules compute both gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalite.gradient import WeightGradQueue, sink_of, sum_widened
+from megalite.parallel.tensor import input_gradient, linear, product_dtype, weight_gradients
+
+LossFunction = Callable[[Tensor, Any], Tensor]
+"""(What the last layer returns, target) -> 0-dim, the mean over the micro-batch."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A micro-batch of a user: what the first layer takes, and what the loss is computed with."""
+
+    inputs: Tensor
+    target: Any
+
+    def arranged(self, x: Tensor) -> Tensor:
+        return x
+
+
+class StageModule(nn.Module):
+    """Consecutive layers. loss: on the last stage."""
+
+    def __init__(self, layers: Sequence[nn.Module], loss: LossFunction | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.loss = loss
+
+    def forward(self, x: Tensor | None, sample: Sample) -> Tensor:
+        """`x` is None on the first stage."""
+        y = sample.inputs if x is None else x
+        for layer in self.layers:
+            y = layer(y)
+        return y if self.loss is None else self.loss(y, sample.target)
+
+
+@dataclass(frozen=True)
+class _WholeLinear:
+    """What the backward of our linear layers asks of a layer; this one is cut by no axis."""
+
+    weight_grads: WeightGradQueue
+    product_dtype: torch.dtype
+    sum_tokens: Callable[[Tensor], Tensor]
+
+
+class _SplitLinear(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _WholeLinear) -> Tensor:
+        ctx.layer = layer
+        ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
+        ctx.save_for_backward(x, weight, bias)
+        return linear(x, weight, bias, layer.product_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        dx = input_gradient(dy, weight, ctx.layer.product_dtype) if ctx.needs_input_grad[0] else None
+        return dx, *weight_gradients(ctx, x, dy, weight, bias), None
+
+
+def _split_linear(module: nn.Linear, layer: _WholeLinear, x: Tensor) -> Tensor:
+    return _SplitLinear.apply(x, module.weight, module.bias, layer)
+
+
+def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.device) -> None:
+    """The stage's linear layers put their weight gradients into the queue; not those that share their weight."""
+    owners = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
+    for module in stage.modules():
+        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and module.weight.requires_grad:
+            products = product_dtype(module.weight.dtype, device.type)
+            whole = _WholeLinear(queue, products, sum_widened)
+            module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Moves buffers to the device; parameters follow into flat memory."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.to(device)

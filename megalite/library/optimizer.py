@@ -1,0 +1,150 @@
+"""Gradients of a pipeline of your own: summed over the replicas, clipped, and turned into updates under ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig
+from megalite.errors import ConfigError, RuntimeFailure
+from megalite.inventory import AXIS_FAMILIES
+from megalite.library.cutting import named
+from megalite.library.pipeline import Pipeline
+from megalite.optim import OPTIMIZERS
+from megalite.parallel.pipeline import replica_axes
+from megalite.parallel.zero import ParameterBuffers, ZeroOptions, stage_buffers
+from megalite.parallel.zero import ShardedOptimizer as StateShards
+from megalite.schedule import REDUCE, RESHARD, UNSHARD, Action, StageKey
+
+ADAMW = "adamw"
+
+
+class ShardedOptimizer:
+    """The weights of a `Pipeline`, their gradients and the optimizer's state, shared by the replicas.
+
+    pipeline: its parameters become views of flat memory, with the values they have.
+    name: 'adamw', 'sgd', 'lion', 'adafactor', 'muon' or 'soap'.
+    lr, weight_decay: of the next step; change the attributes for a schedule. Vectors (biases, norms) do not decay.
+    clip_grad: largest global norm of the gradient; 0: not clipped.
+    zero_stage: 0 to 3, what data-parallel ranks share: state, gradients, weights.
+    settings: of the optimizer by the names of `pretrain_gpt.py`'s flags (`adam_beta1=0.9`).
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        name: str = ADAMW,
+        *,
+        lr: float,
+        weight_decay: float = 0.01,
+        clip_grad: float = 1.0,
+        zero_stage: int = 1,
+        **settings: float,
+    ) -> None:
+        rule = OptimizerConfig(lr=lr).optimizer if name == ADAMW else name
+        if rule not in OPTIMIZERS:
+            raise ConfigError(f"optimizer={name!r}: not one of {', '.join([ADAMW, *sorted(OPTIMIZERS)])}")
+        if zero_stage not in range(4):
+            raise ConfigError(f"zero_stage={zero_stage}: 0, 1, 2 or 3")
+        if pipeline.optimizer is not None:
+            raise ConfigError("the pipeline has an optimizer already: make one for each")
+        try:
+            args = OptimizerArgs(**settings)  # type: ignore[arg-type]  # each is checked there
+        except TypeError:
+            known = ", ".join(sorted(vars(OptimizerArgs())))
+            raise ConfigError(f"{', '.join(settings)}: not all settings of an optimizer; known: {known}") from None
+        config = OptimizerConfig(optimizer=rule, lr=lr, args=args)
+        self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
+        self._pipeline, self._stepped = pipeline, True
+        self._buffers = self._make_buffers(pipeline, ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole)
+        shards = AXIS_FAMILIES["dense"].shard if zero_stage else ()
+        self._state = StateShards(
+            [made for stage in self._buffers.values() for made in stage],
+            make_optimizer=lambda groups: OPTIMIZERS[rule](groups, config),
+            norm_axis=pipeline.mesh.over("tp", *shards, "pp"),
+        )
+        pipeline.optimizer = self
+
+    @staticmethod
+    def _make_buffers(pipeline: Pipeline, options: ZeroOptions, whole: Any) -> dict[StageKey, list[ParameterBuffers]]:
+        mesh, replicas = pipeline.mesh, replica_axes(pipeline.mesh, pipeline.placement)
+        buffers: dict[StageKey, list[ParameterBuffers]] = {}
+        for key, stage in pipeline.stages.items():
+            module: Any = stage.modules[0]
+            own = list(named(module.layers, pipeline.cuts[key[0]].start))
+            made = stage_buffers(
+                [own],
+                {"dense": mesh.family("dense")},
+                beside=[made for stage_ in buffers.values() for made in stage_],
+                options=options,
+                replica=key[1],
+                whole=whole,
+                extra_reduce=[replicas[key[0]]] if key[0] in replicas else [],
+                device=pipeline.device,
+            )
+            if made:
+                made[0].weights.attach(list(module.layers), *(family.weights for family in made[1:]))
+            buffers[key] = made
+        return dict(sorted(buffers.items()))
+
+    # what the pipeline calls
+
+    def begin_batch(self) -> None:
+        """Raises RuntimeFailure if the batch before has not been followed by a `step`."""
+        if not self._stepped:
+            raise RuntimeFailure("Pipeline.step was called twice: call ShardedOptimizer.step in between")
+        self._stepped = False
+
+    def before_backward(self, stage: StageKey, *, last: bool) -> None:
+        if last:
+            for family in self._buffers[stage]:
+                family.gradients.arm()
+
+    def execute(self, action: Action) -> None:
+        """Starts a stage's reduction, gathers or frees its weights; norm and update wait for `step`."""
+        for family in self._buffers[action.stage_key]:
+            if action.kind == REDUCE:
+                family.gradients.start_reduce()
+            elif action.kind == UNSHARD:
+                family.weights.unshard()
+            elif action.kind == RESHARD:
+                family.weights.reshard()
+
+    # what the user calls
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Updates the weights. Returns the global norm of the gradient before clipping, 0-dim, the same on every rank.
+        If it is not finite, nothing is updated."""
+        if self._stepped:
+            raise RuntimeFailure("ShardedOptimizer.step without a gradient: call Pipeline.step first")
+        families = [family for stage in self._buffers.values() for family in stage]
+        for family in families:
+            family.gradients.finish_reduce()
+        norm = self._state.grad_norm()
+        finite = bool(norm.isfinite())
+        if finite:
+            clip = min(1.0, self.clip_grad / (float(norm) + 1e-6)) if self.clip_grad > 0 else 1.0
+            self._state.step(lr=self.lr, weight_decay=self.weight_decay, grad_scale=clip)
+        for family in families:
+            family.gradients.begin_batch()
+        self._stepped = True
+        return norm
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(Name, parameter) of this rank's stages, with the newest weights, whole: `3.weight` is that of layers[3].
+
+        In ZeRO stage 3 all ranks of the replica's stage must ask; the weights stay whole until the iteration is over.
+        """
+        for key, families in self._buffers.items():
+            for family in families:
+                family.weights.unshard()
+            module: Any = self._pipeline.stages[key].modules[0]
+            yield from named(module.layers, self._pipeline.cuts[key[0]].start)
+            for family in families:
+                family.weights.reshard()

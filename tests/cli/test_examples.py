@@ -1,0 +1,43 @@
+"""The examples as a reader runs them, and what `import megalite` costs and offers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megalite
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(*argv: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["custom_schedule", pytest.param("pipeline_my_model", marks=pytest.mark.full)])
+def test_an_example_learns(name: str) -> None:
+    lines = [line for line in run(f"examples/{name}.py").splitlines() if line.startswith("step")]
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.75 * losses[0]
+
+
+def test_examples_are_short() -> None:
+    assert EXAMPLES and all(len(path.read_text().splitlines()) < 60 for path in EXAMPLES)
+
+
+def test_import_is_light_and_names_are_there() -> None:
+    assert run("-c", "import megalite, sys; dir(megalite); print('torch' in sys.modules)") == "False\n"
+    for name in megalite.__all__:
+        assert getattr(megalite, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Pipes'"):
+        megalite.Pipes  # noqa: B018

@@ -1,0 +1,208 @@
+"""Modules of one's own in the engine equal the same modules in one process with torch's optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import ParallelMesh, World
+from megalite.errors import MegaliteError, RuntimeFailure
+from megalite.library import Pipeline, ShardedOptimizer
+from megalite.testing import run_ranks, run_single
+
+LR, DECAY, CLIP, STEPS, MICRO_BATCHES, SAMPLES = 0.05, 0.1, 0.5, 3, 4, 3
+Losses = list[tuple[float, float]]
+
+
+class Residual(nn.Module):
+    """A block whose last layer has no split backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12), nn.Bilinear(12, 12, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = torch.tanh(self.up(self.norm(x)))
+        return x + 0.1 * self.down(hidden, hidden)
+
+
+class Tokens(nn.Module):
+    """The first layer takes whole numbers; it has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scaled: Tensor = self.table(tokens).mean(1) * self.scale
+        return scaled
+
+
+def layers() -> list[nn.Module]:
+    """Boundaries of three shapes."""
+    torch.manual_seed(3)
+    wide, narrow = ([Residual(width) for _ in range(3)] for width in (6, 4))
+    made = [Tokens(), *wide, nn.Linear(6, 4), *narrow, nn.Linear(4, 5)]
+    return [layer.double() for layer in made]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(y, target)
+
+
+def batches(step: int, replicas: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Of each replica its micro-batches."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (replicas, MICRO_BATCHES, SAMPLES)
+    tokens = torch.randint(11, (*shape, 7), generator=generator)
+    targets = torch.randint(5, shape, generator=generator)
+    return [list(zip(tokens[d], targets[d], strict=True)) for d in range(replicas)]
+
+
+def plainly(replicas: int) -> tuple[Losses, dict[str, Tensor]]:
+    """One process, the whole batch at once, torch's AdamW."""
+    model = nn.Sequential(*layers())
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer, found = torch.optim.AdamW(groups, lr=LR, eps=1e-8, betas=(0.9, 0.95)), []
+    for step in range(STEPS):
+        every = [pair for replica in batches(step, replicas) for pair in replica]
+        total = loss(model(torch.cat([x for x, _ in every])), torch.cat([y for _, y in every]))
+        optimizer.zero_grad()
+        total.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        found.append((total.item(), norm.item()))
+    return found, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def numbers(losses: Losses) -> Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def body(world: World, schedule: str, pp: int, zero_stage: int, chunks: int | None) -> tuple[Losses, dict[str, Tensor]]:
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=pp)
+    example = torch.empty(SAMPLES, 7, dtype=torch.int64, device="meta")
+    pipe = Pipeline(layers(), loss=loss, example=example, schedule=schedule, mesh=mesh, chunks=chunks)
+    optimizer = ShardedOptimizer(
+        pipe, lr=LR, weight_decay=DECAY, clip_grad=CLIP, zero_stage=zero_stage, adam_beta2=0.95
+    )
+    found: Losses = []
+    for step in range(STEPS):
+        total = pipe.step(batches(step, mesh.size("dp"))[mesh.coordinate("dp")])
+        found.append((total.item(), optimizer.step().item()))
+    return found, {name: p.detach().clone() for name, p in optimizer.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "dp", "zero_stage", "chunks"),
+    [
+        ("zb-h1", 2, 1, 0, None),
+        ("chimera", 2, 1, 1, None),
+        ("breadth-first", 2, 2, 3, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("1f1b", 1, 1, 0, None),
+                ("1f1b", 2, 2, 1, None),
+                ("zb-v", 2, 2, 2, None),
+                ("gpipe", 4, 1, 1, None),
+                ("interleaved", 2, 1, 0, 2),
+                ("interleaved", 2, 2, 3, 2),
+                ("dualpipe-v", 2, 1, 1, None),
+            )
+        ),
+    ],
+)
+def test_any_layout_equals_plain_torch(schedule: str, pp: int, dp: int, zero_stage: int, chunks: int | None) -> None:
+    losses, weights = plainly(dp)
+    seen: set[str] = set()
+    for found, own in run_ranks(body, pp * dp, schedule, pp, zero_stage, chunks):
+        torch.testing.assert_close(numbers(found), numbers(losses), rtol=0, atol=1e-12)
+        seen |= own.keys()
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-12)
+    assert seen == weights.keys()
+
+
+def gradients_alone(world: World) -> dict[str, Tensor]:
+    """Without an optimizer of ours, gradients are where torch has them."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
+    own = layers()
+    example = torch.empty(SAMPLES, 7, dtype=torch.int64)
+    pipe = Pipeline(own, loss=loss, example=example, schedule="zb-h1", mesh=mesh)
+    pipe.step(batches(0, 1)[0])
+    here = pipe.cuts[mesh.coordinate("pp")]
+    return {f"{i}.{name}": p.grad for i in here for name, p in own[i].named_parameters() if p.grad is not None}
+
+
+def test_gradients_without_our_optimizer() -> None:
+    model = nn.Sequential(*layers())
+    pairs = batches(0, 1)[0]
+    loss(model(torch.cat([x for x, _ in pairs])), torch.cat([y for _, y in pairs])).backward()
+    found = {name: g for own in run_ranks(gradients_alone, 2) for name, g in own.items()}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=0, atol=1e-12)
+
+
+def in_pairs(world: World, options: dict[str, Any]) -> str:
+    """What is said about options that do not go together, on two pipeline ranks."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=options.pop("pp", 2), tp=options.pop("tp", 1))
+    shared = nn.Linear(6, 6)
+    given = {
+        "layers": layers(),
+        "shared": [shared, nn.Tanh(), shared],
+        "few": [nn.Linear(6, 6)],
+        "two": [nn.LSTM(6, 6), nn.Linear(6, 6)],
+    }[options.pop("layers", "layers")]
+    example = torch.empty(3, 7, dtype=torch.int64) if len(given) > 3 else torch.empty(3, 6)
+    try:
+        pipe = Pipeline(given, loss=loss, example=example, mesh=mesh, **options)
+        pipe.step(batches(0, 1)[0])
+    except MegaliteError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"schedule": "2bw"}, "schedule='2bw': it never drains"),
+        ({"pp": 1, "tp": 2}, "mesh: tp=2: modules of your own are not cut; make it 1"),
+        ({"pp": 1}, "mesh: dp=2: make a ShardedOptimizer, which sums the gradients"),
+        ({"layers": "shared"}, "layers[2].weight: layers[0] has the same parameter on another stage"),
+        ({"layers": "few"}, "1 layers: 2 stages (2 pipeline ranks) hold one each at least"),
+        ({"layers": "two"}, "layers[0] (LSTM): returns tuple; a layer of a pipeline takes and returns one floating"),
+        ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
+        ({"schedule": "1f1q"}, "1f1q"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(options: dict[str, Any], line: str) -> None:
+    for said in run_ranks(in_pairs, 2, options):
+        assert line in said and "\n" not in said
+
+
+def twice(world: World) -> str:
+    pipe = Pipeline([nn.Linear(2, 2)], loss=lambda y, _: y.mean(), example=torch.empty(1, 2))
+    optimizer = ShardedOptimizer(pipe, "muon", lr=0.1)
+    said = []
+    for call in (optimizer.step, lambda: [pipe.step([(torch.ones(1, 2), None)]) for _ in range(2)]):
+        try:
+            call()
+        except RuntimeFailure as error:
+            said.append(str(error))
+    return " | ".join(said)
+
+
+def test_steps_come_in_turn() -> None:
+    said = run_single(twice)
+    assert said == (
+        "ShardedOptimizer.step without a gradient: call Pipeline.step first | "
+        "Pipeline.step was called twice: call ShardedOptimizer.step in between"
+    )
