@@ -61,7 +61,7 @@ class Attention(nn.Module):
         )
 
     def sinks(self, qkv: Tensor) -> Tensor | None:
-        """A logit of each head `[h_q / d / t]` that takes weight and gives nothing."""
+        """Attention sinks: a further logit per head, `[h_q / d / t]`, which joins the softmax and has no value."""
         if self.softmax_type == "vanilla":
             return None
         if self.softmax_type == "off-by-one":
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.softmax_offset
 
     def attend(self, qkv: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
-        """What the heads of this rank see, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
+        """Attention of this rank's heads, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, -1, self.r + 2, self.d)
         q, k, v = qkv.split((self.r, 1, 1), 3)

@@ -2,7 +2,7 @@
 
     fused     `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; stores nothing of size
               s x s
-    blocked   `nn.attention_blocked`: products over blocks of queries, for sequences of up to 1,024 tokens on CPU
+    blocked   `nn.attention_blocked`: GEMMs over blocks of queries, for sequences of up to 1,024 tokens on CPU
     tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU, skips masked tiles; dropout of
               attention weights (the library's kernels have no key), and scores in fp32 on request; soft caps and
               sinks, on every device
@@ -35,8 +35,8 @@ class AttentionCore:
     """softmax(q k^T / sqrt(d)) v, causal.
 
     softmax_in_fp32: compute scores and softmax in fp32 or wider.
-    recompute: keep nothing of size s x s; compute it again in backward.
-    dropout, key: probability and key of the dropout of attention weights.
+    recompute: keep nothing of size s x s, but recompute it in backward.
+    dropout, key: probability of dropping an attention weight; key of the random numbers.
     first_head: logical number of this rank's first query head.
     product_dtype: dtype of the matrix products (None: that of q).
     window: a query sees itself and the `window - 1` keys before it (Mistral, arXiv 2310.06825).
@@ -107,12 +107,12 @@ class AttentionCore:
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
     def tile_dtype(self, q: Tensor) -> torch.dtype:
-        """In which tiles multiply: their scores are as wide as their operands."""
+        """The dtype of the tiles' GEMMs: the scores have that of the operands."""
         wide = self.product_dtype or q.dtype
         return torch.float32 if self.softmax_in_fp32 and wide.itemsize < 4 else wide
 
     def words(self, sample_ids: Tensor, queries: Tensor, g: int, r: int) -> Tensor:
-        """What keys the dropout of the weights of queries at these positions, `[b * g, s * r]`."""
+        """Dropout keys of the attention weights, one for each sample, head and query: `[b * g, s * r]`."""
         assert self.key is not None
         heads = torch.arange(self.first_head, self.first_head + g * r, device=queries.device)
         keys = combine(0, combine(self.key, sample_ids)[:, None] ^ combine(1, heads)[None])

@@ -7,7 +7,7 @@ A block is cut into segments at its messages over the tensor axis, and runs them
     norm, qkv  |  attention  |  proj  |  add, norm, fc1  |  activation, fc2, add
     gather                        sum    gather                        sum
 
-With experts (`nn.experts`) the last two are: add, norm, route, to the experts | their products | back, sum, add.
+With experts (`nn.experts`) the last two are: add, norm, route, to the experts | their GEMMs | back, sum, add.
 
 Two micro-batches can alternate between them, so that one computes while a message of the other is in flight.
 """
@@ -97,7 +97,7 @@ class Block(nn.Module):
         """`torch.compile` for everything between the linear layers.
 
         The linear layers themselves stay eager: they compute weight gradients when the schedule says so, add them to
-        the main gradients, and hide their messages behind products.
+        the main gradients, and hide their messages behind GEMMs.
         """
         register_operator()
         assert isinstance(self.mlp, MLP), "experts are not compiled"

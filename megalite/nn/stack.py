@@ -3,8 +3,8 @@
 Recomputation (Chen et al., arXiv 1604.06174; granularity and methods as Megatron-LM names them, arXiv 2205.05198):
 
     selective   inside attention only (`nn.attention_core`)
-    full        whole blocks. uniform: every chunk of N blocks keeps its input only; block: the first N blocks of the
-                stage do, one by one
+    full        whole blocks. uniform: every chunk of N blocks, from its input; block: the first N blocks of the stage,
+                each from its own
 
 Dropout is keyed, so a recomputed block sees the same masks without any generator state being saved.
 """
@@ -51,7 +51,7 @@ class LayerStack(nn.Module):
         if tied and "embedding" in self.names and "head" in self.names:
             head, embedding = cast(Head, self.get_submodule("head")), cast(Embedding, self.get_submodule("embedding"))
             head.output.weight = embedding.word_embeddings.weight
-            head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: gradients that a micro-batch brings
+            head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: contributions per micro-batch
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
         self.recompute_ranges = recompute_ranges(len(self.names), places, config)
 

@@ -1,4 +1,4 @@
-"""Numbers of a device that the host reads when they have long arrived, so that it never waits for the device."""
+"""Reads numbers from the device late, when their asynchronous copy has long arrived, so that the host does not wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LateReading:
-    """Copies `numbers` (1-dim) to the host behind what the current stream has been given. On a CPU they are there."""
+    """Queues a copy of `numbers` (1-dim) to the host on the current stream. On a CPU they are read in place."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._host, self._arrived = numbers, None
@@ -21,7 +21,7 @@ class LateReading:
             self._arrived = event
 
     def read(self) -> list[float]:
-        """The numbers; waits for their copy, not for what the device has been given since."""
+        """The numbers. Waits for their copy, not for work that was queued after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         found: list[float] = self._host.numpy().tolist()

@@ -6,7 +6,7 @@
     auto      times the modes on this model's own product shapes and takes a faster one only where it is faster and its
               error stays in fp32's class
 
-The choice is one for all ranks: a product must not depend on where it is computed. And it is one for the whole run: a
+All ranks make the same choice: a GEMM must not depend on where it is computed. And it holds for the whole run: a
 checkpoint holds it, so that a resume on the same type of device stays bit for bit.
 """
 

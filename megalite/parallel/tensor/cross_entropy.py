@@ -225,7 +225,7 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Over the last dimension; in place on a CPU, where half the memory is a third of the time."""
+    """Over the last dimension; in place on a CPU, where touching new memory would take most of the time."""
     return torch.log_softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
 
 

@@ -1,5 +1,5 @@
-"""What lies between the products of the cross entropy, in two functions for a compiler: each reads the logits once, in
-the dtype that they were multiplied in, and the second writes their gradient in it.
+"""What the cross entropy computes between its GEMMs, as two functions for a compiler: each reads the logits once, in
+the dtype of the GEMMs, and the second writes their gradient in it.
 
     statistics   logits of this rank's rows -> logsumexp over them, logit of the label           [n, V/t] -> [n], [n]
     gradient     weight * (softmax - onehot)                                             [n, V/t] -> [n, V/t]

@@ -1,8 +1,8 @@
 """In what precision matrix products are computed.
 
 A CPU without instructions for bf16 or fp16 multiplies them an order of magnitude slower than fp32 (measured on AVX2:
-bf16 at 9 GFLOP/s, fp32 at 75). There the operands are widened to fp32 for the product and the result is rounded back:
-nothing else changes, and no digit is lost. Everywhere else products keep the precision of their operands.
+bf16 at 9 GFLOP/s, fp32 at 75). There the operands are widened to fp32 for the GEMM and the result is rounded back:
+nothing else changes, and no digit is lost. Everywhere else GEMMs keep the precision of their operands.
 """
 
 from __future__ import annotations

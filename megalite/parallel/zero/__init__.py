@@ -19,7 +19,7 @@ The life of a gradient, from a backward to the kernel of the optimizer:
     HeldGradient, StreamedGradient      the bucket is reduced over dp: all-reduce, or reduce-scatter
     finish_reduce     further sums: tied embeddings, shares of tensor-parallel ranks, replicas
     grad_norm         every element once, over all ranks
-    DeviceOptimizer   one product for clipping and loss scale, cast to the master's dtype, the update rule
+    DeviceOptimizer   one multiplication for clipping and loss scale, cast to the master's dtype, the update rule
 
 Where things are:
 

@@ -24,7 +24,7 @@ class FlatWeights:
     """Owns the memory of a family's parameters; gathers and frees the parts that other ranks own.
 
     versions: for each weight version the parameters in forward order.
-    fill: gives values to parameters without memory ('meta') as soon as they have some: bucket after bucket, so that
+    fill: initialises parameters that came without memory ('meta') once they have memory: bucket after bucket, so that
         sharded weights are never whole on a rank.
     """
 

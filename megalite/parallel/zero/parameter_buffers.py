@@ -45,7 +45,7 @@ class ParameterBuffers:
         whole: (name, number of dimensions) -> whether the parameter must lie in one shard (Muon's matrices).
         beside: the other buffers of this rank, which share scratch memory with these.
         order: starts the reductions, shared with other families of the stage over the same axes.
-        fill: gives values to a parameter that came without memory ('meta') as soon as it has memory.
+        fill: initialises a parameter that came without memory ('meta') once it has memory.
         device: where the buffers are (None: where the parameters are).
     """
 

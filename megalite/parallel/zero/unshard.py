@@ -26,7 +26,7 @@ class BucketWeights:
 
     full: all of them, contiguous; the parameters are views of it. In stage 3 its memory exists only while `resident`.
     shard: this rank's slice (stages 1 and 2: a view of `full`; stage 0: `full` itself).
-    pinned: gathered until `reshard`, whatever layers use.
+    pinned: stays gathered until `reshard`, whichever layer is in use.
     """
 
     def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int) -> None:
@@ -65,7 +65,7 @@ class BucketWeights:
             self.resident = False
 
     def updated(self, *, async_op: bool) -> None:
-        """Called when the slice holds new values. A backward through the older ones is an error from now on."""
+        """Called when the slice holds new values. From then on, a backward through the old ones is an error."""
         torch.autograd.graph.increment_version(self.full)
         if self.released_after_use and not self.pinned:
             self.free()
