@@ -60,7 +60,8 @@ class Statistic(NamedTuple):
     """Optimizer state of a parameter as a whole: fewer dimensions (`kept`), the same on all ranks that share it.
 
     parameter: its number in a list of `LocalParameter`. sharded: names of the axes along which ranks hold other values.
-    whole: the values are those of the whole logical tensor, and only the rank that owns the parameter has them.
+    whole: only the rank that owns the parameter has the values, those of the whole logical tensor; of stacked matrices
+    which ranks are dealt, of its own.
     """
 
     label: str
@@ -75,7 +76,9 @@ class Statistic(NamedTuple):
         place = of.placement
         total = tuple(place.global_shape[d] for d in self.kept)
         if self.whole:
-            return TensorShard(f"optimizer/{self.label}/{of.name}", total, (0,) * len(total), self.values, replica)
+            sizes = zip(self.kept, self.values.shape, total, strict=True)
+            begin = tuple(0 if have == all_ else place.offset[d] for d, have, all_ in sizes)
+            return TensorShard(f"optimizer/{self.label}/{of.name}", total, begin, self.values, replica)
         # a rank may hold padding only: it begins beyond the end
         offset = tuple(min(place.offset[d], place.global_shape[d]) for d in self.kept)
         valid = place.valid_shape(of.shape)

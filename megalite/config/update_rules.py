@@ -23,14 +23,19 @@ def _blocks_matrix(name: str, dims: int) -> bool:
     return name.startswith("layers.") and name.endswith("weight") and dims >= 2  # a bias of two rows is no matrix
 
 
+def _square_enough(name: str, dims: int) -> bool:
+    """A router has few rows, and these add up to nearly nothing: its eigenvectors are those that rounding makes."""
+    return _blocks_matrix(name, dims) and not name.endswith("router.weight")
+
+
 def _momentum(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
     return math.prod(local)
 
 
 def _moments_and_bases(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
-    """Two moments; of each side of a matrix its preconditioner and its basis, whole."""
+    """Two moments; of each side of a matrix that is here its preconditioner and its basis, whole."""
     sides = [n for n in whole[-2:] if n <= settings.args.soap_max_precond_dim]
-    return 2 * math.prod(local) + 2 * math.prod(whole[:-2]) * sum(n * n for n in sides)
+    return 2 * math.prod(local) + 2 * math.prod(local[:-2]) * sum(n * n for n in sides)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,6 @@ class OptimizerSpec:
     of_whole: (settings, local shape, shape without tensor parallelism) -> numbers as wide as the master that are kept
     of such a parameter. whole_moments: how many of them are as large as it.
     statistics: for each matrix it keeps a number for each row and each column instead.
-    stacks: whether it steps stacks of matrices of which ranks hold some each (experts).
     settings: fields of the optimizer section that other rules refuse.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
@@ -55,7 +59,6 @@ class OptimizerSpec:
     of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = _momentum
     whole_moments: int = 1
     statistics: bool = False
-    stacks: bool = True
     settings: tuple[str, ...] = ()
     high_lr: float | None = None
     correction: str = "none"
@@ -90,13 +93,12 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         ),
         "soap": OptimizerSpec(
             lambda settings: (_WIDE, _WIDE),
-            whole=_blocks_matrix,
+            whole=_square_enough,
             of_whole=_moments_and_bases,
             whole_moments=2,
-            stacks=False,
             nesterov="no such step is known in a basis that turns",
         ),
-        "adafactor": OptimizerSpec(lambda settings: (), statistics=True, stacks=False, nesterov="it has no momentum"),
+        "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
     }
 )
 """Name -> OptimizerSpec. Muon and SOAP leave what is no matrix of a block to AdamW, whose moments are wide there."""

@@ -30,7 +30,7 @@ from megalite.inventory.buckets import (
     layer_of,
     plan_buckets,
 )
-from megalite.inventory.families import AXIS_FAMILIES
+from megalite.inventory.families import AXIS_FAMILIES, DEALT
 from megalite.inventory.layers import (
     FLOPS_CONVENTION,
     WORD_EMBEDDINGS,

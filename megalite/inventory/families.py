@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+DEALT = frozenset({"ep"})
+"""Axes over which whole matrices of a stack are dealt out."""
+
 
 class AxisFamily(NamedTuple):
     """Names of axes (`comm.mesh`). Gradients are summed over shard x replicate.

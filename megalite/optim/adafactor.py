@@ -10,6 +10,8 @@
 Norms and biases keep all of V. Statistics are small (rows + columns), so every rank that holds a slice of a parameter
 holds all of them: each adds up the squares that lie in its slice, and one message sums them over the slices. No
 parameter has to lie in one piece, and the result is that of one process (to rounding: sums run in another order).
+
+Each expert of a stack is a parameter of its own: its root mean squares are over its elements alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from megalite.comm import (
     range_to_rectangles,
 )
 from megalite.config import OptimizerConfig
-from megalite.inventory import NO_AXES
+from megalite.inventory import DEALT
 from megalite.optim.rule import ParamGroup, UpdateRule
 
 DECAY_EXPONENT = 0.8
@@ -55,7 +57,7 @@ class _Mean:
         self.kept = tuple(d for d in range(len(shape)) if d != over)
         self.count = 1 if over is None else whole[over]
         self.partial = cut is not None and over == cut
-        self.sharded = NO_AXES if self.partial else parameter.placement.sharded
+        self.sharded = parameter.placement.sharded & DEALT if self.partial else parameter.placement.sharded
         self.shape = tuple(shape[d] for d in self.kept)
         self.over = over
         self.values = torch.empty(0)
@@ -71,13 +73,20 @@ class _Mean:
 
 
 class _Tracked:
-    """A parameter of which some rank of the shard axis holds each part: its statistics and two sums a step."""
+    """A parameter of which some rank of the shard axis holds each part: its statistics and two sums a step.
 
-    def __init__(self, parameter: LocalParameter, cut: int | None) -> None:
-        dims, factored = len(parameter.shape), parameter.placement.decay  # a bias of two rows is not a matrix
+    number: how many of its experts are here; 1 of any other parameter. first: the number of its first sum. numel: of
+    one expert, on all ranks of the axis that cuts it.
+    """
+
+    def __init__(self, parameter: LocalParameter, cut: int | None, first: int) -> None:
+        place = parameter.placement
+        dims, factored = len(parameter.shape), place.decay  # a bias of two rows is not a matrix
+        stacked = place.family == "expert"
         self.parameter = parameter
         self.partial = cut is not None
-        self.numel = math.prod(parameter.placement.global_shape)
+        self.first, self.number = first, parameter.shape[0] if stacked else 1
+        self.numel = math.prod(place.global_shape[stacked:])
         if dims < 2 or not factored:
             self.means = [_Mean("exp_avg_sq", parameter, None, cut)]
         else:
@@ -96,28 +105,42 @@ class _Tracked:
         average = self.means[self.mean_of].values.mean(-1, keepdim=True)
         return [(rows / average).rsqrt(), columns.rsqrt()]
 
+    def split(self, piece: FlatPiece) -> Iterator[tuple[int, FlatPiece]]:
+        """The piece expert by expert, and the number of the sum that each belongs to."""
+        size, begin = math.prod(self.parameter.shape) // self.number, piece.start
+        while begin < piece.stop:
+            index = begin // size
+            end = min(piece.stop, (index + 1) * size)
+            yield self.first + index, FlatPiece(piece.parameter, begin, end, piece.at + begin - piece.start)
+            begin = end
+
 
 class Adafactor(UpdateRule):
     """Adafactor over flat slices; with `adafactor_scale_parameter` the learning rate is relative to the size of each
     parameter (the paper's relative step).
 
     groups: flat ones (`pieces`, `parameters` and `shard_axis` say what lies in each tensor, and who has the rest;
-    `cut_axes`, of which one at most is longer than 1, what cuts parameters).
+    `cut_axes`, of which one at most is longer than 1, what cuts parameters, besides one that deals out experts).
     """
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups)
         self.shard_axis: Axis = groups[0]["shard_axis"]
-        cutting = [axis for axis in groups[0]["cut_axes"] if axis.size > 1]
+        cutting = [axis for axis in groups[0]["cut_axes"] if axis.size > 1 and axis.name not in DEALT]
         assert len(cutting) < 2, "statistics of a matrix that two axes cut"
         self.cut_axis = cutting[0] if cutting else Axis.single("cut")
         self.scale_parameter = settings.args.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
         parameters: list[LocalParameter] = groups[0]["parameters"]
         cuts = self._cut_dimensions(parameters)
-        self.tracked = [_Tracked(parameter, cut) for parameter, cut in zip(parameters, cuts, strict=True)]
-        self._is_cut = torch.tensor([t.partial for t in self.tracked], device=self.device)
-        self._numels = torch.tensor([t.numel for t in self.tracked], dtype=torch.float64, device=self.device)
+        self.tracked: list[_Tracked] = []
+        first = 0
+        for parameter, cut in zip(parameters, cuts, strict=True):
+            self.tracked.append(_Tracked(parameter, cut, first))
+            first += self.tracked[-1].number
+        self._is_cut = torch.tensor([t.partial for t in self.tracked for _ in range(t.number)], device=self.device)
+        numels = [t.numel for t in self.tracked for _ in range(t.number)]
+        self._numels = torch.tensor(numels, dtype=torch.float64, device=self.device)
         # in one buffer, so that one message carries them; what ranks of the cutting axis add up comes first
         means = sorted((mean for t in self.tracked for mean in t.means), key=lambda mean: not mean.partial)
         self._values, self._sums = self._packed(means), self._packed(means)
@@ -151,23 +174,24 @@ class Adafactor(UpdateRule):
             each = scalars(rates * sizes.clamp(min=SMALLEST_SIZE) if self.scale_parameter else rates)
             for p, pieces in zip(group["params"], group["pieces"], strict=True):
                 new = p * (1.0 - group["lr"] * group["weight_decay"])
-                for piece in pieces:
-                    subtract_scaled(_own(new, piece), _own(p.grad, piece), each[piece.parameter])
+                for number, piece in self._split(pieces):
+                    subtract_scaled(_own(new, piece), _own(p.grad, piece), each[number])
                 self.write(p, new)
         self._factors = []
         self.steps += 1
 
-    def _pieces(self) -> Iterator[tuple[ParamGroup, Tensor, FlatPiece]]:
-        for group in self.param_groups:
-            for p, pieces in zip(group["params"], group["pieces"], strict=True):
-                yield from ((group, p, piece) for piece in pieces)
+    def _split(self, pieces: Sequence[FlatPiece]) -> Iterator[tuple[int, FlatPiece]]:
+        for piece in pieces:
+            yield from self.tracked[piece.parameter].split(piece)
 
     def _add_up(self, measure: Any) -> Tensor:
-        """The root mean square of every parameter (fp64), from what `measure(tensor, piece)` says is its sum of
-        squares."""
-        sums = torch.zeros(len(self.tracked), dtype=torch.float64, device=self.device)
-        for _, p, piece in self._pieces():
-            sums[piece.parameter] += measure(p, piece)
+        """The root mean square of every parameter and expert (fp64), from what `measure(tensor, piece)` says is its sum
+        of squares."""
+        sums = torch.zeros_like(self._numels)
+        for group in self.param_groups:
+            for p, pieces in zip(group["params"], group["pieces"], strict=True):
+                for number, piece in self._split(pieces):
+                    sums[number] += measure(p, piece)
         all_reduce_on_axis(sums, self.shard_axis)
         if self.cut_axis.size > 1:
             parts = sums * self._is_cut
@@ -203,11 +227,12 @@ class Adafactor(UpdateRule):
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
     def _cut_dimensions(self, parameters: list[LocalParameter]) -> list[int | None]:
-        """The dimension that each parameter is cut along: the one in which ranks begin elsewhere."""
+        """The dimension that each parameter is cut along: the one in which ranks of the axis begin elsewhere."""
         begins = [[*p.placement.offset, *(0,) * (4 - len(p.shape))] for p in parameters]
-        last = torch.tensor(begins, dtype=torch.int64, device=self.device)
-        all_reduce_on_axis(last, self.cut_axis, op="max")
-        return [next((d for d, begin in enumerate(row) if begin), None) for row in last.tolist()]
+        own = torch.tensor(begins, dtype=torch.int64, device=self.device)
+        ends = torch.stack([own, -own])  # last begin, minus first begin
+        all_reduce_on_axis(ends, self.cut_axis, op="max")
+        return [next((d for d, width in enumerate(row) if width), None) for row in ends.sum(0).tolist()]
 
 
 def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, all_gather
-from megalite.inventory import ParameterPlacement
+from megalite.inventory import DEALT, ParameterPlacement
 from megalite.optim.adamw import AdamW
 from megalite.optim.rule import ParamGroup
 
@@ -52,7 +52,7 @@ def gather_matrix(
     cut = [d for d, (have, total) in enumerate(sizes) if have != total and d >= local.dim() - 2]
     if not cut:
         return local, 0, None
-    axes = [axis for axis in cut_axes if axis.name in placement.sharded and axis.name != "ep"]
+    axes = [axis for axis in cut_axes if axis.name in placement.sharded - DEALT]
     assert len(axes) == len(cut) == 1, "a matrix is cut along one dimension, and gathered over one axis"
     (dim,) = cut
     return all_gather(local.transpose(0, dim).contiguous(), axes[0]).transpose(0, dim), dim, axes[0]

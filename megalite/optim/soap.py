@@ -13,7 +13,8 @@ have the same.
 
 A matrix of `[rows, columns]` keeps its two moments and `2 (rows^2 + columns^2)` numbers more, on the one ZeRO rank that
 owns it. A matrix that tensor parallelism cuts is gathered first, and every rank of the axis computes (and keeps the
-bases of) the whole, as for Muon. Which matrices: those of the blocks.
+bases of) the whole, as for Muon. Which matrices: those of the blocks, of experts those that the rank has, but no
+router. A matrix that the first batch has not used (of an expert without tokens) begins with its own coordinates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from megalite.comm import Statistic
 from megalite.config import OptimizerConfig
-from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.inventory import DEALT, ParameterPlacement
 from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
@@ -99,12 +100,14 @@ class Soap(MatrixRule):
     def statistics(self) -> Iterator[Statistic]:
         """Preconditioners and bases: whole on every rank that holds a part of the matrix."""
         for group in self.param_groups:
-            for p, pieces in zip(group["params"], group["pieces"], strict=True) if group["whole"] else ():
+            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
+            for p, pieces, placement in members if group["whole"] else ():
                 for side in self.sides[p]:
                     name = "left" if side.dim == -2 else "right"
                     kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
                     for label, values in (("preconditioner", side.preconditioner), ("basis", side.basis)):
-                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, NO_AXES, whole=True)
+                        dealt = placement.sharded & DEALT
+                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, whole=True)
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         state, axes, sides = self.state[p], group.get("cut_axes", ()), self.sides[p]
@@ -116,7 +119,7 @@ class Soap(MatrixRule):
             grad = torch.where(self.found_inf > 0, 0.0, grad)
         gradient, dim, axis = gather_matrix(grad, placement, axes)
         if steps == 0:
-            seen = gradient.any()
+            seen = gradient.flatten(-2).any(-1)[..., None, None]
             for side in sides:
                 preconditioner = side.after(gradient, beta2)
                 self.write(side.basis, torch.where(seen, side.first_basis(preconditioner), side.basis))
@@ -142,10 +145,10 @@ class Soap(MatrixRule):
 
 
 def _sides(p: Tensor, placement: ParameterPlacement, max_dim: int) -> list[Side]:
-    shape, sides = placement.global_shape, []
+    sides = []
     for dim in (-2, -1):
-        if (n := shape[dim]) <= max_dim:
-            basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*shape[:-2], n, n).contiguous()
+        if (n := placement.global_shape[dim]) <= max_dim:
+            basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*p.shape[:-2], n, n).contiguous()
             sides.append(Side(dim, torch.zeros_like(basis), basis))
     return sides
 

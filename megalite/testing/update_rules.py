@@ -153,7 +153,7 @@ class Soap(Rule):
     magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
 
     def start(self) -> None:
-        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
+        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p) and ".router." not in n]
         rest = {n: p for n, p in self.parameters.items() if n not in self.names}
         self.rest = AdamW(rest, self.decayed, self.settings)
         self.of_matrix: dict[str, list[Named]] = {
@@ -176,7 +176,8 @@ class Soap(Rule):
             for side, square in (("L", g @ g.T), ("R", g.T @ g)):
                 if len(square) <= args.soap_max_precond_dim:
                     state[side] = (1 - b2) * square
-                    state["Q" + side] = first_basis(state[side])
+                    own = torch.eye(len(square), dtype=w.dtype)
+                    state["Q" + side] = first_basis(state[side]) if g.any() else own
             return
         one = {"QL": torch.eye(len(w), dtype=w.dtype), "QR": torch.eye(w.shape[1], dtype=w.dtype)}
         left, right = (state.get(name, one[name]) for name in ("QL", "QR"))
@@ -204,7 +205,7 @@ class Soap(Rule):
             for key, label in (labels | {"QL": "left_basis", "QR": "right_basis"}).items():
                 if key in parts[0]:
                     whole = torch.stack([state[key] for state in parts])
-                    yield label, name, whole if self.parameters[name].dim() > 2 else whole[0]
+                    yield label, name, whole.view(*self.parameters[name].shape[:-2], *whole.shape[1:])
 
 
 def first_basis(square: Tensor) -> Tensor:
@@ -244,9 +245,20 @@ class Adafactor(Rule):
 
     def update(self, name: str, p: Tensor, g: Tensor, lr: float, weight_decay: float) -> None:
         self.note_noise(name, g)
+        if ".mlp.experts." not in name:
+            self.update_one(name, p, g, self.state.setdefault(name, {}), lr, weight_decay)
+            return
+        states = self.of_expert.setdefault(name, [{} for _ in p])
+        for each, gradient, state in zip(p, g, states, strict=True):
+            self.update_one(name, each, gradient, state, lr, weight_decay)
+        self.state[name] = {label: torch.stack([state[label] for state in states]) for label in states[0]}
+
+    def start(self) -> None:
+        self.of_expert: dict[str, list[Named]] = {}
+
+    def update_one(self, name: str, p: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
         decay = 1 - self.count**-0.8
         squared = g.square() + 1e-30
-        state = self.state.setdefault(name, {})
         if p.dim() < 2 or name not in self.decayed:  # a bias of two rows is no matrix
             means = {"exp_avg_sq": squared}
         else:

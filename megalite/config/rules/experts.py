@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megalite.config.root import Config
 from megalite.config.rules.text import EP, ETP, TP, divisors, listed, multiples_around
-from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ConfigError
 
@@ -100,7 +99,3 @@ def _not_yet(config: Config) -> Iterator[str]:
     """Refused rather than wrong."""
     if config.training.compile:
         yield "--compile: not with --num-experts; drop one of them"
-    name = config.optimizer.optimizer
-    if not OPTIMIZER_SPECS[name].stacks:
-        others = ", ".join(other for other, rule in OPTIMIZER_SPECS.items() if rule.stacks)
-        yield f"--optimizer={name}: not with --num-experts; use one of {others}"

@@ -11,8 +11,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
-from equivalence.layouts import TINY, Layout, assert_close, assert_same_tensors, draw, train_body
+from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, assert_same_tensors, draw, train_body
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, latest
@@ -86,9 +87,13 @@ def test_a_rank_that_holds_padding_only_moves_too(tmp_path: Path) -> None:
     move(one, four, tmp_path / "b")
 
 
-def test_experts_and_their_biases_move(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer", ["soap", *(pytest.param(o, marks=pytest.mark.full) for o in ("adam", "adafactor"))]
+)
+def test_experts_and_their_biases_move(optimizer: str, tmp_path: Path) -> None:
     """From ranks with two whole experts each, ZeRO over their copies, to parts of all experts."""
     model = "--num-layers 2 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias".split()
+    model += ["--position-embedding-type", "rope", *OPTIMIZERS[optimizer].split()]
     dealt = "--expert-model-parallel-size 2 --zero-stage 2 --micro-batch-size 1".split()
     cut = "--tensor-model-parallel-size 2 --micro-batch-size 1".split()
     move(Layout(tuple(model), tuple(dealt), 4), Layout(tuple(model), tuple(cut), 2), tmp_path)

@@ -93,11 +93,6 @@ ONE_LINE = [
         "--num-distributed-optimizer-instances=4: must divide the 2 ranks that hold the same experts",
     ),
     ("--num-experts 4 --compile", 1, "--compile: not with --num-experts; drop one of them"),
-    (
-        "--num-experts 4 --optimizer soap",
-        1,
-        "--optimizer=soap: not with --num-experts; use one of adam, sgd, lion, muon",
-    ),
 ]
 
 

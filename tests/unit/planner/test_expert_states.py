@@ -29,6 +29,8 @@ BASE = (
         "--bf16",
         "--bf16 --moe-layer-freq 2 --model-type llama --moe-shared-expert-intermediate-size 16",
         "--bf16 --optimizer muon",
+        "--bf16 --optimizer soap",
+        "--optimizer adafactor",
         "--bf16 --zero-stage 2",
     ],
 )
