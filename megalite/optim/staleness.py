@@ -141,7 +141,7 @@ class ErrorFeedback(Corrected):
 
 
 class Nesterov(Corrected):
-    """A rule that has momentum takes it as Nesterov did, where the gradient is delayed."""
+    """Switches a rule with momentum to Nesterov momentum where the gradient is delayed."""
 
     def __init__(self, rule: UpdateRule, delay: Delay) -> None:
         super().__init__(rule, delay, lambda group: False)

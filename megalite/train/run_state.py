@@ -1,13 +1,13 @@
-"""What a checkpoint of a run holds, and how a run takes it up again.
+"""What a checkpoint of a run holds, and how a run resumes from it.
 
     tensors   masters `<name>`, moments `optimizer/<moment>/<name>`; biases of experts `<name>`
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
-              samples asked for, surveys of the data, how fp32 products are computed
+              samples asked for, surveys of the data, the precision of fp32 matmuls
     files     the tokenizer, config.yaml
 
-Everything is logical: no rank, stage or place in memory is written down, so any layout can take it up.
+Everything is logical: no rank, stage or place in memory is written down, so any layout can resume from it.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class RunState:
         return str(self.checkpointer.save(progress.iteration, shards, meta, files, background=background))
 
     def check_room(self, progress: TrainingProgress) -> None:
-        """Whether a checkpoint has room where it will be written. Collective. Raises CheckpointError."""
+        """Checks that there is space for a checkpoint. Collective. Raises CheckpointError if there is not."""
         if self.config.checkpoint.save is not None:
             self.checkpointer.check_room(self._shards(self._version(progress)))
 
     def save_has_failed(self) -> bool:
-        """Local: whether a save in the background came to nothing, as far as this rank knows."""
+        """Local: whether this rank knows that a background save has failed."""
         return self.checkpointer.failure is not None
 
     def load(self, start: StartingPoint) -> tuple[TrainingProgress, list[str]]:
         """Loads a checkpoint of any layout, or a Hugging Face model's weights. Collective.
 
-        Returns where the run stands, and what was taken, as text.
+        Returns the progress of the run, and what was loaded, as text.
         """
         model, meta = self.model, Meta(start.meta, str(start.path))
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
@@ -105,7 +105,7 @@ class RunState:
         return progress, self._taken(progress, start, with_state=with_state, older=bool(stored))
 
     def _taken(self, progress: TrainingProgress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
-        """What came from a checkpoint, as text."""
+        """What was loaded from a checkpoint, as text."""
         if start.weights_only:
             return ["weights"]
         taken = [f"iteration {progress.iteration:,}", f"{progress.consumed_samples:,} samples consumed", "weights"]
@@ -140,7 +140,7 @@ class RunState:
         return [shard for _, shards in self._older_versions(version) for shard in shards]
 
     def _stored_older(self, path: Path, version: int) -> list[TensorShard]:
-        """Those that a checkpoint holds; a layout with fewer stages has kept fewer."""
+        """The older versions that a checkpoint holds; a layout with fewer stages has saved fewer."""
         if self.model.num_versions == 1:
             return []
         stored = {name for name in read_manifest(path).tensors if name.startswith(OLDER)}
@@ -181,7 +181,7 @@ class RunState:
 
 
 def _scaler_state(meta: Meta) -> dict[str, float | int]:
-    """What a loss scaler has put there; empty of a constant one. Raises CheckpointError."""
+    """The state that a loss scaler has saved; empty for a constant one. Raises CheckpointError."""
     if not meta.raw:
         return {}
     scale = meta.number("scale")

@@ -105,7 +105,7 @@ class Validator:
 
 
 class _Fixed:
-    """A source of micro-batches that are all there."""
+    """A source of micro-batches that are all in memory."""
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._microbatches = microbatches

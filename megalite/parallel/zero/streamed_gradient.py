@@ -153,7 +153,7 @@ class StreamingSink(GradSink):
 
     @property
     def received(self) -> bool:
-        """Whether something has arrived that has not been reduced yet."""
+        """Whether it holds contributions that have not been reduced yet."""
         return not self.fresh or self.waiting is not None
 
     def reopen(self) -> None:
