@@ -1,13 +1,19 @@
 """MLP activations. A gated one takes `[..., 2f]`, gate first, and returns `[..., f]` (GLU variants, arXiv
 2002.05202).
+
+Each has its gradient beside it, (input, gradient of the result) -> gradient of the input: the layer that computes an
+activation again in backward needs no second graph for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+aten = torch.ops.aten
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -15,9 +21,19 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
+def gelu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    dx: Tensor = aten.gelu_backward(dy, x, approximate="none")
+    return dx
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation that GPT-2 uses."""
     return F.gelu(x, approximate="tanh")
+
+
+def gelu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    dx: Tensor = aten.gelu_backward(dy, x, approximate="tanh")
+    return dx
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -26,15 +42,29 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
+def swiglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    gate, value = x.chunk(2, -1)
+    return torch.cat([aten.silu_backward(dy * value, gate), dy * F.silu(gate)], -1)
+
+
 def geglu(x: Tensor) -> Tensor:
     """gelu(gate) * value, exact GELU."""
     gate, value = x.chunk(2, -1)
     return F.gelu(gate) * value
 
 
+def geglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    gate, value = x.chunk(2, -1)
+    return torch.cat([aten.gelu_backward(dy * value, gate, approximate="none"), dy * F.gelu(gate)], -1)
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x) ** 2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
+
+
+def squared_relu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    return dy * F.relu(x) * 2
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,4 +73,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu,
     "geglu": geglu,
     "squared-relu": squared_relu,
+}
+
+GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": gelu_gradient,
+    "gelu-tanh": gelu_tanh_gradient,
+    "swiglu": swiglu_gradient,
+    "geglu": geglu_gradient,
+    "squared-relu": squared_relu_gradient,
 }

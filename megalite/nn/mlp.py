@@ -9,7 +9,7 @@ from torch import nn
 
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
-from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.activation import ACTIVATIONS, GRADIENTS
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear
 
 
@@ -29,7 +29,13 @@ class MLP(nn.Module):
         parts = 2 if config.gated else 1
         self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=config.init_method_std, ctx=ctx)
         self.fc2 = RowParallelLinear(
-            f, h, bias=bias, init_std=output_std(config), ctx=ctx, activation=ACTIVATIONS[config.activation]
+            f,
+            h,
+            bias=bias,
+            init_std=output_std(config),
+            ctx=ctx,
+            activation=ACTIVATIONS[config.activation],
+            activation_gradient=GRADIENTS[config.activation],
         )
 
     def segments(self, microbatch: Microbatch) -> list[Any]:

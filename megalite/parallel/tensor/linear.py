@@ -86,6 +86,7 @@ class RowParallelLinear(nn.Module):
     Only the first rank adds the bias, so that the sum contains it once.
 
     activation: applied to the input first; only the input is kept for backward, unless `keeps_activated` is set.
+    activation_gradient: (its input, gradient of its result) -> gradient of its input.
     """
 
     def __init__(
@@ -97,9 +98,11 @@ class RowParallelLinear(nn.Module):
         init_std: float,
         ctx: LayerContext,
         activation: Activation | None = None,
+        activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.activation, self.keeps_activated = activation, False
+        self.activation_gradient = activation_gradient
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
         self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
@@ -182,9 +185,7 @@ class _RowLinear(Function):
         x, weight, bias = ctx.saved_tensors
         before = x
         if ctx.activation is not None:
-            with torch.enable_grad():
-                before = x.detach().requires_grad_(ctx.needs_input_grad[0])
-                x = ctx.activation(before)
+            x = ctx.activation(before)
         dbias = None
         if bias is not None and ctx.needs_input_grad[2]:  # before the gather: each rank sums its own tokens
             dbias = bias_gradient(ctx, dy, bias)
@@ -192,8 +193,8 @@ class _RowLinear(Function):
             dy = all_gather(dy, ctx.layer.tp)
         dx = input_gradient(dy, weight, ctx.layer.product_dtype) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
-        if dx is not None and before is not x:
-            (dx,) = torch.autograd.grad(x, before, dx)
+        if dx is not None and ctx.activation is not None:
+            dx = ctx.layer.activation_gradient(before, dx)
         return dx, dweight, dbias, None, None
 
 

@@ -16,7 +16,7 @@ from megalite.inventory import tiling as pieces
 from megalite.inventory.tiling import recompute_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.activation import ACTIVATIONS, GRADIENTS
 from megalite.nn.attention_blocked import blocked_attention, register_operator
 from megalite.nn.attention_core import AttentionCore, fused_attention
 from megalite.nn.attention_tiles import tiled_attention
@@ -207,6 +207,15 @@ def test_activations() -> None:
     assert expected.keys() == ACTIVATIONS.keys()
     for name, values in expected.items():
         torch.testing.assert_close(ACTIVATIONS[name](x), values)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_activations(name: str) -> None:
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    y = ACTIVATIONS[name](x)
+    dy = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(GRADIENTS[name](x.detach(), dy), expected, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("fields", [{}, ROPE], ids=["learned", "rope"])
