@@ -6,7 +6,7 @@ layer specs -> modules without memory -> flat buffers, which give them memory ->
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from megalite.comm import Axis, ExpertAxes, FamilyAxes, ParallelMesh, TensorSpec
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import AXIS_FAMILIES, boundary_shape, lowered_program
+from megalite.inventory import AXIS_FAMILIES, boundary_shape
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
 from megalite.optim import (
@@ -38,7 +38,7 @@ from megalite.parallel.zero import (
     ZeroOptions,
     stage_buffers,
 )
-from megalite.schedule import Program, StageKey, StagePlacement, find_schedule, validate
+from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.expert_bias import ExpertBias
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-LONG_BATCH = 4096
-"""Micro-batches times stages above which only the first rounds of a program are validated."""
 MANY_LAYERS = 1000
 """Building more than this takes seconds, which are announced."""
 
@@ -60,46 +58,6 @@ def parameter_dtype(config: Config) -> torch.dtype:
 def wide_dtype(config: Config) -> torch.dtype:
     """The wider of fp32 and the parameter dtype: masters, gradients, losses."""
     return torch.promote_types(torch.float32, parameter_dtype(config))
-
-
-@dataclass(frozen=True)
-class ProgramCache:
-    """The pipeline programs of a run: one for each number of micro-batches, and those of the first, flushed steps."""
-
-    config: Config
-    _cache: dict[tuple[str, int], Program] = field(default_factory=dict, init=False, repr=False)
-
-    def program(self, num_microbatches: int, iteration: int) -> Program:
-        """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
-        parallel = self.config.parallel
-        flush = find_schedule(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
-        return self._lowered(flush or parallel.schedule, num_microbatches)
-
-    def full(self, world_size: int) -> Program:
-        """The program of a full batch once the first, flushed steps are over."""
-        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
-
-    def _lowered(self, name: str, num_microbatches: int) -> Program:
-        key = (name, num_microbatches)
-        if key not in self._cache:
-            program = lowered_program(self.config, num_microbatches, name)
-            validate(program, _proved(program, of_file=self.config.parallel.pipeline_schedule_file is not None))
-            self._cache[key] = program
-        return self._cache[key]
-
-
-def _proved(program: Program, *, of_file: bool) -> list[int] | None:
-    """Sizes of the batches that the validator runs; None: its own choice.
-
-    Validation of a long batch is slow, and the schedules of the table are periodic: a batch of m micro-batches is valid
-    if one of 4p + (m mod 4p) is (`tests/unit/schedule` proves the shapes up to there). A schedule file is
-    always validated whole.
-    """
-    period = 4 * program.num_ranks
-    short = period + program.num_microbatches % period
-    if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:
-        return None
-    return [short] * (5 if program.asynchronous else 2)
 
 
 @dataclass(frozen=True)

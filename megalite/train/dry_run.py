@@ -20,9 +20,9 @@ from megalite.observe import METRICS_FILE
 from megalite.planner import checkpoint_bytes, format_table, startup_rows
 from megalite.progress import ProgressBar
 from megalite.schedule import Program, render_text, simulate
-from megalite.train.build import ProgramCache
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
+from megalite.train.programs import ProgramCache
 from megalite.train.run import changed_data
 from megalite.train.run_data import resolve_tokenizer
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
@@ -39,7 +39,9 @@ LARGEST_CHECKPOINT = 1 << 34
 def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError."""
     config, tokenizer = resolve_tokenizer(config)
-    program = ProgramCache(config).full(world_size)
+    programs = ProgramCache(config)
+    programs.prove(world_size, Axis.single("world"))
+    program = programs.full(world_size)
     cuts = stage_layer_ranges(config, program)
     notes = [f" not checked: devices, memory, data, --load and --save ({world_size} ranks are not meant for this host)"]
     if world_size <= max(HOST, os.cpu_count() or 1):

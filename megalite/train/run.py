@@ -25,12 +25,13 @@ from megalite.parallel.pipeline import Executor
 from megalite.planner import format_table, startup_rows
 from megalite.train import matmul_precision
 from megalite.train.batch_reader import BatchReader
-from megalite.train.build import ProgramCache, build_model, build_scaler, wide_dtype
+from megalite.train.build import build_model, build_scaler, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.memory_check import check_memory
 from megalite.train.param_schedules import resolve_schedules
+from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import resume_report
 from megalite.train.run_data import RunData, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
@@ -73,12 +74,15 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     world.report_phase("start-up: process groups")
     mesh = make_mesh(config, world)
     programs = ProgramCache(config)
+    programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
     cuts = stage_layer_ranges(config, program)
     if world.is_first:
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
         table = startup_rows(config, world.size, program=program, cuts=cuts, device=device)
         logger.info("\n%s", format_table(table))
+        for line in device_advice(config, world.device):
+            logger.warning(line)
     check_memory(config, world, mesh.world, program, cuts)
     world.report_phase("start-up: run directory")
     with RunDirectory(config, mesh.world) as directory:
@@ -118,6 +122,15 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         trainer = assemble_trainer(world, data, programs, state, progress, facts)
         mesh.complete()
         yield OpenRun(trainer, state, directory)
+
+
+def device_advice(config: Config, device: torch.device) -> list[str]:
+    """What is legal but slow on this device."""
+    if device.type == "cuda" and config.model.hidden_dropout > 0 and not config.training.compile:
+        return [
+            f"--hidden-dropout={config.model.hidden_dropout}: some 80 kernels a place without --compile, one with it"
+        ]
+    return []
 
 
 def make_mesh(config: Config, world: World) -> ParallelMesh:

@@ -23,8 +23,8 @@ from megalite.config import parse
 from megalite.config.root import all_options
 from megalite.errors import MegaliteError
 from megalite.inventory.pipeline import stage_layer_ranges
-from megalite.train.build import ProgramCache
 from megalite.train.matmul_precision import set_matmul_precision
+from megalite.train.programs import ProgramCache
 from megalite.train.run import run_training
 from pretrain_gpt import main
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megalite.comm import Axis
 from megalite.config import parse
+from megalite.errors import ScheduleError
 from megalite.schedule import SCHEDULES, Program, find_schedule
-from megalite.train import build
-from megalite.train.build import ProgramCache
+from megalite.train import programs
+from megalite.train.programs import ProgramCache
 
 LONG = 136
 FLAGS = (
@@ -39,9 +42,9 @@ def steps_of(program: Program, rank: int, size: int, window: range) -> list[tupl
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_long_batch_is_a_short_one_with_more_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[Any] = []
-    real = build.validate
-    monkeypatch.setattr(build, "LONG_BATCH", 128)
-    monkeypatch.setattr(build, "validate", lambda program, run: (walked.append(run), real(program, run)))
+    real = programs.validate
+    monkeypatch.setattr(programs, "LONG_BATCH", 128)
+    monkeypatch.setattr(programs, "validate", lambda program, run: (walked.append(run), real(program, run)))
     long = program_of(name, LONG)
     ((short, *_),) = walked
     assert short < LONG / 4 and (LONG - short) % 16 == 0
@@ -55,6 +58,35 @@ def test_a_long_batch_is_a_short_one_with_more_rounds(name: str, monkeypatch: py
 
 def test_short_batches_and_files_are_walked_whole() -> None:
     program = program_of("1f1b", LONG)
-    assert build._proved(program, of_file=False) is None
-    assert build._proved(replace(program, num_microbatches=2048), of_file=False) == [16, 16]
-    assert build._proved(replace(program, num_microbatches=2048), of_file=True) is None
+    assert programs._proved(program, of_file=False) is None
+    assert programs._proved(replace(program, num_microbatches=2048), of_file=False) == [16, 16]
+    assert programs._proved(replace(program, num_microbatches=2048), of_file=True) is None
+
+
+RAMP = "--pipeline-model-parallel-size 4 --global-batch-size 32 --rampup-batch-size 8 4 100".split()
+
+
+def proved_by(rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch, *flags: str, told: Any = None) -> Any:
+    """(What a rank validates at the start, the batches in micro-batches; its cache)."""
+    walked: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "validate", lambda program, run: walked.append(program.num_microbatches))
+        patch.setattr(programs, "all_gather_json", lambda mine, axis: told(mine) if told else [mine])
+        cache = ProgramCache(parse([*FLAGS, *RAMP, *flags], world_size=4))
+        cache.prove(4, Axis("world", ranks, rank, tuple(range(ranks)), group=None))
+        for micro_batches in (8, 12, 32):
+            cache.program(micro_batches, 1)
+        return walked
+
+
+def test_every_program_of_a_ramp_is_proved_on_one_rank_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [proved_by(rank, 3, monkeypatch) for rank in range(3)]
+    assert sorted(size for share in shares for size in share) == list(range(8, 33, 4))
+    assert max(map(len, shares)) == 3 and 32 in shares[0]
+
+
+def test_what_one_rank_finds_all_ranks_raise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="a circle"):
+        proved_by(1, 2, monkeypatch, told=lambda mine: [["a circle", ""], mine])
+    with pytest.raises(ScheduleError, match="rank 1 reads another file"):
+        proved_by(1, 2, monkeypatch, told=lambda mine: [[None, "a digest"], mine])

@@ -15,8 +15,8 @@ from megalite.host_memory import Pool, host_pools
 from megalite.inventory import stage_layer_ranges
 from megalite.planner import rank_memory
 from megalite.train import memory_check
-from megalite.train.build import ProgramCache
 from megalite.train.memory_check import judge
+from megalite.train.programs import ProgramCache
 from pretrain_gpt import main
 
 BASE = (

@@ -1,0 +1,99 @@
+"""The pipeline programs of a run, each validated once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megalite.comm import Axis, all_gather_json
+from megalite.config import Config
+from megalite.errors import ScheduleError
+from megalite.inventory import lowered_program
+from megalite.schedule import Program, find_schedule, validate
+
+PROVED_AT_START = 16
+"""Programs that a rank validates before the first step, so that none of a growing batch stops a run later."""
+LONG_BATCH = 4096
+"""Micro-batches times stages above which only the first rounds of a program are validated."""
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """The pipeline programs of a run: one for each number of micro-batches, and those of the first, flushed steps."""
+
+    config: Config
+    _cache: dict[tuple[str, int], Program] = field(default_factory=dict, init=False, repr=False)
+    _valid: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False)
+
+    def prove(self, world_size: int, world: Axis) -> None:
+        """Validates the programs of all batch sizes of a run of `world_size` ranks, each on one rank of `world`.
+        Collective. Raises ScheduleError, the same on all ranks.
+
+        A program is a pure function of configuration and source, which the self-test has compared; of a schedule file
+        the ranks compare a digest.
+        """
+        parallel, unit = self.config.parallel, self.config.training.micro_batch_size
+        unit *= self.config.data_parallel_size(world_size)
+        names = {parallel.schedule}
+        if parallel.pipeline_flush_steps > 0:
+            names.add(find_schedule(parallel.schedule).flush_schedule or parallel.schedule)
+        sizes = dict.fromkeys(reversed(self.config.batch_size_schedule(world_size).sizes))
+        keys = [(name, size // unit) for size in sizes for name in sorted(names)][: PROVED_AT_START * world.size]
+        file, problem, digest = parallel.pipeline_schedule_file, None, ""
+        try:
+            if file is not None:
+                digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            for key in keys[world.rank :: world.size]:
+                self._validate(self._build(key))
+        except (ScheduleError, OSError) as error:
+            problem = str(error)
+        told = all_gather_json([problem, digest], world)
+        first = next((problem for problem, _ in told if problem), None)
+        if first is not None:
+            raise ScheduleError(first)
+        other = next((rank for rank, (_, theirs) in enumerate(told) if theirs != told[0][1]), None)
+        if other is not None:
+            raise ScheduleError(f"--pipeline-schedule-file={file}: rank {other} reads another file there than rank 0")
+        self._valid.update(keys)
+
+    def program(self, num_microbatches: int, iteration: int) -> Program:
+        """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
+        parallel = self.config.parallel
+        flush = find_schedule(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
+        return self._lowered(flush or parallel.schedule, num_microbatches)
+
+    def full(self, world_size: int) -> Program:
+        """The program of a full batch once the first, flushed steps are over."""
+        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
+
+    def _lowered(self, name: str, num_microbatches: int) -> Program:
+        key = (name, num_microbatches)
+        program = self._build(key)
+        if key not in self._valid:
+            self._validate(program)
+            self._valid.add(key)
+        return program
+
+    def _build(self, key: tuple[str, int]) -> Program:
+        if key not in self._cache:
+            self._cache[key] = lowered_program(self.config, key[1], key[0])
+        return self._cache[key]
+
+    def _validate(self, program: Program) -> None:
+        of_file = self.config.parallel.pipeline_schedule_file is not None
+        validate(program, _proved(program, of_file=of_file))
+
+
+def _proved(program: Program, *, of_file: bool) -> list[int] | None:
+    """Sizes of the batches that the validator runs; None: its own choice.
+
+    Validation of a long batch is slow, and the schedules of the table are periodic: a batch of m micro-batches is valid
+    if one of 4p + (m mod 4p) is (`tests/unit/schedule` proves the shapes up to there). A schedule file is
+    always validated whole.
+    """
+    period = 4 * program.num_ranks
+    short = period + program.num_microbatches % period
+    if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:
+        return None
+    return [short] * (5 if program.asynchronous else 2)
