@@ -75,6 +75,11 @@ class DeviceOptions(Spelled):
 
     device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
     distributed_backend: str | None = option(None, "unset: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))
+    deterministic_mode: bool = option(
+        False,
+        "kernels with a fixed order of additions alone, so that a run on GPUs repeats and resumes bit for bit; slower, "
+        "and an error where there is none",
+    )
     ignore_memory_estimate: bool = option(
         False, "start although the predicted memory is more than the hosts or GPUs have free", saved=False
     )

@@ -4,7 +4,8 @@
     status = launch(config, main, place)               main(config, world) on every rank; exit status
 
 One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and mpirun end in the same call. Variables
-that are read: the launchers' (see `environment`), OMP_NUM_THREADS and GLOO_SOCKET_IFNAME (kept if set).
+that are read: the launchers' (see `environment`), OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, and with --deterministic-mode
+CUBLAS_WORKSPACE_CONFIG and NCCL_ALGO (kept if set).
 
 torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/launch/` and
 `tests/faults/test_launcher.py`.
@@ -193,6 +194,8 @@ def _run_rank(
 
     from megalite.comm import World
 
+    if config.parallel.hardware.deterministic_mode:
+        be_deterministic()
     device = choose_device(config.parallel, place)
     _set_threads(place)
     if device.type == "cuda":
@@ -344,6 +347,16 @@ def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
     if device.type == "cuda" and parallel.hardware.distributed_backend != "gloo":
         return "cpu:gloo,cuda:nccl"
     return "gloo"
+
+
+def be_deterministic() -> None:
+    """`--deterministic-mode`, for the rest of this process: sums of one order in torch, cuBLAS and NCCL."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # rings and trees add in one order, a switch does not
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _set_threads(place: LaunchEnvironment) -> None:

@@ -48,3 +48,11 @@ def test_half_precision_stays_near_the_oracle(flags: tuple[str, ...], tmp_path: 
     records = run(tmp_path / "run", "--num-layers", "4", "--no-fp64", *flags)
     expected = reference((*TINY, "--micro-batch-size", "1", "--num-layers", "4"), STEPS)
     assert_close([record["lm_loss"] for record in records], expected.losses, 2e-2, "loss")
+
+
+def test_deterministic_mode_repeats_bit_for_bit(tmp_path: Path) -> None:
+    flags = ("--num-layers", "4", "--no-fp64", "--bf16", "--hidden-size", "128", "--deterministic-mode")
+    first, second = (run(tmp_path / name, *flags) for name in ("one", "two"))
+    assert [record["lm_loss"] for record in first] == [record["lm_loss"] for record in second]
+    one, two = (saved_tensors(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())

@@ -79,6 +79,17 @@ def test_cores_that_a_launcher_has_shared_out_are_not_shared_again(launcher: str
     assert threads_of(LaunchEnvironment(launcher, 0, 8, 0, 8), 64, allowed) == threads
 
 
+def main_writes_modes(config: Config, world: World) -> None:
+    path = Path(os.environ["MEGALITE_TEST_FOLDER"]) / "modes.txt"
+    path.write_text(f"{torch.are_deterministic_algorithms_enabled()} {os.environ.get('CUBLAS_WORKSPACE_CONFIG')}")
+
+
+@pytest.mark.parametrize(("flags", "modes"), [([], "False None"), (["--deterministic-mode"], "True :4096:8")])
+def test_deterministic_mode_is_set_before_the_device(flags: list[str], modes: str, tmp_path: Path) -> None:
+    assert _launch(tmp_path, "main_writes_modes", flags, CUBLAS_WORKSPACE_CONFIG=None) == 0
+    assert (tmp_path / "modes.txt").read_text() == modes
+
+
 def test_omp_num_threads_wins(tmp_path: Path) -> None:
     assert _launch(tmp_path, "main_writes", ["--nprocs", "2"], OMP_NUM_THREADS="1") == 0
     assert (tmp_path / "1.txt").read_text().endswith(" 1")
