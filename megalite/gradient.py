@@ -125,12 +125,12 @@ class GradSink:
         self.expect(self.uses)
 
     def add(self, gradient: Tensor) -> None:
-        """grad += gradient (any float dtype)."""
+        """grad += gradient (any float dtype, as many elements)."""
         if self.fresh:
             self._open()
-            self.buffer.copy_(gradient)
+            self.buffer.copy_(gradient.view(self.buffer.shape))
         else:
-            add_widened(self.buffer, gradient)
+            add_widened(self.buffer, gradient.view(self.buffer.shape))
         self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:

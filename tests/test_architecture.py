@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 MAX_FIELDS = {
     "model": 38,
     "parallel": 21,
-    "training": 21,
+    "training": 22,
     "optimizer": 17,
     "data": 16,
     "checkpoint": 14,

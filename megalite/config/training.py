@@ -70,6 +70,23 @@ class Precision(OneOf):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8(Spelled):
+    """Products of linear layers inside of blocks in 8 bits."""
+
+    fp8_format: str | None = option(
+        None,
+        "multiply in float8 inside of blocks: e4m3 for all, or hybrid, e5m2 for gradients; on a CPU it is emulated",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = option(
+        "tensorwise",
+        "what shares a scale: a tensor, a row, or a block of 128 (of weights 128 x 128)",
+        choices=("tensorwise", "rowwise", "blockwise"),
+        only_with="fp8_format",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossScaling(Spelled):
     """Loss scaling of --fp16, and how many updates may be skipped."""
 
@@ -102,6 +119,7 @@ class TrainingConfig:
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0, le=2**32 - 1)
 
     precision: Precision = Precision()
+    float8: Float8 = Float8()
     loss_scaling: LossScaling = LossScaling()
     float32_matmul_precision: str = option(
         "highest",

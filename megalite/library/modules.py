@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
-from megalite.parallel.tensor import input_gradient, linear, product_dtype, weight_gradients
+from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
 
 LossFunction = Callable[[Tensor, Any], Tensor]
 """(What the last layer returns, target) -> 0-dim, the mean over the micro-batch."""
@@ -56,7 +56,7 @@ class _WholeLinear:
     """What the backward of our linear layers asks of a layer; this one is cut by no axis."""
 
     weight_grads: WeightGradQueue
-    product_dtype: torch.dtype
+    products: PlainProducts
     sum_tokens: Callable[[Tensor], Tensor]
 
 
@@ -68,13 +68,14 @@ class _SplitLinear(Function):
         ctx.layer = layer
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
         ctx.save_for_backward(x, weight, bias)
-        return linear(x, weight, bias, layer.product_dtype)
+        y, ctx.kept = layer.products.forward(x, weight, bias)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        dx = input_gradient(dy, weight, ctx.layer.product_dtype) if ctx.needs_input_grad[0] else None
+        dx = ctx.layer.products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
         return dx, *weight_gradients(ctx, x, dy, weight, bias), None
 
 
@@ -87,7 +88,7 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
     owners = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
     for module in stage.modules():
         if type(module) is nn.Linear and owners[id(module.weight)] == 1 and module.weight.requires_grad:
-            products = product_dtype(module.weight.dtype, device.type)
+            products = PlainProducts(product_dtype(module.weight.dtype, device.type))
             whole = _WholeLinear(queue, products, sum_widened)
             module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class
 

@@ -112,10 +112,12 @@ class Roofline:
     hardware: Hardware
     software: Software = MEGALITE
 
-    def product(self, config: Config, m: float, n: float, k: float, count: float = 1) -> float:
-        """Seconds of a matrix product, or of `count` in one call."""
+    def product(self, config: Config, m: float, n: float, k: float, count: float = 1, *, float8: bool = False) -> float:
+        """Seconds of a matrix product, or of `count` in one call. float8: in 8 bits, where the file has its rate."""
         hw, e = self.hardware, ElementBytes.of(config).compute
         rate = hw.matrix_flops[precision_name(config)] * hw.matrix_efficiency
+        if float8:
+            rate = hw.matrix_flops.get("fp8", rate / hw.matrix_efficiency) * hw.matrix_efficiency
         bandwidth = hw.memory_bandwidth * hw.memory_efficiency
         moved = count * e * (m * n + n * k + m * k) / bandwidth
         if not hw.multiprocessors:
@@ -184,7 +186,8 @@ class Roofline:
         if not product.name.startswith("experts."):
             interleaved = self.software.interleaved and config.parallel.sequence_parallel
             parts = config.parallel.tensor_model_parallel_size if interleaved else 1
-            return parts * self.product(config, micro_tokens(config) / parts, n, k)
+            eight = config.training.float8.fp8_format is not None and product.name != "router"
+            return parts * self.product(config, micro_tokens(config) / parts, n, k, float8=eight)
         here, taken = (given.num_experts or 1) / axes.expert_model_parallel_size, given.moe_router_topk
         one = (n / taken, k) if product.cut == "n" else (n, k / taken)
         return here * self.product(config, expert_rows(config, layer) / here, *one)

@@ -29,10 +29,10 @@ class Link:
 class Hardware:
     """One kind of node.
 
-    matrix_flops: precision -> dense FLOP/s. matrix_efficiency: part of it that large products reach;
-    matrix_half_size: the smallest extent of a product at which half of that is left. attention_efficiency: the same
-    for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead: seconds of
-    starting one kernel that nothing hides; action_overhead: of one forward or backward of a stage, besides its kernels.
+    matrix_flops: precision -> dense FLOP/s; fp8 where it is known. matrix_efficiency: part of it that large products
+    reach; matrix_half_size: the smallest extent of a product at which half of that is left. attention_efficiency: the
+    same for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead:
+    seconds of starting one kernel that nothing hides; action_overhead: of a stage's pass, besides its kernels.
     reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
     hide behind computation. power: watts of one device with its share of the node. multiprocessors: what computes a
     tile of a product each (0: products are not cut into tiles, and matrix_half_size counts); tile_latency: seconds in
@@ -161,7 +161,7 @@ def _link(raw: Any, name: str, problems: list[str]) -> Link:
 
 def _rates(raw: Any, problems: list[str]) -> dict[str, float]:
     names = ("bf16", "fp16", "fp32", "fp64")
-    if not isinstance(raw, dict) or set(raw) != set(names):
-        problems.append(f"matrix_flops: expected FLOP/s of {', '.join(names)}")
+    if not isinstance(raw, dict) or set(raw) - {"fp8"} != set(names):
+        problems.append(f"matrix_flops: expected FLOP/s of {', '.join(names)} (and fp8)")
         return dict.fromkeys(names, 1.0)
-    return {name: _number(raw[name], f"matrix_flops.{name}", problems) for name in names}
+    return {name: _number(rate, f"matrix_flops.{name}", problems) for name, rate in raw.items()}

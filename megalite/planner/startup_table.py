@@ -123,12 +123,15 @@ def describe_layout(config: Config, world_size: int) -> str:
 
 
 def _precision(config: Config) -> str:
-    name = config.training.precision.name
-    if name == "fp32":
-        name += f" (matrix products: {config.training.float32_matmul_precision})"
+    name, given, detail = config.training.precision.name, config.training.float8, ""
+    if given.fp8_format is not None:
+        detail = f" (linear layers of blocks: fp8 {given.fp8_format}, {given.fp8_recipe} scales)"
+    elif name == "fp32":
+        detail = f" (matrix products: {config.training.float32_matmul_precision})"
     if not config.training.precision.half:
-        return name
-    return f"{name}, master weights in fp32, gradients in {name if config.parallel.grad_reduce_in_bf16 else 'fp32'}"
+        return name + detail
+    gradients = name if config.parallel.grad_reduce_in_bf16 else "fp32"
+    return f"{name}{detail}, master weights in fp32, gradients in {gradients}"
 
 
 def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:

@@ -28,6 +28,7 @@ from megalite.nn import expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build_program
 from megalite.testing.experts import PlainExperts
+from megalite.testing.float8 import PlainFloat8
 from megalite.testing.update_rules import RULES, decay_of, learning_rate
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -60,6 +61,7 @@ class Pupil:
         self.model = build_stack(self.config.model, self.specs, context, init_seed=self.config.training.seed)
         self.experts = PlainExperts(self.config.model)
         self.experts.replace(self.model)
+        PlainFloat8.replace(self.model, self.config.training.float8)
         self.parameters = dict(self.model.logical_parameters())
         self.biases = {bias.name: bias.values for bias in expert_biases(self.model)}
         named = self.model.named_parameters()

@@ -172,6 +172,7 @@ def _build_module(
         device=device,
         seed=config.training.seed,
         weight_grads=queue,
+        float8=config.training.float8,
         loads=loads,
         deferred=True,
     )

@@ -22,6 +22,7 @@ from megalite.errors import DataError
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
 from megalite.parallel.pipeline import Executor
+from megalite.parallel.tensor import check_float8
 from megalite.planner import format_table, startup_rows
 from megalite.train import matmul_precision
 from megalite.train.batch_reader import BatchReader
@@ -83,6 +84,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         logger.info("\n%s", format_table(table))
         for line in device_advice(config, world.device):
             logger.warning(line)
+    check_float8(config, world.device)
     check_memory(config, world, mesh.world, program, cuts)
     world.report_phase("start-up: run directory")
     with RunDirectory(config, mesh.world) as directory:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from megalite.comm.mesh import Axis
 from megalite.comm.world import World
+from megalite.config import Float8
 from megalite.config.cli import parse
 from megalite.gradient import GradSink, WeightGradQueue
 from megalite.parallel.tensor import LossKernels, VocabShard, fused_cross_entropy
+from megalite.parallel.tensor.float8 import _worst_difference as float8_difference
 from megalite.parallel.zero import ActivationOffload
 from megalite.testing import run_single
 from megalite.train.run import open_run
@@ -177,3 +179,16 @@ def test_a_layer_waits_for_its_own_copies_alone() -> None:
         assert waited[0][0] == 1 and side.events == 2, "the copies of the layer before are under way, not waited for"
         first.load(0)
     assert waited[-1][0] == 2
+
+
+@needs_cuda
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("kind", ["e4m3", "hybrid"])
+def test_float8_products_are_those_of_the_emulation(kind: str, recipe: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8 products before compute capability 8.9")
+    given = Float8(fp8_format=kind, fp8_recipe=recipe)
+    try:
+        assert float8_difference(given, torch.device("cuda")) < 1e-2
+    except RuntimeError as error:  # a run refuses the recipe with this text
+        pytest.skip(f"this torch on this GPU: {str(error).splitlines()[0]}")

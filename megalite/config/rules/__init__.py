@@ -21,7 +21,7 @@ from megalite.config.rules.layout import (
     warnings,
     world,
 )
-from megalite.config.rules.run import learning_rate, length, precision, update_rule, weight_decay
+from megalite.config.rules.run import float8, learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
 __all__ = ["RULES", "warnings"]
@@ -41,6 +41,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     batch,
     length,
     precision,
+    float8,
     learning_rate,
     weight_decay,
     update_rule,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.root import Config
+from megalite.config.rules.text import CP, TP
 from megalite.config.staleness import has_delay
 from megalite.config.training import TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
@@ -30,6 +31,27 @@ def precision(config: Config, world_size: int) -> Iterator[str]:
         yield f"--min-loss-scale={smallest}: above --initial-loss-scale={first}"
     if config.parallel.grad_reduce_in_bf16 and not training.precision.bf16:
         yield "--grad-reduce-in-bf16: needs --bf16"
+
+
+def float8(config: Config, world_size: int) -> Iterator[str]:
+    """Formats beside it, and blocks of 128 that end where ranks do."""
+    given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size
+    if given.fp8_format is None:
+        return
+    flag, tp = f"--fp8-format={given.fp8_format}", config.parallel.tensor_model_parallel_size
+    if config.training.precision.fp16:
+        yield f"{flag}: not with --fp16, whose loss scale has no use for it; use --bf16"
+    if given.fp8_recipe != "blockwise":
+        return
+    sizes = {
+        "the queries, keys and values": (model.query_size + 2 * model.kv_size, TP, tp),
+        "the heads": (model.query_size, TP, tp),
+        "the MLP width (--ffn-hidden-size)": (model.ffn_size, TP, tp),
+        "the tokens of a micro-batch, twice": (model.seq_length * config.training.micro_batch_size, CP, 2 * context),
+    }
+    for what, (size, axis, parts) in sizes.items():
+        if parts > (2 if axis == CP else 1) and size % (128 * parts):
+            yield f"--fp8-recipe=blockwise: {axis} cuts {what}, {size}, not at multiples of 128; use rowwise"
 
 
 def learning_rate(config: Config, world_size: int) -> Iterator[str]:

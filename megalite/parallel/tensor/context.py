@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from megalite.comm import Axis, ContextAxes, ExpertAxes
+from megalite.config import Float8
 from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import ParameterPlacement
+from megalite.parallel.tensor.float8 import Float8Products
+from megalite.parallel.tensor.products import PlainProducts, Products, product_dtype
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class LayerContext:
     dtype, device: of the parameters ('meta' builds shapes only).
     seed: keys dropout.
     weight_grads: takes the computations of weight gradients, which run at once or (zero-bubble schedules) later.
+    float8: the format and scales of linear layers' products.
     loads: where routers note what they did.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
         sharded model is never whole on any rank.
@@ -37,8 +41,18 @@ class LayerContext:
     device: torch.device | str = "cpu"
     seed: int = 1234
     weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
+    float8: Float8 = Float8()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
     deferred: bool = False
+
+    def products(self, *, inputs: Axis | None = None, outputs: Axis | None = None) -> Products:
+        """Of a linear layer with inputs or outputs cut over an axis."""
+        if self.float8.fp8_format is None:
+            return PlainProducts(product_dtype(self.dtype, torch.device(self.device).type))
+        cuts = {"in": inputs, "out": outputs}
+        axes = {dim: [] if axis is None else [axis] for dim, axis in cuts.items()}
+        axes["tokens"] = [self.cp.heads, self.cp.ring]
+        return Float8Products(self.float8, axes, self.wide_dtype)
 
     @property
     def sequence_split(self) -> bool:

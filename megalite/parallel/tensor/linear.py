@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -38,7 +36,7 @@ from megalite.comm import (
 from megalite.gradient import GradSink, sink_of, sum_widened
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
-from megalite.parallel.tensor.products import product_dtype
+from megalite.parallel.tensor.products import Products
 
 Activation = Callable[[Tensor], Tensor]
 """Elementwise in the channels that each rank holds: `[..., parts * n]` -> `[..., n]`."""
@@ -60,7 +58,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
+        self.products = ctx.products(outputs=ctx.tp)
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
@@ -105,7 +103,7 @@ class RowParallelLinear(nn.Module):
         self.activation_gradient = activation_gradient
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.product_dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
+        self.products = ctx.products(inputs=ctx.tp)
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = in_features // ctx.tp.size
         place = ParameterPlacement(
@@ -134,13 +132,16 @@ class _ColumnLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
         _remember(ctx, x, weight, bias, layer)
         whole = all_gather(x, layer.tp) if ctx.sequence else x
-        return linear(whole, weight, bias, layer.product_dtype)
+        y, ctx.kept = layer.products.forward(whole, weight, bias)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         axis: Axis = ctx.layer.tp
+        products: Products = ctx.layer.products
+        products.begin_backward(dy, weight, ctx.kept)
         whole = x
         gathering: Handle = Done()
         if ctx.sequence and ctx.needs_input_grad[1]:
@@ -149,7 +150,7 @@ class _ColumnLinear(Function):
         dx = None
         reducing: Handle = Done()
         if ctx.needs_input_grad[0]:
-            partial = input_gradient(dy, weight, ctx.layer.product_dtype)
+            partial = products.input_gradient(dy, weight, ctx.kept)
             gathering.wait()
             dx, reducing = start_sum(partial, axis, sequence=ctx.sequence)
         gathering.wait()
@@ -173,7 +174,7 @@ class _RowLinear(Function):
         _remember(ctx, x, weight, bias, layer)
         ctx.activation = activation
         x = x if activation is None else activation(x)
-        y = linear(x, weight, bias if layer.tp.rank == 0 else None, layer.product_dtype)
+        y, ctx.kept = layer.products.forward(x, weight, bias if layer.tp.rank == 0 else None)
         if ctx.sequence:
             return reduce_scatter(y, layer.tp)
         all_reduce_(y, layer.tp)
@@ -191,7 +192,9 @@ class _RowLinear(Function):
             dbias = bias_gradient(ctx, dy, bias)
         if ctx.sequence:
             dy = all_gather(dy, ctx.layer.tp)
-        dx = input_gradient(dy, weight, ctx.layer.product_dtype) if ctx.needs_input_grad[0] else None
+        products: Products = ctx.layer.products
+        products.begin_backward(dy, weight, ctx.kept)
+        dx = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
         if dx is not None and ctx.activation is not None:
             dx = ctx.layer.activation_gradient(before, dx)
@@ -216,38 +219,20 @@ def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, H
     return part, reduce_scatter_into(part, partial, axis, async_op=True)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x weight^T + bias, `[..., in]` -> `[..., out]` (a stacked weight's parts in a row), multiplied in `dtype`."""
-    if weight.dim() > 2:
-        weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-    if x.dtype == dtype:
-        return F.linear(x, weight, bias)
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
-
-
-def input_gradient(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy weight, `[..., out]` -> `[..., in]`, multiplied in `dtype`."""
-    if weight.dim() > 2:
-        weight = weight.flatten(0, -2)
-    if dy.dtype == dtype:
-        return torch.matmul(dy, weight)
-    return torch.matmul(dy.to(dtype), weight.to(dtype)).to(dy.dtype)
-
-
 def weight_gradients(
     ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW = dy^T x and db = sum of dy: added to the sinks (then None is returned), or returned for autograd."""
     dweight = dbias = None
-    dtype: torch.dtype = ctx.layer.product_dtype
+    products, kept = ctx.layer.products, ctx.kept
     if ctx.needs_input_grad[1]:
         # detached: if it is postponed, it must not keep the graph of the micro-batch alive
         rows, columns = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         sink: GradSink | None = ctx.sinks[0]
         if sink is None:
-            dweight = torch.mm(columns.to(dtype).t(), rows.to(dtype)).to(weight.dtype).view(weight.shape)
+            dweight = products.weight_gradient(columns, rows, weight, kept)
         else:
-            ctx.layer.weight_grads.put(lambda: sink.addmm(columns.to(dtype).t(), rows.to(dtype)))
+            ctx.layer.weight_grads.put(lambda: products.add_weight_gradient(sink, columns, rows, kept))
     if bias is not None and ctx.needs_input_grad[2]:
         dbias = bias_gradient(ctx, dy, bias)
     return dweight, dbias

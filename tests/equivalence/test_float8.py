@@ -1,0 +1,74 @@
+"""Products in float8: any layout equals one process with micro-batches of the same size, and the definition."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from equivalence.layouts import Layout, compare, draw, train_body
+from megalite.comm.world import World
+from megalite.parallel.tensor import float8
+
+LAYOUTS = {
+    "one process": ((), 1),
+    "tp2 sequence parallel": (("--tensor-model-parallel-size", "2", "--sequence-parallel"), 2),
+    "pp2": (("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-h1"), 2),
+    "2bw": (("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw"), 2),
+    "cp2": (("--context-parallel-size", "2"), 2),
+    "tp2 pp2 dp2": (
+        ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--zero-stage", "1"),
+        8,
+    ),
+}
+
+
+def case(name: str, *model: str) -> Layout:
+    flags, world_size = LAYOUTS[name]
+    return Layout(
+        ("--num-layers", "2", *model), ("--micro-batch-size", "1", *flags), world_size, delay=int(name == "2bw")
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("2bw", "tp2 pp2 dp2") else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+)
+def test_a_layout_equals_one_process(name: str) -> None:
+    compare(case(name, "--fp8-format", "hybrid"))
+
+
+@pytest.mark.parametrize("name", ["tp2 sequence parallel", pytest.param("cp2", marks=pytest.mark.full)])
+def test_rows(name: str) -> None:
+    compare(case(name, "--fp8-format", "e4m3", "--fp8-recipe", "rowwise", "--swiglu"))
+
+
+def test_blocks_end_where_ranks_do() -> None:
+    model = ("--hidden-size", "256", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--seq-length", "48")
+    compare(case("tp2 sequence parallel", *model), steps=2)
+
+
+def test_random_layouts(full: bool) -> None:
+    fresh = int(time.time()) % 1_000_000
+    rng = random.Random(f"fp8 {fresh}")
+    for _ in range(20 if full else 1):
+        found = draw(
+            rng, "adam", lambda drawn: "--micro-batch-size 1" in " ".join(drawn.layout) and drawn.world_size <= 4
+        )
+        kind = ["--fp8-format", rng.choice(["e4m3", "hybrid"]), "--fp8-recipe", rng.choice(["tensorwise", "rowwise"])]
+        print(f"fresh seed {fresh}")
+        compare(
+            Layout((*found.model, *kind), found.layout, found.world_size, found.delay, found.stages, found.together)
+        )
+
+
+def own_scales_body(world: World, argv: list[str], steps: int) -> Any:
+    with patch.object(float8, "all_reduce_", lambda x, axis, op: None):
+        return train_body(world, argv, steps)
+
+
+def test_a_scale_of_its_own_on_each_rank_is_seen() -> None:
+    with pytest.raises(AssertionError, match="replay|disagree"):
+        compare(case("tp2 sequence parallel", "--fp8-format", "e4m3"), body=own_scales_body)
