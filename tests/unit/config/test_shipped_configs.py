@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config, parse, with_vocab_size
-from megalite.inventory.layers import count_parameters
+from megalite.inventory.layers import count_active_parameters, count_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -25,6 +25,11 @@ WORLDS = {
     "llama_7b.yaml": (64, None),
     "mixtral_8x7b.yaml": (64, None),
     "gpt3_175b.yaml": (1024, None),
+    "qwen3_30b_a3b.yaml": (32, None),
+    "frontier_22b.yaml": (32, None),
+    "frontier_175b.yaml": (1024, None),
+    "frontier_1t.yaml": (3072, None),
+    "frontier_sparse.yaml": (1536, None),
 }
 # Files that a user brings; none of them is read here.
 BROUGHT = {
@@ -89,6 +94,25 @@ def test_shipped_configuration_and_its_arithmetic(name: str) -> None:
         per_rank = count_parameters(config.model) / (world_size / alike)
         gigabytes = per_rank * (6 + 12 / alike) / 1e9
         assert float(state[1]) == pytest.approx(gigabytes, abs=0.051)
+
+
+# File -> (parameters, those of a token) as published: model cards (Qwen's file has 30,532,122,624 elements) and
+# arXiv 2312.12705; how far off the rounding is.
+PUBLISHED = {
+    "mixtral_8x7b.yaml": (46.7e9, 12.9e9, 2e-3),
+    "qwen3_30b_a3b.yaml": (30_532_122_624, None, 0.0),
+    "frontier_22b.yaml": (22e9, None, 5e-3),
+    "frontier_175b.yaml": (175e9, None, 5e-3),
+    "frontier_1t.yaml": (1e12, None, 1e-2),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    model, (total, active, off) = load(name)[0].model, PUBLISHED[name]
+    assert count_parameters(model) == pytest.approx(total, rel=off)
+    if active is not None:
+        assert count_active_parameters(model) == pytest.approx(active, rel=off)
 
 
 def equations(text: str) -> list[str]:
