@@ -33,6 +33,9 @@ ORDER = (
     "recompute_granularity",
     "pipeline_schedule",
     "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "context_parallel_size",
     "pipeline_model_parallel_size",
     "tensor_model_parallel_size",
 )

@@ -6,7 +6,8 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
-    experts              k times that, rows 2 e T k h, logits and probabilities 8 T E
+    experts              k times that, rows 2 e T k h, logits and probabilities 8 T E; both times `WORST_IMBALANCE`
+                         where ranks share the experts
 
 Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU, attention dropout); blocked
 attention (a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
@@ -21,6 +22,10 @@ from typing import NamedTuple
 from megalite.config import Config, ModelConfig
 from megalite.inventory.layers import Layer
 from megalite.inventory.tiling import BLOCKED_FROM, BLOCKED_UP_TO, block_area
+
+#: Rows of the fullest of the ranks that share the experts of a block, as a multiple of their mean: what a balanced run
+#: has on average, for times; what memory is counted for. A capacity factor below it bounds both, and so does ep.
+MEAN_IMBALANCE, WORST_IMBALANCE = 1.1, 1.5
 
 
 class ElementBytes(NamedTuple):
@@ -161,7 +166,8 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     if layer.is_block:
         dropout = 2 * length * samples * h if model.hidden_dropout > 0 else 0.0
         norms = 2 * _norm_bytes(config, model, on_cpu)
-        between = size.compute * tokens * layer.mlp_width(config.parallel) + _expert_bytes(config, layer)
+        worst = imbalance(config, WORST_IMBALANCE)
+        between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
         return norms + _attention_bytes(config, model, on_cpu) + between + dropout
     if not layer.products:
         return 0.0
@@ -169,20 +175,28 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     return computed + (_norm_bytes(config, model, on_cpu) - length * samples * h * size.compute)
 
 
-def expert_rows(config: Config, layer: Layer) -> float:
-    """Rows that the experts of a rank compute for a micro-batch where tokens spread evenly."""
+def imbalance(config: Config, factor: float) -> float:
+    """`factor` as this layout can have it: 1 where every rank has all experts."""
+    capacity = config.model.experts.moe_expert_capacity_factor
+    most = float(config.parallel.experts.expert_model_parallel_size)
+    return max(1.0, min(factor, most, most if capacity is None else capacity))
+
+
+def expert_rows(config: Config, layer: Layer, factor: float = 1.0) -> float:
+    """Rows that the experts of a rank compute for a micro-batch: the mean of the ranks that share them, or that times
+    `factor` (`MEAN_IMBALANCE`, `WORST_IMBALANCE`) where more than one does."""
     parallel = config.parallel
     shared = parallel.tensor_model_parallel_size // parallel.expert_tensor_size  # ranks with tokens of their own
-    return micro_tokens(config) / shared * layer.model.experts.moe_router_topk
+    return micro_tokens(config) / shared * layer.model.experts.moe_router_topk * imbalance(config, factor)
 
 
 def _expert_bytes(config: Config, layer: Layer) -> float:
     """Of a block with experts, beside what is between their matrices: a token's rows before and after its k experts,
-    logits and probabilities in fp32. (Tokens spread evenly; the fullest rank has more.)"""
+    logits and probabilities in fp32."""
     if not layer.is_sparse:
         return 0.0
     size, given = ElementBytes.of(config), layer.model.experts
-    rows = 2 * expert_rows(config, layer) * layer.model.hidden_size * size.compute
+    rows = 2 * expert_rows(config, layer, WORST_IMBALANCE) * layer.model.hidden_size * size.compute
     return rows + micro_tokens(config) * 2.0 * (given.num_experts or 1) * size.wide
 
 

@@ -173,10 +173,15 @@ class Layer:
         dealt = sum(p.numel for p in self.parameters if p.dealt)
         return total - dealt // given.num_experts * (given.num_experts - given.moe_router_topk)
 
-    def mlp_width(self, parallel: ParallelConfig) -> int:
-        """Numbers of a token between the two matrices of the MLP, or of all experts that it takes, on one rank."""
-        widths = (p.local(p.shards(parallel))[0] for p in self.products if p.name.endswith("fc1"))
-        return sum(widths)
+    def mlp_width(self, parallel: ParallelConfig, imbalance: float = 1.0) -> float:
+        """Numbers of a token between the two matrices of the MLP, or of all experts that it takes, on one rank.
+        imbalance: rows of the rank's experts, as a multiple of the mean of those that share them."""
+        tp, width = parallel.tensor_model_parallel_size, 0.0
+        for p in self.products:
+            if p.name.endswith("fc1"):
+                shards = p.shards(parallel)
+                width += p.local(shards)[0] * (imbalance * shards / tp if p.name.startswith("experts.") else 1)
+        return width
 
     def product(self, name: str) -> Product:
         return next(product for product in self.products if product.name == name)

@@ -4,6 +4,7 @@
            ──> cost.py    seconds per stage and action ──> schedule.simulate ──> predict.py: a step
     hardware/*.yaml, a measured profile ──┘
            ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> result_table.py
+           ──> estimate.py  those closed forms
            ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
@@ -21,6 +22,7 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource
+from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
 from megalite.planner.memory import TERMS, RankMemory, rank_memory, shared_memory_bytes
 from megalite.planner.model_states import checkpoint_bytes
@@ -36,7 +38,7 @@ from megalite.planner.result_table import (
     time_text,
     tokens_text,
 )
-from megalite.planner.search import FastEstimator, OverBudget, SearchResult, pareto, search
+from megalite.planner.search import OverBudget, SearchResult, pareto, search
 from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts, reasons_against
 from megalite.planner.software import (
     DEEPSPEED_2021,

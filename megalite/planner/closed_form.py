@@ -10,6 +10,7 @@ nothing hidden (their equations 3 to 9, for transformers)::
 
 The halo of causal attention is everything before a token, so `domain` sends keys and values c - 1 times where a
 convolution sends a few rows to each neighbour. Pipelines are not in the paper: their stages only divide the layers.
+Nor are experts: their gradients are summed over the ranks that hold the same ones; their all-to-all is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megalite.inventory import ElementBytes, context_bytes, micro_tokens, model_
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
-from megalite.planner.model_states import stage_elements
+from megalite.planner.model_states import families_of, stage_elements
 from megalite.planner.predict import program_of
 
 DIMENSIONS = ("model", "data", "domain")
@@ -69,8 +70,12 @@ def _stage(config: Config, world_size: int, hardware: Hardware, cut: range) -> C
     activations = micro_tokens(config) * config.model.hidden_size * size.compute
     sums = m * sum(layer.sums + layer.gathers for layer in layers)
     tensor = CommGroup(hardware, tp)
-    ranks = config.gradient_ranks(world_size)
-    gradients = stage_elements(config, cut) * size.gradient
+    data = sum(
+        _all_reduce(
+            CommGroup(hardware, each.ranks, each.stride), stage_elements(config, cut, each.family) * size.gradient
+        )
+        for each in families_of(config, world_size)
+    )
     trade = CommGroup(hardware, given.traders, tp)
     ring = CommGroup(hardware, given.ring, tp * given.traders)
     hops = math.ceil(math.log2(given.ring)) if given.cp_comm_type == "all_gather" else given.ring - 1
@@ -81,8 +86,7 @@ def _stage(config: Config, world_size: int, hardware: Hardware, cut: range) -> C
             domain += 4 * _alpha(trade) * math.ceil(math.log2(given.traders)) + 2 * sent.traded / trade.bandwidth
             domain += 3 * hops * _alpha(ring) + (sent.forward + sent.backward) / ring.bandwidth
     return ClosedForm(
-        computation, sums * _all_reduce(tensor, activations), _all_reduce(CommGroup(hardware, ranks, tp), gradients),
-        m * domain,
+        computation, sums * _all_reduce(tensor, activations), data, m * domain,
     )  # fmt: skip
 
 

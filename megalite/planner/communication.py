@@ -69,6 +69,14 @@ class CommGroup:
         """Seconds in which each rank sends `nbytes` to the others together."""
         return self.gather(nbytes * self.size / (self.size - 1)) if self.size > 1 else 0.0
 
+    def all_to_all(self, nbytes: float) -> float:
+        """Seconds in which each rank sends `nbytes` to the others together, as much to each: what stays in the node by
+        the device's link, at the same time what leaves it by the device's own network card."""
+        others = max(1, self.size - 1)
+        inside = nbytes * (self.per_node - 1) / others / self.hardware.intra_node.bandwidth
+        between = nbytes * (self.size - self.per_node) / others / self.hardware.inter_node.bandwidth
+        return self._seconds("gather", nbytes, self._tree_latency() + max(inside, between))
+
     def send(self, nbytes: float) -> float:
         """Seconds of a message to the next member; the slowest of the hops counts."""
         link = self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node

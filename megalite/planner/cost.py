@@ -18,7 +18,16 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes, Layer, Product, context_bytes, expert_rows, micro_tokens, model_layers
+from megalite.inventory import (
+    MEAN_IMBALANCE,
+    ElementBytes,
+    Layer,
+    Product,
+    context_bytes,
+    expert_rows,
+    micro_tokens,
+    model_layers,
+)
 from megalite.planner.communication import CommGroup
 from megalite.planner.hardware import Hardware
 from megalite.planner.software import MEGALITE, Software
@@ -156,7 +165,7 @@ class Roofline:
         ours = self.software
         width = (1.5 if model.gated else 1.0) * ours.inner * layer.mlp_width(config.parallel)
         if layer.is_sparse:  # rows are copied on their way to the experts, and added up on the way back
-            width += 6.0 * model.experts.moe_router_topk * model.hidden_size
+            width += 6.0 * expert_rows(config, layer, MEAN_IMBALANCE) / tokens * model.hidden_size
         if model.position_embedding_type == "rope":
             width += 4 * (model.query_size + model.kv_size) / tp
         moved = e * tokens * (ours.residual * model.hidden_size / outer + width + ours.query * model.query_size / tp)
@@ -190,16 +199,17 @@ class Roofline:
             return parts * self.product(config, micro_tokens(config) / parts, n, k, float8=eight)
         here, taken = (given.num_experts or 1) / axes.expert_model_parallel_size, given.moe_router_topk
         one = (n / taken, k) if product.cut == "n" else (n, k / taken)
-        return here * self.product(config, expert_rows(config, layer) / here, *one)
+        return here * self.product(config, expert_rows(config, layer, MEAN_IMBALANCE) / here, *one)
 
     def _expert_messages(self, config: Config, layer: Layer) -> float:
-        """Seconds in which tokens travel to their experts and back, in one direction of the pass; not hidden."""
+        """Seconds in which tokens travel to their experts and back, in one direction of the pass; not hidden. The
+        fullest rank receives `MEAN_IMBALANCE` times the mean, and the others wait for it."""
         ep = config.parallel.experts.expert_model_parallel_size
         if not layer.is_sparse or ep == 1:
             return 0.0
         group = CommGroup(self.hardware, ep, config.parallel.expert_tensor_size)
-        sent = expert_rows(config, layer) * layer.model.hidden_size * ElementBytes.of(config).compute
-        return 2 * group.exchange(sent * (ep - 1) / ep)
+        rows = expert_rows(config, layer, MEAN_IMBALANCE)
+        return 2 * group.all_to_all(rows * (ep - 1) / ep * layer.model.hidden_size * ElementBytes.of(config).compute)
 
     def _accumulated(self, size: ElementBytes) -> float:
         """Bytes a weight that adding its gradient moves, beside the product."""
@@ -248,7 +258,7 @@ class Roofline:
         attention is computed: forward while all but the last part of it is, backward while any is."""
         given, tp = config.parallel.context, config.parallel.tensor_model_parallel_size
         sent, kind = context_bytes(config, layer), given.cp_comm_type
-        trade = CommGroup(self.hardware, given.traders, tp).exchange
+        trade = CommGroup(self.hardware, given.traders, tp).all_to_all
         ring = CommGroup(self.hardware, given.ring, tp * given.traders)
         others, gathers, overlap = given.ring - 1, kind == "all_gather", self.hardware.overlap
 

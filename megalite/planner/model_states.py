@@ -47,9 +47,39 @@ class StateBytes:
         return self.weights + self.gradients + self.master + self.moments
 
 
-def stage_elements(config: Config, items: range) -> int:
-    """Parameters of a stage on one rank. items: indices into [embedding, block 0, ..., head]."""
-    return sum(math.prod(p.local(config.parallel)) for _, p in stage_parameters(config.model, items))
+def stage_elements(config: Config, items: range, family: str | None = None) -> int:
+    """Parameters of a stage on one rank, or those of a family. items: indices into [embedding, block 0, ..., head]."""
+    held = (p for _, p in stage_parameters(config.model, items) if family in (None, p.family))
+    return sum(math.prod(p.local(config.parallel)) for p in held)
+
+
+class Copies(NamedTuple):
+    """The ranks that hold the same parameters of a family, `stride` apart in the order of ranks, and sum their
+    gradients; `shards` of them, one of `instances` times the same, share what ZeRO shards."""
+
+    family: str
+    ranks: int
+    stride: int
+    instances: int = 1
+
+    @property
+    def shards(self) -> int:
+        return max(1, self.ranks // self.instances)
+
+    def owners(self, zero_stage: int) -> int:
+        """Ranks among which the optimizer's states are divided."""
+        return self.shards if zero_stage else 1
+
+
+def families_of(config: Config, world_size: int) -> tuple[Copies, ...]:
+    """The families of a model: of experts, which are cut over etp x ep, there are edp copies; of the rest dp x cp."""
+    parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
+    strides = {"dense": parallel.tensor_model_parallel_size}
+    ranks = {"dense": config.gradient_ranks(world_size)}
+    if config.model.experts.num_experts is not None:
+        strides["expert"] = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
+        ranks["expert"] = config.expert_copies(world_size)
+    return tuple(Copies(name, n, strides[name], instances) for name, n in ranks.items())
 
 
 def state_bytes(

@@ -27,7 +27,7 @@ from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory, rank_memory
-from megalite.planner.model_states import stage_elements
+from megalite.planner.model_states import Copies, families_of, stage_elements
 from megalite.planner.software import MEGALITE, Software
 from megalite.schedule import (
     BACKWARD,
@@ -126,7 +126,7 @@ def predict(
     m = config.num_microbatches(world_size)
     steady = replace(steady, busy=m * sum(times.forward + times.backward for times in costs.times))
     reduce, gather = costs.reduction(program, steady)
-    elements = max(costs.owned_elements(program, rank) for rank in range(program.num_ranks))
+    elements = max(costs.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
     step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
     batch = config.global_batch_size(world_size)
     seconds = {
@@ -222,16 +222,15 @@ class _Stages:
 
     @property
     def dp(self) -> int:
-        """Ranks whose gradients of a stage are summed."""
+        """Ranks whose gradients of a stage's dense parameters are summed."""
         return self.config.gradient_ranks(self.world_size)
 
-    @property
-    def shards(self) -> int:
-        return max(1, self.dp // self.config.parallel.num_distributed_optimizer_instances)
+    @cached_property
+    def families(self) -> tuple[Copies, ...]:
+        return families_of(self.config, self.world_size)
 
-    @property
-    def data_group(self) -> CommGroup:
-        return CommGroup(self.hardware, self.shards, self.config.parallel.tensor_model_parallel_size)
+    def shard_group(self, copies: Copies) -> CommGroup:
+        return CommGroup(self.hardware, copies.shards, copies.stride)
 
     @cached_property
     def times(self) -> tuple[LayerTimes, ...]:
@@ -248,11 +247,12 @@ class _Stages:
 
     def _with_zero(self, times: LayerTimes, stage: int) -> LayerTimes:
         zero, overlap = self.config.parallel.zero_stage, self.hardware.overlap
-        if zero < 2 or self.shards == 1:
+        if zero < 2:
             return times
-        size, group = ElementBytes.of(self.config), self.data_group
-        scatter = group.gather(self.elements[stage] * size.gradient)
-        weights = group.gather(self.elements[stage] * size.compute) if zero == 3 else 0.0
+        size = ElementBytes.of(self.config)
+        groups = [(self.shard_group(copies), self.elements[copies.family][stage]) for copies in self.families]
+        scatter = sum(group.gather(number * size.gradient) for group, number in groups)
+        weights = sum(group.gather(number * size.compute) for group, number in groups) if zero == 3 else 0.0
         if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
             weights /= max(1, self.config.num_microbatches(self.world_size))
         hide = overlap if self.config.parallel.overlap_param_gather else 0.0
@@ -278,42 +278,57 @@ class _Stages:
         return group.send(nbytes / tp) + CommGroup(self.hardware, tp).gather(nbytes)
 
     @cached_property
-    def elements(self) -> tuple[int, ...]:
-        """Of the parameters of each stage."""
-        return tuple(stage_elements(self.config, cut) for cut in self.cuts)
+    def elements(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters of each stage on one rank, by family."""
+        names = [copies.family for copies in self.families]
+        return {name: tuple(stage_elements(self.config, cut, name) for cut in self.cuts) for name in names}
 
-    def rank_elements(self, program: Program, rank: int) -> int:
-        return sum(self.elements[stage] for stage, _ in program.placement.stages_of(rank))
+    def family_elements(self, program: Program, rank: int, copies: Copies) -> int:
+        return sum(self.elements[copies.family][stage] for stage, _ in program.placement.stages_of(rank))
 
-    def owned_elements(self, program: Program, rank: int) -> float:
-        return self.rank_elements(program, rank) / (self.shards if self.config.parallel.zero_stage else 1)
+    def rank_elements(self, program: Program, rank: int, *, owned: bool = False) -> float:
+        """All parameters of a rank; owned: those whose optimizer state it has."""
+        zero = self.config.parallel.zero_stage if owned else 0
+        return sum(self.family_elements(program, rank, each) / each.owners(zero) for each in self.families)
 
     def reduction(self, program: Program, steady: SteadyState) -> tuple[float, float]:
         """Seconds of the step that gradients and updated weights of data parallelism add."""
-        parallel, size, group = self.config.parallel, ElementBytes.of(self.config), self.data_group
-        if self.dp == 1:
-            return 0.0, 0.0
+        parallel, size = self.config.parallel, ElementBytes.of(self.config)
         zero = parallel.zero_stage
-        overlap = parallel.overlap_grad_reduce
-        bucket = bucket_limit(parallel.ddp_bucket_size, self.shards, on_cpu=self.hardware.on_cpu, overlap=overlap)
+        if all(each.ranks == 1 for each in self.families):
+            return 0.0, 0.0
         late, slowest = 0.0, 0.0
         for rank in range(program.num_ranks):
-            elements = self.rank_elements(program, rank)
-            nbytes = elements * size.gradient
-            take = group.all_reduce(nbytes) if zero == 0 else group.gather(nbytes) if zero == 1 else 0.0
-            copies = CommGroup(self.hardware, self.dp // self.shards, parallel.tensor_model_parallel_size * self.shards)
-            take += copies.all_reduce(nbytes / (self.shards if zero else 1))
             stages = [stage for stage, _ in program.placement.stages_of(rank)]
-            number = max(1, math.ceil(elements / bucket)) if bucket else 1
+            take, number = self._reduce(program, rank)
             share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
             window = share * min(self.times[stage].backward for stage in stages)
             if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
                 window = self.hardware.overlap * max(0.0, steady.makespan - steady.makespan / program.num_microbatches)
             late = max(late, steady.ends[rank] + max(0.0, take - window))
-            back = group.gather(elements * size.compute) if zero in (1, 2) else 0.0
+            back = sum(
+                self.shard_group(each).gather(self.family_elements(program, rank, each) * size.compute)
+                for each in self.families
+                if zero in (1, 2)
+            )
             hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
             slowest = max(slowest, back - hide * sum(self.times[stage].forward for stage in stages))
         return max(0.0, late - steady.makespan), slowest
+
+    def _reduce(self, program: Program, rank: int) -> tuple[float, int]:
+        """(Seconds in which the gradients of a rank are summed over the copies of each family, messages)."""
+        parallel, size = self.config.parallel, ElementBytes.of(self.config)
+        zero, seconds, messages = parallel.zero_stage, 0.0, 0
+        for each in self.families:
+            overlap = parallel.overlap_grad_reduce
+            bucket = bucket_limit(parallel.ddp_bucket_size, each.shards, on_cpu=self.hardware.on_cpu, overlap=overlap)
+            elements, group = self.family_elements(program, rank, each), self.shard_group(each)
+            nbytes = elements * size.gradient
+            seconds += group.all_reduce(nbytes) if zero == 0 else group.gather(nbytes) if zero == 1 else 0.0
+            copies = CommGroup(self.hardware, each.ranks // each.shards, each.stride * each.shards)
+            seconds += copies.all_reduce(nbytes / each.owners(zero))
+            messages += math.ceil(elements / bucket) if bucket else min(1, elements)
+        return seconds, max(1, messages)
 
     def replicas(self, program: Program) -> float:
         """The sum over the ranks that hold the same stage (Chimera), in the open after the last backward."""
@@ -321,10 +336,8 @@ class _Stages:
             return 0.0
         parallel, size = self.config.parallel, ElementBytes.of(self.config).gradient
         group = CommGroup(self.hardware, program.placement.num_replicas, parallel.tensor_model_parallel_size * self.dp)
-        owners = self.shards if parallel.zero_stage else 1
-        return max(
-            group.all_reduce(self.rank_elements(program, rank) * size / owners) for rank in range(program.num_ranks)
-        )
+        ranks = range(program.num_ranks)
+        return max(group.all_reduce(self.rank_elements(program, rank, owned=True) * size) for rank in ranks)
 
     def tied(self) -> float:
         """The sum of the embedding's two gradients, where it is on two stages."""

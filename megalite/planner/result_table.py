@@ -27,6 +27,9 @@ def layout_text(config: Config, world_size: int) -> str:
     if layout.pipeline_model_parallel_size > 1:
         parts[-1] += f"x{layout.chunks}" if layout.chunks > 1 else ""
         parts[-1] += f" {Path(config.parallel.pipeline_schedule_file or layout.pipeline_schedule).name}"
+    ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
+    if config.model.experts.num_experts is not None:
+        parts.append(f"ep{ep}" + f" etp{etp}" * (etp != layout.tensor_model_parallel_size))
     parts += [f"dp{dp}" + f" zero{layout.zero_stage}" * (layout.zero_stage > 0), f"mb{layout.micro_batch_size}"]
     listed = _recomputed(config)
     parts += [f"recompute {listed if len(listed) < 28 else 'by stage'}"] if listed else []

@@ -3,8 +3,8 @@
 A layout is legal if the product's own validator (`config.legal.problems`) finds nothing. Before it is asked, only what
 it would refuse for certain is left out (sizes that do not divide), so nothing legal is missed. Choices that run the
 same thing are listed once: no schedule but 1f1b at one pipeline rank, no sequence parallelism at one tensor-parallel
-rank, no ZeRO stage at one replica, no chunk number where the schedule has its own. Sequences are not cut into parts of
-less than 4,096 tokens, which would only lose.
+rank, no expert-tensor size that is the tensor-parallel one, no ZeRO stage at one replica, no chunk number where the
+schedule has its own. Sequences are not cut into parts of less than 4,096 tokens, which would only lose.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ SEARCHED = (
     "zero_stage",
     "micro_batch_size",
     "recompute_granularity",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 
@@ -36,13 +38,16 @@ LEAST_TOKENS = 4096
 
 
 class Sizes(NamedTuple):
-    """tensor, context, pipeline, data: ranks of each axis. micro: samples of a micro-batch."""
+    """tensor, context, pipeline, data: ranks of each axis. micro: samples of a micro-batch. expert: ranks over which
+    experts are dealt out; expert_tensor: that share each (None: as many as tensor)."""
 
     tensor: int
     context: int
     pipeline: int
     data: int
     micro: int
+    expert: int = 1
+    expert_tensor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,17 @@ class Layout:
     zero_stage: int
     micro_batch_size: int
     recompute_granularity: str | None
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
 
     @property
     def chunks(self) -> int:
         return resolve_chunks(self.pipeline_schedule, self.virtual_pipeline_model_parallel_size)
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def as_dict(self, world_size: int) -> dict[str, Any]:
         """Fields by their flags' names, with the derived data-parallel size."""
@@ -77,6 +89,11 @@ def apply(config: Config, layout: Layout) -> Config:
         config.parallel,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         context=replace(config.parallel.context, context_parallel_size=layout.context_parallel_size),
+        experts=replace(
+            config.parallel.experts,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        ),
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -109,6 +126,8 @@ def layout_of(config: Config) -> Layout:
         parallel.zero_stage,
         config.training.micro_batch_size,
         config.model.recompute_granularity,
+        parallel.experts.expert_model_parallel_size,
+        parallel.experts.expert_tensor_parallel_size,
     )
 
 
@@ -124,7 +143,7 @@ def layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bo
 
 
 def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[Sizes]:
-    """What divides: tensor-, context-, pipeline- and data-parallel sizes, and the micro-batch."""
+    """What divides: tensor-, context-, pipeline- and data-parallel sizes, the micro-batch, and the axes of experts."""
     here = layout_of(config)
     batch = config.training.global_batch_size
     assert batch is not None, "a plan needs the global batch size"
@@ -142,17 +161,36 @@ def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[S
                 if rest or batch % dp:
                     continue
                 micro = [here.micro_batch_size] if "micro_batch_size" in given else _divisors(batch // dp)
-                yield from (Sizes(tp, cp, pp, dp, size) for size in micro if (batch // dp) % size == 0)
+                dealt = list(_expert_axes(config, given, tp, world_size // pp))
+                yield from (
+                    Sizes(tp, cp, pp, dp, size, *axes) for size in micro if (batch // dp) % size == 0 for axes in dealt
+                )
+
+
+def _expert_axes(config: Config, given: frozenset[str], tp: int, stage_ranks: int) -> Iterator[tuple[int, int | None]]:
+    """(Ranks over which experts are dealt out, ranks that share each), the latter 1 or None, as many as `tp`."""
+    number, here = config.model.experts.num_experts, layout_of(config)
+    if number is None:
+        yield 1, None
+        return
+    shares: list[int | None] = [None, 1] if tp > 1 else [None]
+    for etp in [here.expert_tensor_parallel_size] if "expert_tensor_parallel_size" in given else shares:
+        for ep in [here.expert_model_parallel_size] if "expert_model_parallel_size" in given else _divisors(number):
+            if stage_ranks % ((etp or tp) * ep) == 0:
+                yield ep, etp
 
 
 def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool) -> Iterator[Layout]:
     """The layouts with these sizes: schedules, chunks, sequence parallelism, ZeRO stages, recomputation."""
     here = layout_of(config)
-    tp, cp, pp, dp, micro = sizes
+    tp, cp, pp, dp, micro, ep, etp = sizes
     assert config.training.global_batch_size is not None
     m = config.training.global_batch_size // dp // micro
     splits = [here.sequence_parallel] if "sequence_parallel" in given else [False, True] if tp > 1 else [False]
-    zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp * cp > 1 else [0]
+    if etp is not None and etp < tp:  # each rank has tokens of its own
+        splits = [split for split in splits if split]
+    copies = tp * cp * dp // (ep * (etp or tp)) if config.model.experts.num_experts is not None else 1
+    zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp * cp > 1 or copies > 1 else [0]
     kinds: list[str | None] = [None, "full"]
     if here.recompute_granularity not in kinds:
         kinds = [here.recompute_granularity, *kinds]
@@ -162,7 +200,7 @@ def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool
         for split in splits:
             for zero in zeros:
                 for kind in kinds:
-                    yield Layout(tp, cp, pp, chunks, split, name, zero, micro, kind)
+                    yield Layout(tp, cp, pp, chunks, split, name, zero, micro, kind, ep, etp)
 
 
 def _schedules(
