@@ -58,7 +58,8 @@ def print_environment() -> None:
     devices = torch.cuda.device_count()
     _line("gpus", str(devices) if devices else "none: training runs on the CPU with gloo")
     if devices:
-        _line("cuda", str(torch.version.cuda))
+        hip = torch.version.hip  # ROCm's builds speak HIP under CUDA's names
+        _line("hip" if hip else "cuda", str(hip or torch.version.cuda))
 
 
 def _memory() -> str:

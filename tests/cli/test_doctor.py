@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from collective_test import SIZES, measure_collectives
 from megalite.comm.world import World
@@ -34,6 +35,17 @@ def test_report_names_versions_packages_and_speeds(capfd: pytest.CaptureFixture[
     output = capfd.readouterr().out
     for word in ("torch  ", "safetensors", "wandb", "apex", "all-reduce, 2 ranks", "send/receive", "ready"):
         assert word in output
+
+
+@pytest.mark.parametrize(("hip", "cuda", "line"), [("6.2.41133", None, "hip"), (None, "12.8", "cuda")])
+def test_a_torch_for_rocm_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hip: str | None, cuda: str | None, line: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    _doctor().print_environment()
+    assert [row.split() for row in capsys.readouterr().out.splitlines()][-2:] == [["gpus", "8"], [line, hip or cuda]]
 
 
 def body_measure(world: World) -> list[tuple[str, int, float, float]]:
