@@ -42,7 +42,8 @@ def layer_pattern(flag: str, text: str, num_layers: int) -> tuple[int, ...] | in
 
 def pattern_text(layers: Iterable[bool]) -> str:
     """The list that says it of each layer."""
-    return "+".join(f"[{int(value)}]*{len(list(run))}" for value, run in groupby(layers))
+    runs = [(int(value), len(list(run))) for value, run in groupby(layers)]
+    return "+".join(f"[{value}]" if number == 1 else f"[{value}]*{number}" for value, number in runs)
 
 
 def _entries(node: ast.expr, most: int) -> list[int]:

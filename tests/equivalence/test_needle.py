@@ -27,7 +27,7 @@ def check(folder: Path, seq_length: int, steps: int, sizes: tuple[int, ...], com
     script = needle()
     script.write_documents(folder / "needles", 600, seq_length)
     argv = [*script.flags(folder / "needles", seq_length, steps), "--no-exit-signal-handler"]
-    losses = run_single(train_body, [*argv, "--save", str(folder / "cp1")], steps)[0]
+    losses = run_single(train_body, [*argv, "--save", str(folder / "cp1")], steps, timeout=1200)[0]
     for size in sizes:
         layout = [*argv, "--context-parallel-size", str(size), "--save", str(folder / f"cp{size}")]
         found = run_ranks(train_body, size, layout, compared, timeout=600)[0][0]

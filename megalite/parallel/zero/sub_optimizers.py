@@ -43,6 +43,11 @@ def is_one(scale: float | Tensor) -> bool:
     return scale == 1.0
 
 
+def is_zero(found_inf: Tensor) -> bool:
+    """Whether a step is known to be taken; a device is not asked."""
+    return found_inf.device.type == "cpu" and bool(found_inf.numpy() == 0.0)
+
+
 def host_scalar(value: Any) -> Any:
     """Starts an asynchronous copy of a tensor to page-locked memory and returns it; other values are returned as is."""
     if not isinstance(value, Tensor):
@@ -78,8 +83,8 @@ class DeviceOptimizer:
         for group in self.rule.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
-        taken = found_inf is not None and found_inf.device.type == "cpu" and not found_inf.item()
-        self.rule.found_inf, self.rule.steps = None if taken else found_inf, steps  # the host need not wait to know
+        taken = found_inf is not None and is_zero(found_inf)
+        self.rule.found_inf, self.rule.steps = None if taken else found_inf, steps
         if isinstance(grad_scale, Tensor) and getattr(self.rule, "divides", False):
             self.rule.grad_scale, grad_scale = grad_scale.reciprocal().float(), 1.0
         scales = not is_one(grad_scale)
