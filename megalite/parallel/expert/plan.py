@@ -26,7 +26,8 @@ from megalite.comm import Axis, all_to_all, all_to_all_rows
 class Plan:
     """One micro-batch's way in one layer.
 
-    tokens, choices: n and k. order: int64 `[m]`, which of the n * k choices each row is that leaves here. sent,
+    tokens, choices: n and k. order: int64 `[m]`, which of the n * k choices each row is that leaves here. places: int64
+    `[n * k]`, which row each choice is; None: some were dropped. sent,
     received: rows to and from each rank of the axis. arrangement: int64, which received row comes first, second ...;
     None: as they are. counts: rows of each expert that is here.
     """
@@ -34,6 +35,7 @@ class Plan:
     tokens: int
     choices: int
     order: Tensor
+    places: Tensor | None
     sent: tuple[int, ...]
     received: tuple[int, ...]
     arrangement: Tensor | None
@@ -45,6 +47,7 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
     """The plan for the choices `[n, k]` (int64) of this rank's tokens. kept: bool `[n, k]`, None: all. Collective."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     if kept is not None:
         order = order[kept.flatten()[order]]
     counts = torch.bincount(flat[order], minlength=num_experts).view(axis.size, -1)
@@ -58,6 +61,7 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
         tokens=experts.shape[0],
         choices=experts.shape[1],
         order=order,
+        places=places if kept is None else None,
         sent=tuple(own),
         received=tuple(map(sum, table)),
         arrangement=arrangement,
@@ -82,12 +86,13 @@ class _Dispatch(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan) -> Tensor:
         ctx.plan = plan
-        return _there(x[plan.order // plan.choices], plan)
+        return _there(x.index_select(0, plan.order // plan.choices), plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _back(dy, ctx.plan).sum(1), None
+        dx = _back(dy, ctx.plan)
+        return (dx[:, 0] + dx[:, 1] if dx.shape[1] == 2 else dx.sum(1)), None  # several times as fast, the same bits
 
 
 class _Combine(Function):
@@ -112,14 +117,15 @@ class _Combine(Function):
         dweights = torch.stack(
             [(results[:, choice] * dy).sum(-1, dtype=weights.dtype) for choice in range(plan.choices)], 1
         )
-        rows = dy[plan.order // plan.choices] * weights.to(dy.dtype).flatten()[plan.order, None]
+        rows = dy.index_select(0, plan.order // plan.choices)
+        rows *= weights.to(dy.dtype).flatten()[plan.order, None]
         return _there(rows, plan), dweights, None
 
 
 def _there(rows: Tensor, plan: Plan) -> Tensor:
     """Rows in the order of this rank's choices -> rows in the order of the experts that are here."""
     rows = all_to_all_rows(rows, plan.sent, plan.received, plan.axis)
-    return rows if plan.arrangement is None else rows[plan.arrangement]
+    return rows if plan.arrangement is None else rows.index_select(0, plan.arrangement)
 
 
 def _back(rows: Tensor, plan: Plan) -> Tensor:
@@ -127,6 +133,8 @@ def _back(rows: Tensor, plan: Plan) -> Tensor:
     if plan.arrangement is not None:
         rows = torch.empty_like(rows).index_copy_(0, plan.arrangement, rows)
     rows = all_to_all_rows(rows, plan.received, plan.sent, plan.axis)
-    shape, complete = (plan.tokens * plan.choices, rows.shape[1]), len(rows) == plan.tokens * plan.choices
-    spread = rows.new_empty(shape) if complete else rows.new_zeros(shape)
-    return spread.index_copy_(0, plan.order, rows).view(plan.tokens, plan.choices, rows.shape[1])
+    if plan.places is not None:
+        spread = rows.index_select(0, plan.places)
+    else:
+        spread = rows.new_zeros(plan.tokens * plan.choices, rows.shape[1]).index_copy_(0, plan.order, rows)
+    return spread.view(plan.tokens, plan.choices, rows.shape[1])
