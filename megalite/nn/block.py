@@ -97,21 +97,24 @@ class Block(nn.Module):
         """`torch.compile` for everything between the linear layers.
 
         The linear layers themselves stay eager: they compute weight gradients when the schedule says so, add them to
-        the main gradients, and hide their messages behind GEMMs.
+        the main gradients, and hide their messages behind GEMMs. So do the router and the experts, to which another
+        number of tokens comes each time.
         """
         register_operator()
-        assert isinstance(self.mlp, MLP), "experts are not compiled"
+        mlp = self.mlp.shared_experts if isinstance(self.mlp, MoE) else self.mlp
+        linears = [self.attention.qkv, self.attention.proj, *([] if mlp is None else [mlp.fc1, mlp.fc2])]
         places = (
             (self.input_norm, "forward"),
             (self.attention, "attend"),
             (self, "after_attention"),
-            (self.mlp.fc2, "activation"),
+            *([] if mlp is None else [(mlp.fc2, "activation")]),
             *([(self, "after_mlp")] if self.mlp_dropout.p > 0 else []),  # else one addition
-            *((layer, "sum_tokens") for layer in (self.attention.qkv, self.attention.proj, self.mlp.fc1, self.mlp.fc2)),
+            *((layer, "sum_tokens") for layer in linears),
         )
         for owner, name in places:
             setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
-        self.mlp.fc2.keeps_activated = True
+        if mlp is not None:
+            mlp.fc2.keeps_activated = True
 
 
 def several(state: Any) -> tuple[Any, ...]:

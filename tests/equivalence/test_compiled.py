@@ -17,6 +17,11 @@ LAYOUTS = {
     **{schedule: Layout(GPT, (*PIPELINE, schedule), 2) for schedule in ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")},
     "2bw": Layout(GPT, (*PIPELINE, "2bw"), 2, delay=1),
     "zero-3": Layout(LLAMA, ("--zero-stage", "3", "--micro-batch-size", "2"), 2),
+    "experts": Layout(
+        (*LLAMA, "--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+        ("--expert-model-parallel-size", "2", *PIPELINE, "zb-h1"),
+        4,
+    ),
     "tensor": Layout(LLAMA, ("--tensor-model-parallel-size", "2", "--micro-batch-size", "2"), 2),
     "sequence": Layout(
         GPT,

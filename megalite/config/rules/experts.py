@@ -92,10 +92,3 @@ def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
     shared = given.moe_shared_expert_intermediate_size
     if shared is not None and shared % tp:
         yield f"{TP}={tp}: does not divide --moe-shared-expert-intermediate-size={shared}"
-    yield from _not_yet(config)
-
-
-def _not_yet(config: Config) -> Iterator[str]:
-    """Refused rather than wrong."""
-    if config.training.compile:
-        yield "--compile: not with --num-experts; drop one of them"

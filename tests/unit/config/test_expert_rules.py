@@ -92,7 +92,6 @@ ONE_LINE = [
         4,
         "--num-distributed-optimizer-instances=4: must divide the 2 ranks that hold the same experts",
     ),
-    ("--num-experts 4 --compile", 1, "--compile: not with --num-experts; drop one of them"),
 ]
 
 
