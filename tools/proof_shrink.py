@@ -19,6 +19,7 @@ from megalite.config import (
     DataConfig,
     Decay,
     Experts,
+    Float8,
     LoggingConfig,
     ModelConfig,
     OptimizerArgs,
@@ -71,7 +72,8 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
     model, own = _model(config, changes), config.training.seq_length_schedule
     training = replace(
         config.training,
-        micro_batch_size=min(config.training.micro_batch_size, 2),
+        micro_batch_size=1 if config.training.float8.fp8_format else min(config.training.micro_batch_size, 2),
+        float8=_float8(config, changes),
         batch_ramp=BatchRamp(),
         seq_length_schedule=None if own is None else f"0:{model.seq_length // 2} 1:{model.seq_length}",
         length=TrainingLength(train_iters=steps),
@@ -158,6 +160,17 @@ def made_data(config: Config) -> Config:
     model = replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY)
     parallel = replace(config.parallel, nprocs=None)
     return replace(config, data=made, model=model, parallel=parallel, checkpoint=CheckpointConfig())
+
+
+def _float8(config: Config, changes: _Changes) -> Float8:
+    """The products' format. One process computes sample by sample, and blocks of 128 would not fit a small model."""
+    given = config.training.float8
+    if given.fp8_format is None:
+        return given
+    changes.note("--micro-batch-size", config.training.micro_batch_size, 1)
+    recipe = "rowwise" if given.fp8_recipe == "blockwise" else given.fp8_recipe
+    changes.note("--fp8-recipe", given.fp8_recipe, recipe)
+    return replace(given, fp8_recipe=recipe)
 
 
 class _Changes:

@@ -20,6 +20,7 @@ from equivalence import test_mutations
 from equivalence.layouts import TINY, draw
 from megalite.checkpoint import Checkpointer
 from megalite.comm import World
+from megalite.config import parse
 from megalite.nn.dropout import HiddenDropout
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
@@ -161,3 +162,11 @@ def test_random_configurations_pass(full: bool) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert prove_layout.main([*TINY, "--keep", __file__]) == 2
     assert capsys.readouterr().err.startswith(f"error: --keep={__file__}: File exists; give a directory")
+
+
+def test_float8_is_proved_by_rows_of_single_samples() -> None:
+    argv = [*TINY, *MODEL, "--micro-batch-size", "4", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise"]
+    small = shrink(parse(argv), 1, steps=STEPS, most_ranks=4)
+    given = small.config.training
+    assert (given.micro_batch_size, given.float8.fp8_format, given.float8.fp8_recipe) == (1, "hybrid", "rowwise")
+    assert "--fp8-recipe: blockwise -> rowwise" in small.changes
