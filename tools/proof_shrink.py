@@ -113,12 +113,8 @@ def elsewhere(small: Small) -> tuple[Config, int]:
     for tp, pp, new_dp, zero in product((1, 2), (1, 2, 4), (1, 2, 4), (0, 1, 2, 3)):
         ranks = tp * pp * new_dp
         if small.by_microbatch:
-            pp, new_dp, zero, ranks = (
-                here.pipeline_model_parallel_size,
-                dp,
-                0,
-                tp * here.pipeline_model_parallel_size * dp,
-            )
+            pp, new_dp, zero = here.pipeline_model_parallel_size, dp, 0
+            ranks = tp * pp * dp
         elif ranks > 4:
             continue
         parallel = ParallelConfig(
@@ -165,12 +161,10 @@ def made_data(config: Config) -> Config:
 def _float8(config: Config, changes: _Changes) -> Float8:
     """The products' format. One process computes sample by sample, and blocks of 128 would not fit a small model."""
     given = config.training.float8
-    if given.fp8_format is None:
+    if given.fp8_recipe != "blockwise":
         return given
-    changes.note("--micro-batch-size", config.training.micro_batch_size, 1)
-    recipe = "rowwise" if given.fp8_recipe == "blockwise" else given.fp8_recipe
-    changes.note("--fp8-recipe", given.fp8_recipe, recipe)
-    return replace(given, fp8_recipe=recipe)
+    changes.note("--fp8-recipe", given.fp8_recipe, "rowwise")
+    return replace(given, fp8_recipe="rowwise")
 
 
 class _Changes:
