@@ -34,6 +34,7 @@ TINY = {
     "tokens": "--megabytes 0.05 --documents 100 --workers 1",
     "attention": "--lengths 16",
     "context": "--length 64",
+    "experts": "--tokens 64",
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {
