@@ -56,7 +56,7 @@ RECIPES = {
     "character": Recipe(
         "configs/shakespeare_char.yaml",
         2000,
-        {"adam": 4e-3, "muon": 8e-3, "lion": 4e-4, "sgd": 1e-1, "adafactor": 2e-3, "soap": 2e-3},
+        {"adam": 4e-3, "muon": 8e-3, "lion": 4e-4, "sgd": 1e-1, "adafactor": 2e-3, "soap": 4e-3},
     ),
     "quickstart": Recipe(
         "configs/quickstart.yaml",

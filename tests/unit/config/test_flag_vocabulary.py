@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[3]
 # Options of programs that our scripts and pages call.
 OTHERS = {
     "torchrun": "nproc-per-node nnodes node-rank master-addr master-port standalone rdzv-backend rdzv-endpoint rdzv-id",
-    "sbatch, srun": "nodes ntasks-per-node gpus-per-node gpus-per-task gpu-bind cpus-per-task time requeue open-mode output "
-    "signal job-name kill-on-bad-exit",
+    "sbatch, srun": "nodes ntasks-per-node gpus-per-node gpus-per-task gpu-bind cpus-per-task time requeue open-mode "
+    "output signal job-name kill-on-bad-exit",
     "mpirun": "bind-to host np",
     "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full durations no-build-isolation "
     "config-settings build-option cpp_ext cuda_ext no-input disable-pip-version-check clear no-deps wheel-dir ignore",
