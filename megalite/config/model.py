@@ -117,6 +117,9 @@ class ModelConfig:
     add_bias_linear: bool = option(True, "biases in the linear layers")
     add_qkv_bias: bool = option(False, "a bias in the query/key/value projection even where the others have none")
     qk_layernorm: bool = option(False, "normalise queries and keys of each head before attention")
+    qk_layernorm_across_heads: bool = option(
+        False, "normalise them over all heads together (OLMoE); RMSNorm only", needs="qk_layernorm"
+    )
     untie_embeddings_and_output_weights: bool = option(False, "give the output layer weights of its own")
     hidden_dropout: float = option(0.0, "dropout of embeddings and residual branches", ge=0, lt=1)
     attention_dropout: float = option(0.0, "dropout of attention weights", ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: Llama's blocks with experts, each expert a module of its own there, all stacked here."""
+"""Mixtral, Qwen3-MoE and OLMoE: Llama's blocks with experts, each expert apart there, all stacked here."""
 
 from __future__ import annotations
 
@@ -93,9 +93,34 @@ def _write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
+def _read_olmoe(fields: Fields) -> ModelConfig:
+    fields.only("attention_bias", False)
+    fields.only("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+    if fields.get("clip_qkv") is not None:
+        raise fields.wrong("clip_qkv", fields.get("clip_qkv"), "not supported (only null)")
+    experts = Experts(
+        **_numbers(fields, "num_experts" if "num_experts" in fields.raw else "num_local_experts"),
+        moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
+    )
+    raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}  # 1e-6 elsewhere
+    return read_shape(Fields(raw, fields.where), qk_layernorm=True, qk_layernorm_across_heads=True, experts=experts)
+
+
+def _write_olmoe(model: ModelConfig) -> Mapping[str, Any]:
+    return write_shape(model) | {
+        "intermediate_size": model.expert_ffn_size,
+        "num_experts": model.experts.num_experts,
+        "num_experts_per_tok": model.experts.moe_router_topk,
+        "norm_topk_prob": not model.experts.moe_router_pre_softmax,
+        "attention_bias": False,
+        "clip_qkv": None,
+    }
+
+
 MIXTRAL = HuggingFaceFamily(
     "mixtral", "MixtralForCausalLM", "model.", MIXTRAL_RULES, _read_mixtral, _write_mixtral, IGNORED
 )
 QWEN3_MOE = HuggingFaceFamily(
     "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN_RULES, _read_qwen3_moe, _write_qwen3_moe, IGNORED
 )
+OLMOE = HuggingFaceFamily("olmoe", "OlmoeForCausalLM", "model.", QWEN_RULES, _read_olmoe, _write_olmoe, IGNORED)

@@ -17,7 +17,7 @@ from megalite.config import (
     effective,
     model_shape,
 )
-from megalite.convert.experts import MIXTRAL, QWEN3_MOE
+from megalite.convert.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import Fields
 from megalite.convert.gpt2 import GPT2
@@ -26,7 +26,7 @@ from megalite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
-    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE)
+    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE)
 }
 
 # Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.

@@ -96,7 +96,8 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         return kept + context + widened * product * tokens * q + tokens * heads * max(4, size.wide) + words
     log_sums = tokens * heads * max(4, size.wide) + words
     if model.qk_layernorm:
-        log_sums += 2 * tokens * (heads + kv / model.head_dim) * e  # the statistics of the norms of queries and keys
+        norms = 2 if model.qk_layernorm_across_heads else heads + kv / model.head_dim
+        log_sums += 2 * tokens * norms * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
             log_sums += tokens * (q + kv) * size.wide
     if model.attention_dropout > 0 or model.reshapes_softmax or (on_cpu and not _sees_everything(config, model)):

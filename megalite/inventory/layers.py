@@ -197,6 +197,13 @@ def _norm(name: str, size: int, model: ModelConfig, partial: str = "sequence") -
     return [weight, bias] if model.normalization == "LayerNorm" else [weight]
 
 
+def _head_norm(name: str, width: int, model: ModelConfig) -> list[Parameter]:
+    """Of queries or keys: one for all heads, or one over all of them, whose weights are cut with the heads."""
+    if not model.qk_layernorm_across_heads:
+        return _norm(name, model.head_dim, model, "heads")
+    return [Parameter(f"{name}.weight", (width,), 0, decay=False, init_value=1.0)]
+
+
 def _column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
     """Outputs are cut. A gated projection keeps gate and value apart in a leading dimension, so that a slice of it is a
     rectangle."""
@@ -233,13 +240,13 @@ def _block(model: ModelConfig) -> Layer:
     qkv = q + 2 * model.kv_size
     mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
     sinks = model.softmax_type == "learnable"
-    head_norms = ("attention.q_norm", "attention.k_norm") if model.qk_layernorm else ()
+    head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
     parameters = [
         *_norm("input_norm", h, model),
         *([Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if sinks else []),
         *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
         *_row("attention.proj", h, q, model, bias),
-        *(parameter for name in head_norms for parameter in _norm(name, model.head_dim, model, "heads")),
+        *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
         *_norm("mlp_norm", h, model),
         *mlp,
     ]

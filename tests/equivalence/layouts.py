@@ -251,6 +251,7 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
             ["--swiglu"],  # with biases of two rows
             ["--model-type", "llama"],
             ["--model-type", "llama", "--num-query-groups", "2", "--qk-layernorm"],
+            ["--model-type", "llama", "--qk-layernorm", "--qk-layernorm-across-heads"],
         ]
     )
     if "--model-type" not in family and optimizer.split()[0] in ("lion", "adafactor"):

@@ -34,6 +34,13 @@ def test_corner(name: str, family: str) -> None:
     compare(Layout(("--num-layers", "4", "--model-type", family), ("--micro-batch-size", "1", *flags), world_size))
 
 
+def test_norms_across_heads_are_the_same_where_ranks_share_the_heads() -> None:
+    norms = ("--qk-layernorm", "--qk-layernorm-across-heads")
+    model = ("--num-layers", "4", "--model-type", "llama", "--num-query-groups", "2", *norms)
+    flags, world_size = CORNERS["tp2 sequence parallel"]
+    compare(Layout(model, ("--micro-batch-size", "1", "--zero-stage", "1", *flags), world_size))
+
+
 def test_dropout_is_the_same_at_every_layout() -> None:
     model = ("--num-layers", "4", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
     for flags, world_size in [CORNERS["tp2 sequence parallel"], CORNERS["pp2"], CORNERS["dp2"]]:

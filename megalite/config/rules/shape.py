@@ -36,6 +36,8 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
             f"--hidden-size={hidden}: the default MLP width of --activation={model.activation} would be 0; "
             "give --ffn-hidden-size"
         )
+    if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
+        yield f"--qk-layernorm-across-heads: not with --normalization={model.normalization}; use RMSNorm"
     yield from _layer_patterns(model)
 
 

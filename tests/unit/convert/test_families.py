@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalite.checkpoint import verify_checkpoint
+from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
 from megalite.convert.megatron import write_args
@@ -82,6 +83,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("Mixtral", GATED | dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=6)),
     "qwen3-moe": ("Qwen3Moe", GATED | QWEN3_MOE),
     "qwen3-moe-mixed": ("Qwen3Moe", GATED | QWEN3_MOE | dict(norm_topk_prob=False, mlp_only_layers=[0])),
+    "olmoe": ("Olmoe", GATED | dict(num_experts=4, num_experts_per_tok=2)),
+    "olmoe-normalised": ("Olmoe", GATED | dict(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
 }
@@ -89,7 +92,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def in_fp64(case: str) -> dict[str, str]:
     """The library's grouped products have no fp64."""
-    sparse = case.startswith(("mixtral", "qwen3-moe"))
+    sparse = case.startswith(("mixtral", "qwen3-moe", "olmoe"))
     return {"experts_implementation": "eager"} if sparse else {}
 
 
@@ -181,6 +184,21 @@ def test_an_odd_number_of_turned_channels_is_named() -> None:
     ):
         read_model(values, "c")
     assert read_model(values | {"rotary_pct": 0.5}, "c")[1].rotary_dim == 4
+
+
+def test_an_olmoe_that_clips_is_named() -> None:
+    values = GATED | dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2)
+    model = read_model(values, "c")[1]
+    assert (model.norm_epsilon, model.qk_layernorm_across_heads) == (1e-5, True)
+    assert family_of(model).name == "olmoe"
+    with pytest.raises(ConfigError, match=r"^c: clip_qkv '8.0' not supported \(only null\)$"):
+        read_model(values | {"clip_qkv": 8.0}, "c")
+
+
+def test_megatron_has_no_norm_across_heads() -> None:
+    model = read_model(GATED | dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2), "c")[1]
+    with pytest.raises(ConfigError, match="qk-layernorm-across-heads"):
+        write_args(dataclasses.replace(model, experts=Experts()), "transformer_engine")
 
 
 def test_megatron_has_no_other_first_length() -> None:

@@ -72,6 +72,7 @@ ROWS = [
     ("", "--disable-bias-linear"),
     ("--disable-bias-linear", "--add-qkv-bias"),
     ("", "--qk-layernorm"),
+    ("--normalization RMSNorm --qk-layernorm", "--qk-layernorm-across-heads"),
     ("", "--untie-embeddings-and-output-weights"),
     ("", "--hidden-dropout 0.5"),
     ("", "--attention-dropout 0.5"),
