@@ -16,6 +16,8 @@ from megalite.planner import in_units
 Point = tuple[float, float]
 
 WIDTH, HEIGHT, MARGIN = 560, 240, 48
+#: Of the picture of experts: blocks, and points in time.
+MOST_BLOCKS, MOST_COLUMNS = 4, 80
 COLORS = ("#1f5fa8", "#c2451e", "#3a7d44", "#7a4a9e")
 
 
@@ -37,12 +39,20 @@ def render_report(title: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> s
         ("gradient norm before clipping", "train", "grad_norm"),
         ("tokens per second", "train", "tokens_per_second"),
         ("peak memory (bytes)", "train", "peak_memory_bytes"),
+        ("load-balancing loss of the routers (1: even)", "train", "load_balancing_loss"),
+        ("entropy of the least even block's load (1: even)", "train", "load_entropy"),
+        ("tokens of the fullest expert over the mean", "train", "fullest_expert"),
+        ("choices dropped", "train", "dropped_fraction"),
     ]
     figures = []
     for name, kind, key in charts:
         curves = [Curve(run, series(records, kind, key)) for run, records in runs]
         if any(curve.points for curve in curves):
             figures.append(f"<figure><figcaption>{name}</figcaption>{render_chart(curves)}</figure>")
+    for run, records in runs:
+        for block, loads in expert_loads(records):
+            caption = f"load of the experts of block {block}, {html.escape(run)} (dark: twice the mean)"
+            figures.append(f"<figure><figcaption>{caption}</figcaption>{render_loads(loads)}</figure>")
     legend = "".join(
         f'<li><span style="background:{COLORS[number % len(COLORS)]}"></span>{html.escape(run)}</li>'
         for number, (run, _) in enumerate(runs)
@@ -101,6 +111,39 @@ def render_chart(curves: Sequence[Curve]) -> str:
         if len(curve.points) == 1:
             x, y = place(curve.points[0])
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+    return "".join([*parts, "</svg>"])
+
+
+def expert_loads(records: Sequence[Record]) -> list[tuple[str, list[tuple[int, list[int]]]]]:
+    """(Block, (iteration, percent of the mean of each expert) over time) of at most `MOST_BLOCKS`, first and last among
+    them."""
+    lines = [record for record in records if record.get("kind") == "train" and record.get("expert_load")]
+    blocks = list(lines[0]["expert_load"]) if lines else []
+    last = len(blocks) - 1
+    chosen = sorted({round(n * last / (MOST_BLOCKS - 1)) for n in range(MOST_BLOCKS)}) if last > 0 else range(last + 1)
+    every = math.ceil(len(lines) / MOST_COLUMNS)
+    return [
+        (blocks[n], [(int(line["iteration"]), line["expert_load"][blocks[n]]) for line in lines[::every]])
+        for n in chosen
+    ]
+
+
+def render_loads(loads: Sequence[tuple[int, Sequence[int]]]) -> str:
+    """An SVG: a column for each point in time, a row for each expert, 0 on top; white takes no tokens."""
+    wide, high = (WIDTH - MARGIN - 12) / len(loads), (HEIGHT - 36) / len(loads[0][1])
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    for column, (_, percents) in enumerate(loads):
+        for row, percent in enumerate(percents):
+            parts.append(
+                f'<rect x="{MARGIN + column * wide:.1f}" y="{12 + row * high:.1f}" width="{wide:.1f}" '
+                f'height="{high:.1f}" fill="{COLORS[0]}" fill-opacity="{min(1.0, percent / 200):.2f}"/>'
+            )
+    for expert in (0, len(loads[0][1]) - 1):
+        y = 12 + (expert + 0.5) * high
+        parts.append(f'<text x="{MARGIN - 6}" y="{y + 4:.1f}" text-anchor="end">{expert}</text>')
+    for column in sorted({0, len(loads) - 1}):
+        x = MARGIN + (column + 0.5) * wide
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{loads[column][0]}</text>')
     return "".join([*parts, "</svg>"])
 
 

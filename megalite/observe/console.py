@@ -26,6 +26,7 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("load balancing loss", "load_balancing_loss", ".6E"),
     ("z loss", "z_loss", ".6E"),
     ("fullest expert", "fullest_expert", ".2f"),
+    ("load entropy", "load_entropy", ".3f"),
     ("dropped (%)", "dropped_percent", ".2f"),
     ("tokens per second", "tokens_per_second", ",.0f"),
     ("MFU (%)", "mfu_percent", ".1f"),

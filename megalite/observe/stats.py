@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from megalite.planner import peak_flops
 #: One line of metrics.jsonl: plain numbers, texts, and None where a number does not exist.
 Record = dict[str, Any]
 
+#: A record has the loads of at most so many experts; of larger models every nth block's.
+MOST_LOADS = 2048
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertStats:
@@ -35,12 +38,15 @@ class ExpertStats:
         for experts that are evenly loaded.
     fullest_expert: tokens of the fullest expert of any block, as a multiple of their mean.
     dropped_fraction: of the choices, those beyond the capacity of an expert.
+    expert_load: `[sparse blocks, E]`, tokens of each expert; layers: the blocks' numbers.
     """
 
     load_balancing_loss: Tensor | float | None = None
     z_loss: Tensor | float | None = None
     fullest_expert: Tensor | float | None = None
     dropped_fraction: Tensor | float | None = None
+    expert_load: Tensor | None = None
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +136,9 @@ class IntervalStats:
         assert steps, "an interval without a step has no record"
         last = steps[-1]
         began = self._clock()
-        loads = [vars(step.experts) for step in steps if step.experts is not None]
-        names = list(loads[0]) if loads else []
+        routed = [step.experts for step in steps if step.experts is not None]
+        loads = [vars(stats) for stats in routed]
+        names = [name for name in loads[0] if name not in ("expert_load", "layers")] if loads else []
         values = [values[name] for name in names for values in loads]
         of_steps = [*(step.lm_loss for step in steps), *(step.skipped for step in steps)]
         read = _read([*values, *of_steps, last.grad_norm, last.loss_scale])
@@ -157,7 +164,7 @@ class IntervalStats:
             found, experts = experts[: len(loads)], experts[len(loads) :]
             numbers = [number for number in found if number is not None]
             record |= {name: math.fsum(numbers) / len(numbers)} if numbers else {}
-        return record | self._rates(steps, seconds)
+        return record | expert_loads(routed) | self._rates(steps, seconds)
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:
         computed = [step for step in steps if step.lm_loss is not None]
@@ -175,6 +182,22 @@ class IntervalStats:
             "mfu": flops / self._peak_flops if self._peak_flops else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
         }
+
+
+def expert_loads(routed: Sequence[ExpertStats]) -> Record:
+    """Of the routers' steps together: `expert_load`, block -> percent of the mean for each of its experts, and
+    `load_entropy` of the block whose loads are least even, 1 where all are (entropy over log E)."""
+    tables = [stats.expert_load for stats in routed if stats.expert_load is not None]
+    if not tables:
+        return {}
+    shares = torch.stack(tables).sum(0).cpu().double()
+    shares = shares / shares.sum(1, keepdim=True).clamp_min(1)
+    blocks, number = shares.shape
+    entropy = torch.special.entr(shares).sum(1).min().item() / math.log(number)
+    every = math.ceil(blocks * number / MOST_LOADS)
+    percent = (100 * number * shares).round().int().tolist()
+    named = dict(zip(map(str, routed[0].layers), percent, strict=True))
+    return {"load_entropy": entropy, "expert_load": dict(list(named.items())[::every])}
 
 
 def evaluation_record(

@@ -33,6 +33,11 @@ _TRAIN_TAGS = {
     "mfu": "mfu",
     "peak_memory_bytes": "mem-max-allocated-bytes",
     "skipped_iterations": "skipped-iterations",
+    "load_balancing_loss": "load_balancing_loss",
+    "z_loss": "z_loss",
+    "fullest_expert": "fullest-expert",
+    "load_entropy": "load-entropy",
+    "dropped_fraction": "dropped-fraction",
 }
 
 

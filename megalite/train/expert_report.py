@@ -37,4 +37,6 @@ class ExpertReport:
             z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,
             fullest_expert=(counts.amax(1) / counts.mean(1)).max(),
             dropped_fraction=dropped.sum() / counts.sum() if self._given.moe_expert_capacity_factor else None,
+            expert_load=counts,
+            layers=tuple(self._rows),
         )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megalite.observe.stats import IntervalStats, StepStats, evaluation_record
+from megalite.observe.stats import ExpertStats, IntervalStats, StepStats, evaluation_record, expert_loads
 from megalite.planner.hardware import peak_flops
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
@@ -100,3 +100,15 @@ def test_step_stats_are_frozen() -> None:
     with pytest.raises(AttributeError):
         FakeTrainer(tiny_config()).step().iteration = 3  # type: ignore[misc]
     assert StepStats.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_loads_of_experts_are_those_of_all_steps() -> None:
+    """Percent of the mean by block, the entropy of the least even one; of many experts every nth block's."""
+    one, two = torch.tensor([[4.0, 0.0], [1.0, 3.0]]), torch.tensor([[0.0, 4.0], [2.0, 2.0]])
+    found = expert_loads([ExpertStats(expert_load=table, layers=(1, 3)) for table in (one, two)])
+    assert found["expert_load"] == {"1": [100, 100], "3": [75, 125]}
+    shares = (3 / 8, 5 / 8)
+    assert found["load_entropy"] == pytest.approx(-sum(share * math.log(share) for share in shares) / math.log(2))
+    many = expert_loads([ExpertStats(expert_load=torch.ones(96, 128), layers=tuple(range(96)))])
+    assert list(many["expert_load"]) == [str(n) for n in range(0, 96, 6)] and many["load_entropy"] == pytest.approx(1)
+    assert expert_loads([ExpertStats()]) == {}

@@ -25,6 +25,19 @@ def _train(trainer: FakeTrainer, hooks: Hooks) -> None:
     hooks.on_end(trainer, "completed")
 
 
+def test_tags_of_experts() -> None:
+    numbers = {"load_balancing_loss": 1.1, "z_loss": 0.2, "fullest_expert": 1.5, "dropped_fraction": 0.0}
+    record = {
+        "kind": "train",
+        "iteration_time_ms": 1.0,
+        "expert_load": {"0": [100, 100]},
+        "load_entropy": 0.9,
+    } | numbers
+    found = tags(record)
+    assert found.pop("iteration-time") == 1e-3
+    assert sorted(found.values()) == [0.0, 0.2, 0.9, 1.1, 1.5]
+
+
 def test_tags_of_a_validation() -> None:
     assert tags(evaluation_record("test", 3, loss_sum=0.0, num_tokens=2)) == {
         "lm loss test": 0.0,

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.report_page import Curve, render_chart, render_report, series, ticks
+from tools.report_page import Curve, expert_loads, render_chart, render_loads, render_report, series, ticks
 
 
 def _records(losses: list[float | None]) -> list[dict]:
@@ -40,6 +40,23 @@ def test_points_lie_where_the_axes_say() -> None:
     assert points[1][0] == pytest.approx((points[0][0] + points[2][0]) / 2, abs=0.1)
     assert points[1][1] < points[2][1] < points[0][1], "up is less in SVG"
     assert points[2][1] == pytest.approx((points[0][1] + points[1][1]) / 2, abs=0.1)
+
+
+def test_the_load_of_experts_is_a_picture() -> None:
+    """Of a few blocks and points in time; a rectangle is as dark as the load, its rows are experts."""
+    records = [
+        {"kind": "train", "iteration": n, "expert_load": {str(block): [0, 100, 300] for block in range(12)}}
+        for n in range(1, 161)
+    ]
+    loads = expert_loads(records)
+    assert [block for block, _ in loads] == ["0", "4", "7", "11"]
+    assert [point for point, _ in loads[0][1]] == list(range(1, 161, 2))
+    boxes = ElementTree.fromstring(render_loads(loads[0][1])).findall("rect")
+    assert [float(box.attrib["fill-opacity"]) for box in boxes[:3]] == [0.0, 0.5, 1.0]
+    assert len(boxes) == 240 and len({box.attrib["x"] for box in boxes[:3]}) == 1
+    page = render_report("a", [("a", [*_records([3.0]), *records])])
+    assert page.count("load of the experts of block") == 4
+    assert expert_loads(_records([3.0])) == []
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (1.23, 1.24), (-5, 1e6), (3, 3), (0, 0), (1e-7, 3e-4)])
