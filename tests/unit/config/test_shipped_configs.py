@@ -17,6 +17,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 # File -> (ranks, vocabulary of its tokenizer where the file does not state it)
 WORLDS = {
     "quickstart.yaml": (1, 4096),
+    "quickstart_experts.yaml": (1, 4096),
     "shakespeare_char.yaml": (1, 65),
     "gpt2_124m.yaml": (8, None),
     "gpt2_345m.yaml": (8, None),
