@@ -8,7 +8,7 @@ layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); 
 only embedding and head transpose.
 
     naming.py, init.py     logical names; initial values from (seed, name)
-    embedding.py, block.py (attention.py, mlp.py, norm.py), head.py       the layers
+    embedding.py, block.py (attention.py, head_norm.py, mlp.py, norm.py), head.py       the layers
     experts.py, router.py       the MLP of a block with experts
     rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation

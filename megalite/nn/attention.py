@@ -15,9 +15,9 @@ from megalite.microbatch import Microbatch
 from megalite.nn.attention_context import context_attention
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.dropout import site_key
+from megalite.nn.head_norm import head_norm
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
-from megalite.nn.norm import AcrossHeadsNorm, Norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, new_parameter, product_dtype
 
@@ -40,8 +40,8 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(
             config.query_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
         )
-        self.q_norm = _head_norm(config.query_size, config, ctx)
-        self.k_norm = _head_norm(config.kv_size, config, ctx)
+        self.q_norm = head_norm(config.query_size, config, ctx)
+        self.k_norm = head_norm(config.kv_size, config, ctx)
         heads = config.num_attention_heads // ctx.tp.size
         self.softmax_type = config.softmax_type
         if config.softmax_type == "learnable":
@@ -96,12 +96,3 @@ class Attention(nn.Module):
             sample_ids=microbatch.sample_ids,
             training=self.training,
         )
-
-
-def _head_norm(width: int, config: ModelConfig, ctx: LayerContext) -> nn.Module | None:
-    """Of queries or keys, `width` wide in all heads together."""
-    if not config.qk_layernorm:
-        return None
-    if config.qk_layernorm_across_heads:
-        return AcrossHeadsNorm(width, config, ctx)
-    return Norm(config.head_dim, config, ctx, split_input=ctx.tp.size > 1)
