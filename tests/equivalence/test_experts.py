@@ -7,22 +7,31 @@ undercounted with ep and tp (Megatron-LM 5916), auxiliary losses that are not at
 
 from __future__ import annotations
 
+import io
+import json
 import random
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 from equivalence.layouts import TINY, Layout, compare, draw, train_body
 from megalite.comm import Axis
 from megalite.comm.mesh import FamilyAxes
 from megalite.comm.world import World
+from megalite.config import parse
 from megalite.nn import experts, router
 from megalite.parallel.expert import plan
+from megalite.testing import experts as testing_experts
 from megalite.testing import run_ranks
-from megalite.testing.oracle import reference
+from megalite.testing.oracle import Pupil, reference
 from megalite.train import batch_reader, build, expert_bias
+from megalite.train.run import run_training
 
 TP2, TP2SP = ("--tensor-model-parallel-size", "2"), ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PP2, CP2 = ("--pipeline-model-parallel-size", "2"), ("--context-parallel-size", "2")
@@ -90,6 +99,42 @@ def test_many_random_layouts() -> None:
     rng = random.Random("experts")
     for _ in range(60):
         compare(draw(rng, want=lambda case: "--num-experts" in case.model))
+
+
+def logged(world: World, argv: list[str]) -> list[str]:
+    """Trains; the lines of the console."""
+    with redirect_stdout(io.StringIO()) as console:
+        run_training(parse(argv, world_size=world.size), world)
+    return console.getvalue().splitlines()
+
+
+def test_log_lines_hold_the_sums_over_all_ranks_and_layers(tmp_path: Path) -> None:
+    argv = [*TINY, *CAPACITY, "--micro-batch-size", "1", "--log-interval", "1"]
+    argv[argv.index("--train-iters") + 1] = "1"
+    seen: list[tuple[Tensor, Tensor]] = []
+    with patch.object(
+        testing_experts, "layer_losses", lambda logits, taken, given: seen.append((logits.detach(), taken)) or 0.0
+    ):
+        pupil = Pupil(tuple(argv))
+        with pupil.data.train_loader(0) as loader:
+            pupil.gradients(pupil.weights(), loader.next_batch(8))
+    balance = [(taken.mean(0) * logits.softmax(-1).mean(0)).sum() * 4 / 2 for logits, taken in seen]
+    z = [logits.logsumexp(-1).square().mean() for logits, _ in seen]
+    counts = [sum(taken.sum((0, 1)) for _, taken in seen[layer::2]) for layer in (0, 1)]
+    dropped = sum(float((taken * (taken.cumsum(0) > 8)).sum()) for _, taken in seen)
+    expected = {
+        "load_balancing_loss": float(torch.stack(balance).mean()),
+        "z_loss": float(torch.stack(z).mean()),
+        "fullest_expert": max(float(c.max() / c.mean()) for c in counts),
+        "dropped_fraction": dropped / (8 * 16 * 2 * 2),
+    }
+    lines = run_ranks(logged, 4, [*argv, *CP2, *EP2, "--save", str(tmp_path)])[0]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [record for record in records if "load_balancing_loss" in record]
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    (line,) = [line for line in lines if "fullest expert" in line]
+    assert f"load balancing loss: {expected['load_balancing_loss']:.6E}" in line
+    assert f"fullest expert: {expected['fullest_expert']:.2f}" in line
 
 
 # ---- ways to be quietly wrong ----------------------------------------------------------------------------------------
