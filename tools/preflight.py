@@ -32,6 +32,9 @@ from megalite.train import OpenRun, open_run
 ORDER = ("forward", "backward", "norm", "step")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+CUTS = ("tp", "cp", "pp", "etp", "ep")
+"""Axes along which ranks hold different parts of the weights, or of a sequence."""
+
 
 class Seen(NamedTuple):
     """One number of a rank: which iteration, action and thing it belongs to, and its digest."""
@@ -55,7 +58,8 @@ class Preflight:
             torch.use_deterministic_algorithms(True, warn_only=True)
         with open_run(config, world) as run:
             mesh = run.trainer.mesh
-            if mesh.size("dp") < 2:
+            sparse = config.model.experts.num_experts is not None
+            if mesh.size("dp") < 2 or (sparse and mesh.size("edp") < 2):
                 raise ConfigError("--preflight: compares replicas, and this layout has one; give it more ranks")
             loader = run.trainer.batch_reader.loader
             assert isinstance(loader, BatchLoader)
@@ -151,7 +155,7 @@ def compare(seen: Sequence[Seen], run: OpenRun, world: World) -> str:
     """What the replicas disagree about first, and which rank it was; empty where they agree. Collective."""
     mesh = run.trainer.mesh
     whole = sum(sum(one.digest) * (i + 1) for i, one in enumerate(seen)) % (1 << 61)
-    place = [mesh.coordinate("tp"), mesh.coordinate("pp")]
+    place = [mesh.coordinate(axis) for axis in CUTS]
     everyone = all_gather_json({"place": place, "whole": whole, "host": world.host}, mesh.world)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, one in enumerate(everyone):

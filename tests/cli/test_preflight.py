@@ -72,6 +72,11 @@ def test_a_flipped_bit_is_found_and_its_rank_named(
 
 
 def test_replicas_agree_and_one_alone_is_refused() -> None:
-    for flags, ranks in (([*PP2, "--zero-stage", "1"], 4), (["--zero-stage", "3", "--bf16", "--no-fp64"], 2)):
+    for flags, ranks in (
+        ([*PP2, "--zero-stage", "1"], 4),
+        (["--zero-stage", "3", "--bf16", "--no-fp64"], 2),
+        (["--context-parallel-size", "2"], 4),
+        (["--num-experts", "4", "--expert-model-parallel-size", "2", "--global-batch-size", "8"], 4),
+    ):
         assert run_ranks(body, ranks, [*FLAGS, *flags], "", -1) == [0] * ranks
     run_ranks(body, 2, [*FLAGS, *PP2], "", -1, expect="--preflight: compares replicas, and this layout has one")
