@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
 from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
 
@@ -48,7 +49,12 @@ class StageModule(nn.Module):
         y = sample.inputs if x is None else x
         for layer in self.layers:
             y = layer(y)
-        return y if self.loss is None else self.loss(y, sample.target)
+        if self.loss is None:  # a first stage without trainable parameters has no graph to come back to
+            return y if y.requires_grad or not torch.is_grad_enabled() else y.detach().requires_grad_()
+        value = self.loss(y, sample.target)
+        if value.dim():
+            raise ConfigError(f"loss: returns a tensor of shape {tuple(value.shape)}; it must return the mean, 0-dim")
+        return value
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,3 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
             products = PlainProducts(product_dtype(module.weight.dtype, device.type))
             whole = _WholeLinear(queue, products, sum_widened)
             module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class
-
-
-def place(module: nn.Module, device: torch.device) -> None:
-    """Moves buffers to the device; parameters follow into flat memory."""
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            owner._buffers[name] = buffer.to(device)

@@ -13,7 +13,7 @@ from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, ScheduleError
 from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import check_shared, crossings, cut
-from megalite.library.modules import LossFunction, Sample, StageModule, place, split_backwards
+from megalite.library.modules import LossFunction, Sample, StageModule, split_backwards
 from megalite.parallel.pipeline import Events, Executor, Stage
 from megalite.schedule import (
     SCHEDULES,
@@ -85,8 +85,8 @@ class Pipeline:
         found = crossings(layers, example, self.device)
         self.cuts = cut(self.placement, [crossing.flops for crossing in found], sizes)
         check_shared(layers, self.cuts)
-        given = TensorSpec(tuple(example.shape), example.dtype, self.device)
-        specs = [given, *(crossing.spec for crossing in found)]
+        self._given = TensorSpec(tuple(example.shape), example.dtype, self.device)
+        specs = [self._given, *(crossing.spec for crossing in found)]
         keys = self.placement.stages_of(self.mesh.coordinate("pp"))
         self.stages = {key: self._stage(key, layers, loss, specs) for key in keys}
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
@@ -112,13 +112,24 @@ class Pipeline:
             if self.mesh.size(axis) > 1:
                 raise ConfigError(f"mesh: {axis}={self.mesh.size(axis)}: modules of your own are not cut; make it 1")
 
+    def _check_inputs(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> None:
+        if not micro_batches:
+            raise ConfigError("micro_batches: there is none")
+        shape, dtype = self._given.shape, self._given.dtype
+        for index, (inputs, _) in enumerate(micro_batches):
+            if tuple(inputs.shape) != shape or inputs.dtype != dtype:
+                raise ConfigError(
+                    f"micro_batches[{index}]: its input is {tuple(inputs.shape)} of {inputs.dtype}, the example was "
+                    f"{shape} of {dtype}; all must be like it"
+                )
+
     def _stage(
         self, key: StageKey, layers: Sequence[nn.Module], loss: LossFunction, specs: Sequence[TensorSpec]
     ) -> Stage:
         items, queue = self.cuts[key[0]], WeightGradQueue()
         is_last = key[0] == self.placement.num_stages - 1
         module = StageModule([layers[index] for index in items], loss if is_last else None)
-        place(module, self.device)
+        module.to(self.device)
         split_backwards(module, queue, self.device)
         arrives, leaves = specs[items.start], specs[items.stop]
         return Stage([module], queue, spec=arrives, out_spec=leaves, is_first=key[0] == 0, is_last=is_last)
@@ -148,6 +159,7 @@ class Pipeline:
         """
         if self.optimizer is None and self.mesh.size("dp") > 1:
             raise ConfigError(f"mesh: dp={self.mesh.size('dp')}: make a ShardedOptimizer, which sums the gradients")
+        self._check_inputs(micro_batches)
         program = self.program(len(micro_batches))
         if self.optimizer is not None:
             self.optimizer.begin_batch()

@@ -154,7 +154,7 @@ def test_gradients_without_our_optimizer() -> None:
 def in_pairs(world: World, options: dict[str, Any]) -> str:
     """What is said about options that do not go together, on two pipeline ranks."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=options.pop("pp", 2), tp=options.pop("tp", 1))
-    shared = nn.Linear(6, 6)
+    shared, asked = nn.Linear(6, 6), options.pop("micro_batches", batches(0, 1)[0])
     given = {
         "layers": layers(),
         "shared": [shared, nn.Tanh(), shared],
@@ -164,7 +164,7 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
     example = torch.empty(3, 7, dtype=torch.int64) if len(given) > 3 else torch.empty(3, 6)
     try:
         pipe = Pipeline(given, loss=loss, example=example, mesh=mesh, **options)
-        pipe.step(batches(0, 1)[0])
+        pipe.step(asked)
     except MegaliteError as error:
         return str(error)
     return ""
@@ -181,6 +181,8 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
         ({"layers": "two"}, "layers[0] (LSTM): returns tuple; a layer of a pipeline takes and returns one floating"),
         ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
         ({"schedule": "1f1q"}, "1f1q"),
+        ({"micro_batches": []}, "micro_batches: there is none"),
+        ({"micro_batches": [(torch.zeros(2, 7), None)]}, "micro_batches[0]: its input is (2, 7) of torch.float32, the"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(options: dict[str, Any], line: str) -> None:
@@ -206,3 +208,26 @@ def test_steps_come_in_turn() -> None:
         "ShardedOptimizer.step without a gradient: call Pipeline.step first | "
         "Pipeline.step was called twice: call ShardedOptimizer.step in between"
     )
+
+
+def frozen(world: World, first: int, last: int) -> tuple[float, list[float]]:
+    """Layers `first` to `last` do not learn: the loss, and by how much each layer's parameters have moved."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
+    own = layers()
+    for layer in own[first : last + 1]:
+        layer.requires_grad_(False)
+    before = [[p.detach().clone() for p in layer.parameters()] for layer in own]
+    pipe = Pipeline(own, loss=loss, example=torch.empty(SAMPLES, 7, dtype=torch.int64), schedule="zb-h1", mesh=mesh)
+    optimizer = ShardedOptimizer(pipe, lr=LR)
+    total = pipe.step(batches(0, 1)[0])
+    optimizer.step()
+    here = pipe.cuts[mesh.coordinate("pp")]
+    moved = [max(float((p - q).abs().max()) for p, q in zip(own[i].parameters(), before[i], strict=True)) for i in here]
+    return total.item(), moved
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (0, 0), (5, 8)])
+def test_layers_that_do_not_learn(first: int, last: int) -> None:
+    found = run_ranks(frozen, 2, first, last)
+    moved = [x for _, own in found for x in own]
+    assert [x == 0.0 for x in moved] == [first <= i <= last for i in range(9)]
