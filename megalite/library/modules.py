@@ -7,16 +7,19 @@ A plain `nn.Linear` inside them splits its backward like our own layers do: sche
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
+from megalite.comm import TensorSpec
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
 from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
@@ -37,18 +40,24 @@ class Sample:
 
 
 class StageModule(nn.Module):
-    """Consecutive layers. loss: on the last stage."""
+    """Consecutive layers. loss: on the last stage. leaves: what another stage expects. first: number of the first."""
 
-    def __init__(self, layers: Sequence[nn.Module], loss: LossFunction | None) -> None:
+    def __init__(self, layers: Sequence[nn.Module], loss: LossFunction | None, leaves: TensorSpec, first: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.loss = loss
+        self.loss, self.leaves, self.first = loss, leaves, first
 
     def forward(self, x: Tensor | None, sample: Sample) -> Tensor:
         """`x` is None on the first stage."""
         y = sample.inputs if x is None else x
         for layer in self.layers:
             y = layer(y)
+        if self.loss is None and (tuple(y.shape) != self.leaves.shape or y.dtype != self.leaves.dtype):
+            last, spec = self.first + len(self.layers) - 1, self.leaves
+            raise ConfigError(
+                f"layers[{last}]: returned {tuple(y.shape)} of {y.dtype}, but for the example {spec.shape} of "
+                f"{spec.dtype}, which the next stage expects; under autocast, cast its result"
+            )
         if self.loss is None:  # a first stage without trainable parameters has no graph to come back to
             return y if y.requires_grad or not torch.is_grad_enabled() else y.detach().requires_grad_()
         value = self.loss(y, sample.target)
@@ -86,14 +95,27 @@ class _SplitLinear(Function):
 
 
 def _split_linear(module: nn.Linear, layer: _WholeLinear, x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type) or x.dtype != module.weight.dtype:  # torch's own rules hold
+        return F.linear(x, module.weight, module.bias)
     return _SplitLinear.apply(x, module.weight, module.bias, layer)
 
 
-def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.device) -> None:
-    """The stage's linear layers put their weight gradients into the queue; not those that share their weight."""
+def count_calls(layers: Iterable[nn.Module], calls: Counter[int]) -> list[RemovableHandle]:
+    """Counts by id how often each linear layer is called, until the handles are removed."""
+    linears = {id(m): m for layer in layers for m in layer.modules() if type(m) is nn.Linear}
+    return [m.register_forward_pre_hook(lambda m, _: calls.update([id(m)])) for m in linears.values()]
+
+
+def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.device, calls: Counter[int]) -> None:
+    """The stage's linear layers put their weight gradients into the queue; not those that share their weight, or
+    that a micro-batch calls more than once."""
     owners = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
     for module in stage.modules():
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and module.weight.requires_grad:
+        if (
+            type(module) is nn.Linear
+            and module.weight.requires_grad
+            and owners[id(module.weight)] == calls[id(module)] == 1
+        ):
             products = PlainProducts(product_dtype(module.weight.dtype, device.type))
             whole = _WholeLinear(queue, products, sum_widened)
             module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class

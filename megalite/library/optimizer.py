@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megalite.comm import all_gather_json
 from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.inventory import AXIS_FAMILIES
@@ -61,6 +61,7 @@ class ShardedOptimizer:
         config = OptimizerConfig(optimizer=rule, lr=lr, args=args)
         self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
         self._pipeline, self._stepped = pipeline, True
+        _check_replicas(pipeline)
         self._buffers = self._make_buffers(pipeline, ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole)
         shards = AXIS_FAMILIES["dense"].shard if zero_stage else ()
         self._state = StateShards(
@@ -136,15 +137,31 @@ class ShardedOptimizer:
         self._stepped = True
         return norm
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Name, parameter) of this rank's stages, with the newest weights, whole: `3.weight` is that of layers[3].
-
-        In ZeRO stage 3 all ranks of the replica's stage must ask; the weights stay whole until the iteration is over.
-        """
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all parameters and buffers of this rank's layers, with the newest weights: `3.weight` is that of
+        layers[3]. Collective in ZeRO stage 3: all ranks must ask."""
+        found: dict[str, Tensor] = {}
         for key, families in self._buffers.items():
             for family in families:
                 family.weights.unshard()
             module: Any = self._pipeline.stages[key].modules[0]
-            yield from named(module.layers, self._pipeline.cuts[key[0]].start)
+            for index, layer in enumerate(module.layers, self._pipeline.cuts[key[0]].start):
+                found |= {f"{index}.{name}": value.detach().clone() for name, value in layer.state_dict().items()}
             for family in families:
                 family.weights.reshard()
+        return found
+
+
+def _check_replicas(pipeline: Pipeline) -> None:
+    """Raises ConfigError where replicas begin with other values. Collective."""
+    stages = [(pipeline.cuts[key[0]].start, stage.modules[0]) for key, stage in sorted(pipeline.stages.items())]
+    sums = {
+        name: float(parameter.detach().double().sum())
+        for first, module in stages
+        for name, parameter in named(module.layers, first)  # type: ignore[arg-type]  # a StageModule's list
+    }
+    theirs = all_gather_json(sums, pipeline.mesh["dp"])
+    other = next((name for name in sums if any(repr(one[name]) != repr(sums[name]) for one in theirs)), None)
+    if other is not None:
+        raise ConfigError(f"layers: {other} begins with other values on other replicas; seed alike before you build")

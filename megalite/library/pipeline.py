@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, ScheduleError
 from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import check_shared, crossings, cut
-from megalite.library.modules import LossFunction, Sample, StageModule, split_backwards
+from megalite.library.modules import LossFunction, Sample, StageModule, count_calls, split_backwards
 from megalite.parallel.pipeline import Events, Executor, Stage
 from megalite.schedule import (
     SCHEDULES,
@@ -82,7 +83,11 @@ class Pipeline:
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
         program = self.program(own)
         self.placement = program.placement
+        self._calls: Counter[int] = Counter()
+        counting = count_calls(layers, self._calls)
         found = crossings(layers, example, self.device)
+        for handle in counting:
+            handle.remove()
         self.cuts = cut(self.placement, [crossing.flops for crossing in found], sizes)
         check_shared(layers, self.cuts)
         self._given = TensorSpec(tuple(example.shape), example.dtype, self.device)
@@ -128,9 +133,11 @@ class Pipeline:
     ) -> Stage:
         items, queue = self.cuts[key[0]], WeightGradQueue()
         is_last = key[0] == self.placement.num_stages - 1
-        module = StageModule([layers[index] for index in items], loss if is_last else None)
+        module = StageModule(
+            [layers[index] for index in items], loss if is_last else None, specs[items.stop], items.start
+        )
         module.to(self.device)
-        split_backwards(module, queue, self.device)
+        split_backwards(module, queue, self.device, self._calls)
         arrives, leaves = specs[items.start], specs[items.stop]
         return Stage([module], queue, spec=arrives, out_spec=leaves, is_first=key[0] == 0, is_last=is_last)
 
@@ -149,6 +156,7 @@ class Pipeline:
             self._programs[microbatches] = program
         return self._programs[microbatches]
 
+    @torch.enable_grad()
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> Tensor:
         """Forward and backward of a batch: (input, target) of each micro-batch of this replica, the same list on all of
         its pipeline ranks (inputs are read on the first stage, targets on the last).

@@ -78,7 +78,7 @@ def plainly(replicas: int) -> tuple[Losses, dict[str, Tensor]]:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         found.append((total.item(), norm.item()))
-    return found, {name: p.detach() for name, p in model.named_parameters()}
+    return found, model.state_dict()
 
 
 def numbers(losses: Losses) -> Tensor:
@@ -96,7 +96,7 @@ def body(world: World, schedule: str, pp: int, zero_stage: int, chunks: int | No
     for step in range(STEPS):
         total = pipe.step(batches(step, mesh.size("dp"))[mesh.coordinate("dp")])
         found.append((total.item(), optimizer.step().item()))
-    return found, {name: p.detach().clone() for name, p in optimizer.parameters()}
+    return found, optimizer.weights()
 
 
 @pytest.mark.parametrize(
@@ -231,3 +231,83 @@ def test_layers_that_do_not_learn(first: int, last: int) -> None:
     found = run_ranks(frozen, 2, first, last)
     moved = [x for _, own in found for x in own]
     assert [x == 0.0 for x in moved] == [first <= i <= last for i in range(9)]
+
+
+class Twice(nn.Module):
+    """One linear layer called twice, and a weight tied inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.again, self.same = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.same.weight = self.once.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.same(torch.tanh(self.once(x)))
+        return x + self.again(torch.tanh(self.again(y)))
+
+
+def odd_layers() -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [layer.double() for layer in (nn.Flatten(), nn.Identity(), Twice(), nn.Linear(6, 5))]
+
+
+def odd(world: World) -> dict[str, Tensor]:
+    """A first stage without parameters, layers that are no use to a split backward."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
+    x, target = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([0, 3, 4])
+    pipe = Pipeline(odd_layers(), loss=loss, example=x, schedule="zb-h1", mesh=mesh, sizes=[2, 2])
+    optimizer = ShardedOptimizer(pipe, lr=LR, weight_decay=DECAY, clip_grad=0.0, adam_beta2=0.95)
+    for _ in range(2):
+        pipe.step([(x, target), (2 * x, target)])
+        optimizer.step()
+    return optimizer.weights()
+
+
+def test_odd_layers_equal_plain_torch() -> None:
+    x, target = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(1)).double(), torch.tensor([0, 3, 4])
+    model = nn.Sequential(*odd_layers())
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": DECAY * decays}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, eps=1e-8, betas=(0.9, 0.95))
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((loss(model(x), target) + loss(model(2 * x), target)) / 2).backward()
+        optimizer.step()
+    found = {name: value for own in run_ranks(odd, 2) for name, value in own.items()}
+    assert found.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+
+
+class Cast(nn.Module):
+    """Its result is bf16, though not on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not x.is_meta):
+            y: Tensor = self.inner(x)
+            return y
+
+
+def refused(world: World, case: str) -> None:
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=1 if case == "seeds" else 2)
+    torch.manual_seed(world.rank if case == "seeds" else 0)
+    pipe = Pipeline([Cast(), Cast()], loss=lambda y, _: y.float().mean(), example=torch.ones(2, 6), mesh=mesh)
+    ShardedOptimizer(pipe, lr=LR)
+    pipe.step([(torch.ones(2, 6), None)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("seeds", r"layers: 0\.inner\.weight begins with other values on other replicas"),
+        ("cast", r"layers\[0\]: returned \(2, 6\) of torch\.bfloat16, but for the example \(2, 6\) of torch\.float32"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(case: str, line: str) -> None:
+    run_ranks(refused, 2, case, expect=line)
