@@ -45,7 +45,7 @@ AHEAD = "--ahead"
 @dataclass(frozen=True)
 class Recipe:
     """config: the file. iterations: of a whole run. rates: of each optimizer, for the synchronous run; known to be the
-    best are those of AdamW and Muon on characters so far."""
+    best are those of AdamW, Muon, SOAP and Lion on characters so far."""
 
     config: str
     iterations: int
@@ -56,7 +56,7 @@ RECIPES = {
     "character": Recipe(
         "configs/shakespeare_char.yaml",
         2000,
-        {"adam": 4e-3, "muon": 8e-3, "lion": 4e-4, "sgd": 1e-1, "adafactor": 2e-3, "soap": 4e-3},
+        {"adam": 4e-3, "muon": 8e-3, "lion": 8e-4, "sgd": 1e-1, "adafactor": 2e-3, "soap": 8e-3},
     ),
     "quickstart": Recipe(
         "configs/quickstart.yaml",
