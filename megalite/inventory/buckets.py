@@ -120,9 +120,10 @@ class BucketPlan:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a logical name belongs to: `layers.3`, `embedding`, `head`."""
+    """The layer that a logical name belongs to: `layers.3`, `embedding`, `head`, `transformer.h.3`."""
     parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
 
 
 def bucket_limit(bucket_size: int | None, shards: int, *, on_cpu: bool, overlap: bool) -> int | None:

@@ -12,6 +12,8 @@
     pipeline.py    `Pipeline`: any list of modules under any schedule that drains
     optimizer.py   `ShardedOptimizer`: gradients summed over the replicas, update rules under ZeRO
     cutting.py     which layers a stage holds, and what crosses between stages
+    names.py       what parameters are called at any layout, and which of them several stages share
+    tracing.py     one module as a graph; linearise.py: where to cut it; traced_layer.py: `layers_from_module`
     modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
     ranks.py       `run`: processes without a configuration
 
@@ -22,3 +24,4 @@ Proof: `tests/equivalence/test_library.py`.
 from megalite.library.optimizer import ShardedOptimizer
 from megalite.library.pipeline import Pipeline
 from megalite.library.ranks import run
+from megalite.library.traced_layer import layers_from_module

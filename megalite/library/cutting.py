@@ -5,9 +5,11 @@ Shapes and costs come from one pass over meta tensors: nothing is computed, no p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,36 +18,94 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.comm import TensorSpec
 from megalite.errors import ConfigError
+from megalite.library.traced_layer import TracedLayer
 from megalite.schedule import StagePlacement, partition
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors between two layers. Several travel as one message, one after the other."""
+
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def message(self) -> TensorSpec:
+        """What a stage sends."""
+        first = self.specs[0]
+        if len(self.specs) == 1:
+            return first
+        return TensorSpec((sum(math.prod(spec.shape) for spec in self.specs),), first.dtype, first.device)
+
+    def pack(self, values: Tensors) -> Tensor:
+        """The message of these values."""
+        return values[0] if len(values) == 1 else torch.cat([value.reshape(-1) for value in values])
+
+    def unpack(self, message: Tensor) -> Tensors:
+        """The values of a message."""
+        if len(self.specs) == 1:
+            return (message,)
+        sizes = [math.prod(spec.shape) for spec in self.specs]
+        return tuple(part.view(spec.shape) for part, spec in zip(message.split(sizes), self.specs, strict=True))
+
+    def fits(self, values: Tensors) -> bool:
+        """Whether these values have the shapes and the dtype."""
+        return [(tuple(v.shape), v.dtype) for v in values] == [(spec.shape, spec.dtype) for spec in self.specs]
+
+    def __str__(self) -> str:
+        return " and ".join(f"{spec.shape} of {spec.dtype}" for spec in self.specs)
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What leaves a layer, and the floating-point operations of its forward."""
+    """What leaves a layer, the floating-point operations of its forward and its parameters.
 
-    spec: TensorSpec
+    writes: it writes into its input.
+    """
+
+    boundary: Boundary
     flops: float
+    parameters: int
+    writes: bool
 
 
-def crossings(layers: Sequence[nn.Module], example: Tensor, device: torch.device) -> list[Crossing]:
+def call(layer: nn.Module, x: Tensors, inputs: Tensors) -> Tensors:
+    """What the layer makes of what arrives; a traced one may read the micro-batch's inputs, too."""
+    out = layer(*x, inputs=inputs) if isinstance(layer, TracedLayer) else layer(*x)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def crossings(layers: Sequence[nn.Module], example: Tensors, device: torch.device) -> list[Crossing]:
     """Of every layer, for an input like `example`. Raises ConfigError for a layer that does not return one tensor of
-    floating-point numbers, or that needs the values of its input to say what shape it returns."""
-    x, found = torch.empty_like(example, device="meta"), []
+    floating-point numbers or a tuple of some, or that needs the values of its input to say what shape it returns."""
+    inputs = tuple(torch.empty_like(tensor, device="meta") for tensor in example)
+    x, found = inputs, []
     for index, layer in enumerate(layers):
         kind = f"layers[{index}] ({type(layer).__name__})"
         tensors = chain(layer.named_parameters(), layer.named_buffers())
         state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
-        counter = FlopCounterMode(display=False)
+        more: dict[str, Any] = {"inputs": inputs} if isinstance(layer, TracedLayer) else {}
+        counter, versions = FlopCounterMode(display=False), [tensor._version for tensor in x]
         try:
             with torch.no_grad(), counter:
-                out = functional_call(layer, state, (x,))
+                made = functional_call(layer, state, x, more)
         except Exception as error:  # whatever somebody's module raises
             reason = str(error).strip().split("\n")[0]
-            raise ConfigError(f"{kind}: no shape without values for an input of {tuple(x.shape)}: {reason}") from None
-        if not isinstance(out, Tensor) or not out.is_floating_point():
-            what = f"a tensor of {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
-            raise ConfigError(f"{kind}: returns {what}; a layer of a pipeline takes and returns one floating tensor")
-        found.append(Crossing(TensorSpec(tuple(out.shape), out.dtype, device), float(counter.get_total_flops())))
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in x)
+            raise ConfigError(f"{kind}: no shape without values for an input of {shapes}: {reason}") from None
+        out = made if isinstance(made, tuple) else (made,)
+        if not out or not all(isinstance(value, Tensor) and value.is_floating_point() for value in out):
+            what = f"a tensor of {made.dtype}" if isinstance(made, Tensor) else type(made).__name__
+            raise ConfigError(
+                f"{kind}: returns {what}; a layer takes and returns one floating tensor, or a tuple of some"
+            )
+        if len({value.dtype for value in out}) > 1:
+            raise ConfigError(f"{kind}: returns tensors of several dtypes; between layers all must have one")
+        boundary = Boundary(tuple(TensorSpec(tuple(value.shape), value.dtype, device) for value in out))
+        numel = sum(parameter.numel() for parameter in layer.parameters())
+        writes = [tensor._version for tensor in x] != versions
+        found.append(Crossing(boundary, float(counter.get_total_flops()), numel, writes))
         x = out
     return found
 
@@ -69,27 +129,3 @@ def cut(placement: StagePlacement, costs: Sequence[float], sizes: Sequence[int] 
     weights = costs if sum(costs) > 0 else [1.0] * number
     found = partition(number - 2, placement, costs=[max(weight, 1.0) for weight in weights])
     return [found.items(stage) for stage in range(stages)]
-
-
-def check_shared(layers: Sequence[nn.Module], cuts: Sequence[range]) -> None:
-    """Raises ConfigError for a parameter that layers of two stages share."""
-    where: dict[int, tuple[int, int]] = {}
-    for stage, items in enumerate(cuts):
-        for index in items:
-            for name, parameter in layers[index].named_parameters():
-                first = where.setdefault(id(parameter), (stage, index))
-                if first[0] != stage:
-                    raise ConfigError(
-                        f"layers[{index}].{name}: layers[{first[1]}] has the same parameter on another stage; cut the "
-                        "layers so that one stage has both (sizes=...)"
-                    )
-
-
-def named(layers: Iterable[nn.Module], first: int) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Name, parameter) of a stage's layers, each once: `3.weight` is that of layers[3]. first: number of the first."""
-    seen: set[int] = set()
-    for index, layer in enumerate(layers, first):
-        for name, parameter in layer.named_parameters():
-            if id(parameter) not in seen and parameter.requires_grad:
-                seen.add(id(parameter))
-                yield f"{index}.{name}", parameter

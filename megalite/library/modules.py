@@ -19,12 +19,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from megalite.comm import TensorSpec
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
+from megalite.library.cutting import Boundary, Tensors, call
 from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
 
-LossFunction = Callable[[Tensor, Any], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 """(What the last layer returns, target) -> 0-dim, the mean over the micro-batch."""
 
 
@@ -32,7 +32,7 @@ LossFunction = Callable[[Tensor, Any], Tensor]
 class Sample:
     """A micro-batch of a user: what the first layer takes, and what the loss is computed with."""
 
-    inputs: Tensor
+    inputs: Tensors
     target: Any
 
     def arranged(self, x: Tensor) -> Tensor:
@@ -40,30 +40,51 @@ class Sample:
 
 
 class StageModule(nn.Module):
-    """Consecutive layers. loss: on the last stage. leaves: what another stage expects. first: number of the first."""
+    """Consecutive layers.
 
-    def __init__(self, layers: Sequence[nn.Module], loss: LossFunction | None, leaves: TensorSpec, first: int) -> None:
+    loss: on the last stage. arrives: from the stage before, if there is one. leaves: what the next one expects.
+    first: number of the first layer. copies: the first layer writes into its input, and gets a copy.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss: LossFunction | None,
+        arrives: Boundary,
+        leaves: Boundary,
+        first: int,
+        *,
+        copies: bool,
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.loss, self.leaves, self.first = loss, leaves, first
+        self.loss, self.arrives, self.leaves, self.first, self.copies = loss, arrives, leaves, first, copies
 
     def forward(self, x: Tensor | None, sample: Sample) -> Tensor:
         """`x` is None on the first stage."""
-        y = sample.inputs if x is None else x
+        y = sample.inputs if x is None else self.arrives.unpack(x)
+        if self.copies:
+            y = tuple(value.clone() for value in y)
         for layer in self.layers:
-            y = layer(y)
-        if self.loss is None and (tuple(y.shape) != self.leaves.shape or y.dtype != self.leaves.dtype):
-            last, spec = self.first + len(self.layers) - 1, self.leaves
-            raise ConfigError(
-                f"layers[{last}]: returned {tuple(y.shape)} of {y.dtype}, but for the example {spec.shape} of "
-                f"{spec.dtype}, which the next stage expects; under autocast, cast its result"
-            )
-        if self.loss is None:  # a first stage without trainable parameters has no graph to come back to
-            return y if y.requires_grad or not torch.is_grad_enabled() else y.detach().requires_grad_()
-        value = self.loss(y, sample.target)
+            y = call(layer, y, sample.inputs)
+        if self.loss is None:
+            return self._message(y)
+        value = self.loss(y[0] if len(y) == 1 else y, sample.target)
         if value.dim():
             raise ConfigError(f"loss: returns a tensor of shape {tuple(value.shape)}; it must return the mean, 0-dim")
         return value
+
+    def _message(self, y: Tensors) -> Tensor:
+        if not self.leaves.fits(y):
+            last = self.first + len(self.layers) - 1
+            returned = " and ".join(f"{tuple(value.shape)} of {value.dtype}" for value in y)
+            raise ConfigError(
+                f"layers[{last}]: returned {returned}, but for the example {self.leaves}, which the next stage "
+                "expects; under autocast, cast its result"
+            )
+        message = self.leaves.pack(y)
+        # a first stage without trainable parameters has no graph to come back to
+        return message if message.requires_grad or not torch.is_grad_enabled() else message.detach().requires_grad_()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megalite.comm import all_gather_json
 from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.inventory import AXIS_FAMILIES
-from megalite.library.cutting import named
+from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.pipeline import replica_axes
@@ -75,21 +75,22 @@ class ShardedOptimizer:
     def _make_buffers(pipeline: Pipeline, options: ZeroOptions, whole: Any) -> dict[StageKey, list[ParameterBuffers]]:
         mesh, replicas = pipeline.mesh, replica_axes(pipeline.mesh, pipeline.placement)
         buffers: dict[StageKey, list[ParameterBuffers]] = {}
-        for key, stage in pipeline.stages.items():
-            module: Any = stage.modules[0]
-            own = list(named(module.layers, pipeline.cuts[key[0]].start))
+        for key in pipeline.stages:
             made = stage_buffers(
-                [own],
+                [pipeline.parameters(key)],
                 {"dense": mesh.family("dense")},
                 beside=[made for stage_ in buffers.values() for made in stage_],
                 options=options,
+                tied=pipeline.tied,
+                counts_tied=pipeline.counts_tied(key),
                 replica=key[1],
                 whole=whole,
                 extra_reduce=[replicas[key[0]]] if key[0] in replicas else [],
                 device=pipeline.device,
             )
             if made:
-                made[0].weights.attach(list(module.layers), *(family.weights for family in made[1:]))
+                layers = [layer for _, layer in pipeline.layers(key)]
+                made[0].weights.attach(layers, *(family.weights for family in made[1:]))
             buffers[key] = made
         return dict(sorted(buffers.items()))
 
@@ -125,6 +126,11 @@ class ShardedOptimizer:
         if self._stepped:
             raise RuntimeFailure("ShardedOptimizer.step without a gradient: call Pipeline.step first")
         families = [family for stage in self._buffers.values() for family in stage]
+        tied = [[t for family in stage for t in family.gradients.tied()] for stage in self._buffers.values()]
+        for copies in zip(*(buckets for buckets in tied if buckets), strict=True):
+            self._pipeline.shared.start_sum(copies).wait()
+        for family in families:
+            family.gradients.start_tied_reduce()
         for family in families:
             family.gradients.finish_reduce()
         norm = self._state.grad_norm()
@@ -140,14 +146,14 @@ class ShardedOptimizer:
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Copies of all parameters and buffers of this rank's layers, with the newest weights: `3.weight` is that of
-        layers[3]. Collective in ZeRO stage 3: all ranks must ask."""
+        layers[3]; layers from one module give its state dict. Collective in ZeRO stage 3: all ranks must ask."""
         found: dict[str, Tensor] = {}
         for key, families in self._buffers.items():
             for family in families:
                 family.weights.unshard()
-            module: Any = self._pipeline.stages[key].modules[0]
-            for index, layer in enumerate(module.layers, self._pipeline.cuts[key[0]].start):
-                found |= {f"{index}.{name}": value.detach().clone() for name, value in layer.state_dict().items()}
+            for index, layer in self._pipeline.layers(key):
+                for _, tensor, keys in stored_tensors(layer, index):
+                    found |= {name: tensor.detach().clone() for name in keys}
             for family in families:
                 family.weights.reshard()
         return found
@@ -155,11 +161,10 @@ class ShardedOptimizer:
 
 def _check_replicas(pipeline: Pipeline) -> None:
     """Raises ConfigError where replicas begin with other values. Collective."""
-    stages = [(pipeline.cuts[key[0]].start, stage.modules[0]) for key, stage in sorted(pipeline.stages.items())]
     sums = {
         name: float(parameter.detach().double().sum())
-        for first, module in stages
-        for name, parameter in named(module.layers, first)  # type: ignore[arg-type]  # a StageModule's list
+        for key in sorted(pipeline.stages)
+        for name, parameter in pipeline.parameters(key)
     }
     theirs = all_gather_json(sums, pipeline.mesh["dp"])
     other = next((name for name in sums if any(repr(one[name]) != repr(sums[name]) for one in theirs)), None)

@@ -13,9 +13,10 @@ from megalite.comm import Channel, ParallelMesh, TensorSpec, all_reduce_
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, ScheduleError
 from megalite.gradient import WeightGradQueue
-from megalite.library.cutting import check_shared, crossings, cut
+from megalite.library.cutting import Boundary, Crossing, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, Sample, StageModule, count_calls, split_backwards
-from megalite.parallel.pipeline import Events, Executor, Stage
+from megalite.library.names import Names
+from megalite.parallel.pipeline import Events, Executor, SharedGradient, Stage
 from megalite.schedule import (
     SCHEDULES,
     Action,
@@ -28,6 +29,8 @@ from megalite.schedule import (
     merge_backward,
     validate,
 )
+
+OPERATIONS, PARAMETERS = "operations", "parameters"
 
 
 class WeightEvents(Protocol):
@@ -46,15 +49,18 @@ class WeightEvents(Protocol):
 class Pipeline:
     """Modules, one after the other, over the pipeline ranks of a mesh.
 
-    layers: modules that take and return one tensor; all ranks give the same list, with the same values, and each keeps
-        those of its stages.
+    layers: modules that take and return one tensor, or a tuple (its tensors are the arguments of the next layer); all
+        ranks give the same list, with the same values, and each keeps those of its stages. `layers_from_module` makes
+        them of one module.
     loss: (what the last layer returns, target) -> 0-dim, the mean over the micro-batch.
-    example: a micro-batch's input, for its shape and dtype, which all micro-batches have; it may be on `meta`.
+    example: a micro-batch's input, one tensor or a tuple, for its shape and dtype, which all micro-batches have; it may
+        be on `meta`.
     schedule: a name of `megalite.SCHEDULES` that drains after every batch, or a program of your own (`parse_program`),
         which fixes the number of micro-batches; None: 1F1B.
     mesh: the grid of ranks; tensor- and context-parallel sizes are 1. None: one process.
     chunks: stages of each rank, where the schedule leaves the choice (interleaved).
-    sizes: number of layers of each stage; None: cut by the layers' operations, so that the slowest stage is fastest.
+    sizes: number of layers of each stage; None: cut so that the fullest stage is as light as possible.
+    balance: what a layer weighs: its 'operations' (the slowest stage is as fast as possible) or its 'parameters'.
     device: where to compute; None: the current GPU if there is one, else the CPU.
 
     Raises ConfigError for what does not go together.
@@ -65,11 +71,12 @@ class Pipeline:
         layers: Sequence[nn.Module],
         *,
         loss: LossFunction,
-        example: Tensor,
+        example: Tensor | Tensors,
         schedule: str | Program | None = None,
         mesh: ParallelMesh | None = None,
         chunks: int | None = None,
         sizes: Sequence[int] | None = None,
+        balance: str = OPERATIONS,
         device: torch.device | str | None = None,
     ) -> None:
         self.mesh = mesh or ParallelMesh.single()
@@ -77,30 +84,31 @@ class Pipeline:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        self._check()
+        layers, given = _listed(layers), _together(example)
+        self._check(balance)
         self._programs: dict[int, Program] = {}
         self._batches = self._microbatches = 0
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
-        program = self.program(own)
-        self.placement = program.placement
+        self.placement = self.program(own).placement
         self._calls: Counter[int] = Counter()
         counting = count_calls(layers, self._calls)
-        found = crossings(layers, example, self.device)
+        found = crossings(layers, given, self.device)
         for handle in counting:
             handle.remove()
-        self.cuts = cut(self.placement, [crossing.flops for crossing in found], sizes)
-        check_shared(layers, self.cuts)
-        self._given = TensorSpec(tuple(example.shape), example.dtype, self.device)
-        specs = [self._given, *(crossing.spec for crossing in found)]
-        keys = self.placement.stages_of(self.mesh.coordinate("pp"))
-        self.stages = {key: self._stage(key, layers, loss, specs) for key in keys}
+        costs = [layer.flops if balance == OPERATIONS else float(layer.parameters) for layer in found]
+        self.cuts, self.names = cut(self.placement, costs, sizes), Names(layers)
+        self.tied, self._tied_stages = self.names.tied(self.cuts)
+        self._given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given))
+        self.stages = self._make_stages(layers, loss, found)
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         channel = Channel(down, up, self.placement.neighbours)
-        self._events = _Events(self)
-        self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, channel, self._events)
+        self.shared = SharedGradient(self.mesh.through(self._holders(), apart="tied"))
+        self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, channel, _Events(self))
         self.optimizer: WeightEvents | None = None
 
-    def _check(self) -> None:
+    def _check(self, balance: str) -> None:
+        if balance not in (OPERATIONS, PARAMETERS):
+            raise ConfigError(f"balance={balance!r}: {OPERATIONS!r} or {PARAMETERS!r}")
         if isinstance(self.schedule, Program):
             if self.schedule.num_ranks != self.mesh.size("pp"):
                 raise ConfigError(
@@ -117,29 +125,63 @@ class Pipeline:
             if self.mesh.size(axis) > 1:
                 raise ConfigError(f"mesh: {axis}={self.mesh.size(axis)}: modules of your own are not cut; make it 1")
 
-    def _check_inputs(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> None:
+    def _check_inputs(self, micro_batches: Sequence[tuple[Any, Any]]) -> None:
         if not micro_batches:
             raise ConfigError("micro_batches: there is none")
-        shape, dtype = self._given.shape, self._given.dtype
         for index, (inputs, _) in enumerate(micro_batches):
-            if tuple(inputs.shape) != shape or inputs.dtype != dtype:
+            given = _together(inputs)
+            if not self._given.fits(given):
+                found = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
                 raise ConfigError(
-                    f"micro_batches[{index}]: its input is {tuple(inputs.shape)} of {inputs.dtype}, the example was "
-                    f"{shape} of {dtype}; all must be like it"
+                    f"micro_batches[{index}]: its input is {found}, the example was {self._given}; all must be like it"
                 )
 
-    def _stage(
-        self, key: StageKey, layers: Sequence[nn.Module], loss: LossFunction, specs: Sequence[TensorSpec]
-    ) -> Stage:
-        items, queue = self.cuts[key[0]], WeightGradQueue()
-        is_last = key[0] == self.placement.num_stages - 1
-        module = StageModule(
-            [layers[index] for index in items], loss if is_last else None, specs[items.stop], items.start
-        )
-        module.to(self.device)
-        split_backwards(module, queue, self.device, self._calls)
-        arrives, leaves = specs[items.start], specs[items.stop]
-        return Stage([module], queue, spec=arrives, out_spec=leaves, is_first=key[0] == 0, is_last=is_last)
+    def _holders(self) -> list[int]:
+        """Pipeline ranks that hold the tied parameters."""
+        replicas = range(self.placement.num_replicas)
+        return sorted({self.placement.rank_of(s, replica) for s in self._tied_stages for replica in replicas})
+
+    def _make_stages(
+        self, layers: Sequence[nn.Module], loss: LossFunction, found: Sequence[Crossing]
+    ) -> dict[StageKey, Stage]:
+        stages: dict[StageKey, Stage] = {}
+        held: set[int] = set()  # parameters of this rank's stages so far
+        for key in self.placement.stages_of(self.mesh.coordinate("pp")):
+            items, queue, last = self.cuts[key[0]], WeightGradQueue(), key[0] == self.placement.num_stages - 1
+            own = [layers[index] for index in items]
+            own = [
+                self.names.copied(layer, index) if any(id(p) in held for p in layer.parameters()) else layer
+                for index, layer in zip(items, own, strict=True)
+            ]
+            held |= {id(p) for layer in own for p in layer.parameters()}
+            arrives = found[items.start - 1].boundary if items.start else self._given
+            leaves = found[items.stop - 1].boundary
+            writes = found[items.start].writes
+            module = StageModule(own, loss if last else None, arrives, leaves, items.start, copies=writes)
+            module.to(self.device)
+            split_backwards(module, queue, self.device, self._calls)
+            first, specs = key[0] == 0, (arrives.message, leaves.message)
+            stages[key] = Stage([module], queue, spec=specs[0], out_spec=specs[1], is_first=first, is_last=last)
+        return stages
+
+    def layers(self, key: StageKey) -> list[tuple[int, nn.Module]]:
+        """(Number, layer) of a stage of this rank."""
+        module: Any = self.stages[key].modules[0]
+        return list(enumerate(module.layers, module.first))
+
+    def parameters(self, key: StageKey) -> list[tuple[str, nn.Parameter]]:
+        """(Name, parameter) of what learns in a stage of this rank, each once. Tied ones come first, in an order that
+        is the same on all stages: their gradients are summed together."""
+        found = {id(p): p for _, layer in self.layers(key) for p in layer.parameters() if p.requires_grad}
+        named = [(self.names.of(parameter), parameter) for parameter in found.values()]
+        return [
+            *sorted((pair for pair in named if pair[0] in self.tied), key=lambda pair: pair[0]),
+            *(p for p in named if p[0] not in self.tied),
+        ]
+
+    def counts_tied(self, key: StageKey) -> bool:
+        """Whether this stage's copies of tied parameters are the ones that counts."""
+        return key == (min(self._tied_stages, default=0), 0)
 
     def program(self, microbatches: int) -> Program:
         """The validated program of a batch of so many micro-batches a replica. Raises ScheduleError."""
@@ -157,7 +199,7 @@ class Pipeline:
         return self._programs[microbatches]
 
     @torch.enable_grad()
-    def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> Tensor:
+    def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> Tensor:
         """Forward and backward of a batch: (input, target) of each micro-batch of this replica, the same list on all of
         its pipeline ranks (inputs are read on the first stage, targets on the last).
 
@@ -178,6 +220,8 @@ class Pipeline:
             if self.optimizer is not None:
                 self.optimizer.execute(action)
         self._executor.finish()
+        if self.optimizer is None:
+            self._sum_tied()
         self._batches, self._microbatches = self._batches + 1, batch.end
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in self._executor.take_losses().values():
@@ -185,18 +229,50 @@ class Pipeline:
         all_reduce_(total, self.mesh.world)
         return total
 
+    def _sum_tied(self) -> None:
+        """The gradient of a tied parameter is the sum over its copies."""
+        for name in sorted(self.tied):
+            copies = [p for key in self.stages for own, p in self.parameters(key) if own == name]
+            for parameter in copies:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.shared.start_sum([parameter.grad for parameter in copies if parameter.grad is not None]).wait()
+
+
+def _together(inputs: Any) -> Tensors:
+    """What the first layer takes, as a tuple."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs) if isinstance(inputs, tuple | list) else ()
+    if not given or not all(isinstance(tensor, Tensor) for tensor in given):
+        raise ConfigError(f"an input is {type(inputs).__name__}; a tensor or a tuple of tensors is wanted")
+    return given
+
+
+def _listed(layers: Any) -> Sequence[nn.Module]:
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
+        raise ConfigError(
+            f"layers: one {type(layers).__name__}; cut it by megalite.layers_from_module(module, example)"
+        )
+    if callable(layers) and not isinstance(layers, nn.Module) or not hasattr(layers, "__iter__"):
+        raise ConfigError(f"layers: {type(layers).__name__}; a list of modules is wanted: call what makes it")
+    given = list(layers)
+    for index, layer in enumerate(given):
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(f"layers[{index}]: {type(layer).__name__}; an nn.Module is wanted")
+    if not given:
+        raise ConfigError("layers: there is none")
+    return given
+
 
 class _Samples:
     """A batch for the executor."""
 
-    def __init__(self, given: Sequence[tuple[Tensor, Any]], first: int, share: float, device: torch.device) -> None:
+    def __init__(self, given: Sequence[tuple[Any, Any]], first: int, share: float, device: torch.device) -> None:
         self._given, self._first, self._device = given, first, device
         self._share = torch.tensor(share, dtype=torch.float64, device=device)
 
     def get(self, microbatch: int) -> tuple[Sample, Tensor]:
         inputs, target = self._given[microbatch - self._first]
         moved = target.to(self._device) if isinstance(target, Tensor) else target
-        return Sample(inputs.to(self._device), moved), self._share
+        return Sample(tuple(x.to(self._device) for x in _together(inputs)), moved), self._share
 
 
 class _Events(Events):

@@ -154,10 +154,9 @@ def test_gradients_without_our_optimizer() -> None:
 def in_pairs(world: World, options: dict[str, Any]) -> str:
     """What is said about options that do not go together, on two pipeline ranks."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=options.pop("pp", 2), tp=options.pop("tp", 1))
-    shared, asked = nn.Linear(6, 6), options.pop("micro_batches", batches(0, 1)[0])
+    asked = options.pop("micro_batches", batches(0, 1)[0])
     given = {
         "layers": layers(),
-        "shared": [shared, nn.Tanh(), shared],
         "few": [nn.Linear(6, 6)],
         "two": [nn.LSTM(6, 6), nn.Linear(6, 6)],
     }[options.pop("layers", "layers")]
@@ -176,9 +175,8 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
         ({"schedule": "2bw"}, "schedule='2bw': it never drains"),
         ({"pp": 1, "tp": 2}, "mesh: tp=2: modules of your own are not cut; make it 1"),
         ({"pp": 1}, "mesh: dp=2: make a ShardedOptimizer, which sums the gradients"),
-        ({"layers": "shared"}, "layers[2].weight: layers[0] has the same parameter on another stage"),
         ({"layers": "few"}, "1 layers: 2 stages (2 pipeline ranks) hold one each at least"),
-        ({"layers": "two"}, "layers[0] (LSTM): returns tuple; a layer of a pipeline takes and returns one floating"),
+        ({"layers": "two"}, "layers[0] (LSTM): returns tuple; a layer takes and returns one floating tensor, or a"),
         ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
         ({"schedule": "1f1q"}, "1f1q"),
         ({"micro_batches": []}, "micro_batches: there is none"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from megalite.comm import Axis, Handle, all_gather_into
 
@@ -101,9 +102,13 @@ class Unsharder:
     def _before_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any) -> None:
         self.use(wanted, ahead)
 
-    def _after_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any, output: Tensor) -> None:
-        """Gathers the weights again when the gradient of the output arrives."""
-        if torch.is_grad_enabled() and output.requires_grad:
+    def _after_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any, output: Any) -> None:
+        """Gathers the weights again when the gradient of the output arrives; of several, that of the last."""
+        if isinstance(output, tuple):
+            made = [x for x in output if x.requires_grad and not any(x is arrived for arrived in args)]
+            if torch.is_grad_enabled() and made:
+                register_multi_grad_hook(made, lambda gradients: self.use(wanted, ahead, backward=True))
+        elif torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(lambda gradient: self.use(wanted, ahead, backward=True))
 
     def use(self, wanted: Weights, ahead: Weights, *, backward: bool = False) -> None:

@@ -1,0 +1,183 @@
+"""A graph of operations as a line of layers: where one tensor crosses, or as few as possible.
+
+computed everywhere    what depends on no parameter and on integer inputs at most (masks, rotary angles): each layer
+                       computes what it needs of it, from the micro-batch that every rank has
+the chain              the rest, in order; cut between two operations where few tensors of one dtype cross
+passengers             a tensor of a skip that goes on to a later layer, carried along by the layers between
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from megalite.library.tracing import Traced
+
+MOST_TENSORS = 8
+"""A boundary never has more."""
+FINEST = 1 / 4
+"""A part with less of the parameters than this is not cut where more tensors cross."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Operations of one layer, what arrives for them and what leaves."""
+
+    chain: list[fx.Node]
+    arrives: list[fx.Node]
+    leaves: list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Line:
+    """parts: in order. everywhere: the operations that every part may repeat, in order."""
+
+    parts: list[Part]
+    everywhere: set[fx.Node]
+
+
+def linearise(traced: Traced) -> Line:
+    """Cuts the graph where the fewest tensors cross; finer only where a part would hold too much of the model."""
+    roots, written = _storages(traced)
+    everywhere = _everywhere(traced, roots, written)
+    chain = [node for node in traced.graph.nodes if node.op == "call_function" and node not in everywhere]
+    crossing = _crossings(traced, chain, everywhere)
+    order = {node: i for i, node in enumerate(traced.graph.nodes)}
+    ends_at = {memory: order[node] for memory, node in written.items()}
+    legal = [
+        _may_travel(values) and all(ends_at.get(roots[value], -1) <= order[chain[i]] for value in values)
+        for i, values in enumerate(crossing)
+    ]
+    weight = [sum(_numel(traced.states[arg][1]) for arg in _states_of(node, traced)) for node in chain]
+    total = [0, *accumulate(weight)]
+
+    def split(begin: int, end: int, most: int) -> list[int]:
+        """Ends of the parts of chain[begin:end], where at most `most` tensors cross."""
+        places = [i + 1 for i in range(begin, end - 1) if legal[i] and len(crossing[i]) <= most]
+        ends: list[int] = []
+        for start, stop in zip([begin, *places], [*places, end], strict=True):
+            held = total[stop] - total[start]
+            if held > FINEST * total[-1] and max(weight[start:stop]) < held and most < MOST_TENSORS:
+                ends += split(start, stop, most + 1)
+            else:
+                ends.append(stop)
+        return ends
+
+    ends = _with_parameters(split(0, len(chain), 1), total)
+    parts, arrives, start = [], list(traced.inputs), 0
+    for end in ends:
+        leaves = crossing[end - 1] if end < len(chain) else [traced.result]
+        parts.append(Part(chain[start:end], arrives, leaves))
+        arrives, start = leaves, end
+    return Line(parts, everywhere)
+
+
+def _with_parameters(ends: Sequence[int], total: Sequence[int]) -> list[int]:
+    """The ends without those of parts that hold no parameters: these join the part before them, the first ones that
+    after them."""
+    kept: list[int] = []
+    start = 0
+    for end in ends:
+        if total[end] > total[start] or not kept:
+            if kept or total[end] > 0:
+                kept.append(end)
+        else:
+            kept[-1] = end
+        start = end
+    return kept or [ends[-1]]
+
+
+def _numel(tensor: Tensor) -> int:
+    return tensor.numel() if isinstance(tensor, torch.nn.Parameter) else 0
+
+
+def _states_of(node: fx.Node, traced: Traced) -> list[fx.Node]:
+    return [arg for arg in node.all_input_nodes if arg in traced.states]
+
+
+def _storages(traced: Traced) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+    """(Of each value the one whose memory it is a view of, of each memory the last operation that writes it)."""
+    roots: dict[fx.Node, fx.Node] = {}
+    written: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        roots[node] = node
+        if node.op != "call_function" or not node.args:
+            continue
+        first = node.args[0]
+        if node.target is getitem and isinstance(first, fx.Node):
+            roots[node] = roots[first]
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and isinstance(value, fx.Node):
+                roots[node] = roots[value]
+                if argument.alias_info.is_write:
+                    written[roots[value]] = node
+        for value in _written_otherwise(node):
+            written[roots[value]] = node
+    return roots, written
+
+
+def _written_otherwise(node: fx.Node) -> list[fx.Node]:
+    """Running statistics, which batch norm's schema does not declare as written."""
+    if "norm" not in str(node.target) or "running_mean" not in str(getattr(node.target, "_schema", "")):
+        return []
+    return [value for value in node.args[3:5] if isinstance(value, fx.Node)]
+
+
+def _everywhere(traced: Traced, roots: dict[fx.Node, fx.Node], written: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most."""
+    free: set[fx.Node] = set()
+    for node, (_, tensor) in traced.states.items():
+        if not isinstance(tensor, torch.nn.Parameter) and node not in written:
+            free.add(node)
+    free |= {node for node in traced.inputs if not _value(node).is_floating_point()}
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            found.add(node)
+        elif node.op == "call_function" and not _is_random(node) and roots[node] not in written:
+            if all(arg in free or arg in found for arg in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _crossings(traced: Traced, chain: Sequence[fx.Node], everywhere: set[fx.Node]) -> list[list[fx.Node]]:
+    """After each operation of the chain, the values that later ones need."""
+    place = {node: i for i, node in enumerate(chain)}
+    last: Counter[fx.Node] = Counter()
+    for node in chain:
+        for arg in node.all_input_nodes:
+            if arg not in everywhere and arg not in traced.states:
+                last[arg] = max(last[arg], place[node])
+    last[traced.result] = len(chain)
+    floating = [node for node in traced.inputs if _value(node).is_floating_point()]
+    alive, found = floating, []
+    for i, node in enumerate(chain):
+        alive = [value for value in [*alive, node] if last[value] > i]
+        found.append(alive)
+    return found
+
+
+def _may_travel(nodes: Sequence[fx.Node]) -> bool:
+    """Whether these are floating tensors of one dtype."""
+    values = [_value(node) for node in nodes]
+    if not values or not all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
+        return False
+    return len({value.dtype for value in values}) == 1

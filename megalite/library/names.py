@@ -1,0 +1,71 @@
+"""Names of parameters, the same at any layout: `3.weight` is that of layers[3]; traced layers keep their module's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+
+from torch import Tensor, nn
+
+from megalite.errors import ConfigError
+from megalite.library.traced_layer import BODY, TracedLayer
+
+
+def stored_tensors(layer: nn.Module, index: int) -> Iterator[tuple[str, Tensor, tuple[str, ...]]]:
+    """(Name, tensor, names in the module's state dict) of the parameters and persistent buffers of layers[index]."""
+    if isinstance(layer, TracedLayer):
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            keys = layer.keys[name.removeprefix(BODY)]
+            if keys or isinstance(tensor, nn.Parameter):
+                yield name.removeprefix(BODY), tensor, keys
+        return
+    for name, tensor in layer.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            yield f"{index}.{name}", tensor, (f"{index}.{name}",)
+
+
+class Names:
+    """The names of all layers' tensors, of each the first, and which layers have it.
+
+    layers_of: name -> indices of the layers that hold it, ascending. trained: names of what learns.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._of: dict[int, str] = {}
+        self.layers_of: dict[str, list[int]] = {}
+        self.trained: set[str] = set()
+        holders: dict[str, int] = {}
+        for index, layer in enumerate(layers):
+            for name, tensor, _ in stored_tensors(layer, index):
+                known = self._of.setdefault(id(tensor), name)
+                if holders.setdefault(known, id(tensor)) != id(tensor):
+                    raise ConfigError(f"layers[{index}]: a layer before it has another {known}; trace one module only")
+                self.layers_of.setdefault(known, []).append(index)
+                if tensor.requires_grad:
+                    self.trained.add(known)
+
+    def of(self, tensor: Tensor) -> str:
+        """Its name."""
+        return self._of[id(tensor)]
+
+    def copied(self, layer: nn.Module, index: int) -> nn.Module:
+        """A copy of layers[index] with the same names: a stage that shares its parameters is on this rank, too."""
+        copy = deepcopy(layer)
+        for (_, old, _), (_, new, _) in zip(stored_tensors(layer, index), stored_tensors(copy, index), strict=True):
+            self._of[id(new)] = self.of(old)
+        return copy
+
+    def tied(self, cuts: Sequence[range]) -> tuple[frozenset[str], list[int]]:
+        """(The trained parameters that several stages hold, these stages). Raises ConfigError where some are on others
+        than the rest."""
+        stage_of = {index: stage for stage, items in enumerate(cuts) for index in items}
+        found = {name: sorted({stage_of[i] for i in self.layers_of[name]}) for name in sorted(self.trained)}
+        apart = {name: stages for name, stages in found.items() if len(stages) > 1}
+        one = next(iter(apart), "")
+        for two, stages in apart.items():
+            if stages != apart[one]:
+                raise ConfigError(
+                    f"layers: {one} is shared by stages {apart[one]} and {two} by stages {stages}; parameters that "
+                    "cross stages must all be shared by the same ones: cut the layers otherwise (sizes=...)"
+                )
+        return frozenset(apart), apart.get(one, [])

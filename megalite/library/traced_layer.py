@@ -1,0 +1,179 @@
+"""Layers out of a module of one piece: `layers_from_module`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from megalite.errors import ConfigError
+from megalite.library.linearise import Line, Part, linearise
+from megalite.library.tracing import Traced, trace
+
+BODY = "body."
+"""Before the names that parameters have in the module."""
+
+
+def layers_from_module(module: nn.Module, example: Tensor | Sequence[Tensor]) -> list[nn.Module]:
+    """`module` as layers for a `Pipeline`, cut where one tensor crosses, or as few as possible.
+
+    module: returns a tensor, or something with `.logits` (transformers' models, which are asked without a cache). It
+        may be on `meta`. Its mode is kept: dropout of a module in training follows `layer.training`.
+    example: what it is called with, one tensor or several, of the shapes that every micro-batch has.
+
+    The layers hold the module's own parameters, under its own names; the composition of the layers computes what
+    `module(example)` computes. Raises ConfigError, with the line, for what depends on values of the input.
+    """
+    traced = trace(module, (example,) if isinstance(example, Tensor) else tuple(example))
+    line = linearise(traced)
+    keys: dict[int, tuple[str, ...]] = {}
+    stored = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    for name, tensor in stored.items():
+        keys[id(tensor)] = (*keys.get(id(tensor), ()), name)
+    wants_device = {name for name, child in traced.root.named_children() if _takes_device(child)}
+    layers: list[nn.Module] = []
+    for number, part in enumerate(line.parts):
+        layers.append(TracedLayer(part, line, traced, keys, wants_device, first=number == 0).train(module.training))
+    used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
+    for name, tensor in stored.items():
+        if id(tensor) not in used:
+            used.add(id(tensor))
+            layers[0].keep(name, tensor, keys[id(tensor)])  # type: ignore[operator]  # a TracedLayer
+    return layers
+
+
+class TracedLayer(nn.Module):
+    """Consecutive operations of a module.
+
+    keys: what the module's state dict calls each of its tensors; nothing for what it does not hold, or what a layer
+        before this one answers for.
+    reads: numbers of the module's inputs that it needs besides what arrives.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        line: Line,
+        traced: Traced,
+        keys: dict[int, tuple[str, ...]],
+        wants_device: set[str],
+        *,
+        first: bool,
+    ) -> None:
+        super().__init__()
+        needed = _closure(part, line.everywhere)
+        inputs = [] if first else [node for node in traced.inputs if node in needed]
+        self.reads = [traced.inputs.index(node) for node in inputs]
+        graph, held = _extract(part, [*part.arrives, *inputs], needed, traced, wants_device)
+        self.body = fx.GraphModule(held, graph)
+        self.keys = {
+            name: keys.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else keys.pop(id(tensor), ())
+            for name, tensor in held.items()
+            if isinstance(tensor, Tensor)
+        }
+
+    def forward(self, *x: Tensor, inputs: Sequence[Tensor] = ()) -> Any:
+        """A tensor, or a tuple where several cross."""
+        out = self.body(*x, *(inputs[i] for i in self.reads), self.training, x[0].device)
+        return out[0] if len(out) == 1 else out
+
+    def keep(self, name: str, tensor: Tensor, keys: tuple[str, ...]) -> None:
+        """Holds a tensor of the module that nothing is computed with: it is saved, and not trained."""
+        owner: nn.Module = self.body
+        *path, leaf = name.split(".")
+        for step in path:
+            if not hasattr(owner, step):
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        owner.register_buffer(leaf, tensor.detach())
+        self.keys[name] = keys
+
+
+def _closure(part: Part, everywhere: set[fx.Node]) -> set[fx.Node]:
+    """The operations of the part and what it repeats, with all that they read."""
+    found: set[fx.Node] = set(part.arrives)
+    waiting = [*part.chain, *part.leaves]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            if node in everywhere or node in part.chain:
+                waiting += node.all_input_nodes
+    return found
+
+
+def _extract(
+    part: Part, arguments: Sequence[fx.Node], needed: set[fx.Node], traced: Traced, wants_device: set[str]
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """The part as a graph (*arguments, training, device) -> tuple of what leaves, and what its get_attr nodes name."""
+    graph, held = fx.Graph(), dict[str, Any]()
+    copies = {node: graph.placeholder(f"x{i}") for i, node in enumerate(arguments)}
+    training, device = graph.placeholder("training"), graph.placeholder("device")
+    for node in traced.graph.nodes:
+        if node not in needed or node in copies:
+            continue
+        if node in traced.states:
+            name, held_as = traced.states[node]
+            held[name], copies[node] = held_as, graph.get_attr(name)
+        elif node.op == "get_attr":
+            held[node.target], copies[node] = getattr(traced.root, node.target), graph.get_attr(node.target)
+        elif node.op == "call_function":
+            made = copies[node] = graph.node_copy(node, lambda old: copies[old])
+            made.meta = {}
+            made.args = fx.node.map_aggregate(made.args, lambda a: device if isinstance(a, torch.device) else a)
+            made.kwargs = fx.node.map_aggregate(made.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+            if any(arg.op == "get_attr" and arg.target in wants_device for arg in node.all_input_nodes):
+                made.args = (*made.args, device)
+            _follow_mode(graph, made, training)
+    graph.output(tuple(copies[node] for node in part.leaves))
+    return graph, held
+
+
+def _takes_device(region: nn.Module) -> bool:
+    """Gives a region under no_grad or autocast an argument for the devices that stand in it, if there are any."""
+    if not isinstance(region, fx.GraphModule):
+        return False
+    metadata = torch.ops.aten._assert_tensor_metadata.default
+    for node in [node for node in region.graph.nodes if node.target is metadata]:
+        region.graph.erase_node(node)
+    for node in [node for node in region.graph.nodes if node.op == "get_attr"]:
+        raise ConfigError(f"{node.target}: a region under no_grad or autocast inside another one is not cut")
+    after = next(node for node in region.graph.nodes if node.op != "placeholder")
+    with region.graph.inserting_before(after):
+        device = region.graph.placeholder("device")
+    for node in region.graph.nodes:
+        if node.op == "call_function":
+            node.args = fx.node.map_aggregate(node.args, lambda a: device if isinstance(a, torch.device) else a)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+    region.recompile()
+    return True
+
+
+def _follow_mode(graph: fx.Graph, node: fx.Node, training: fx.Node) -> None:
+    """What was traced in training computes as in evaluation once the layer is: dropout, statistics of batches."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    args = list(node.args)
+    for i, argument in enumerate(schema.arguments[: len(args)]):
+        if argument.name in ("train", "training") and args[i] is True:
+            args[i] = training
+        elif argument.name == "dropout_p" and args[i]:
+            args[i] = _times(graph, node, args[i], training)
+    if node.target is torch.ops.aten.add_.Tensor and args[1] == 1 and _is_counter(args[0]):
+        args[1] = _times(graph, node, 1, training)
+    node.args = tuple(args)
+    if node.kwargs.get("dropout_p"):
+        node.kwargs = {**node.kwargs, "dropout_p": _times(graph, node, node.kwargs["dropout_p"], training)}
+
+
+def _times(graph: fx.Graph, before: fx.Node, number: Any, training: fx.Node) -> fx.Node:
+    with graph.inserting_before(before):
+        return graph.call_function(operator.mul, (number, training))
+
+
+def _is_counter(node: Any) -> bool:
+    return isinstance(node, fx.Node) and str(node.target).endswith("num_batches_tracked")

@@ -1,0 +1,141 @@
+"""Somebody's module as a graph of operations: `torch.export` over fake tensors, so nothing is computed or copied."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from megalite.errors import ConfigError
+
+METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A module's graph, which mutates what the module mutates.
+
+    states: placeholder -> (its name in the module, parameter, buffer or constant).
+    inputs: placeholders of the module's inputs, in order.
+    result: the one tensor that it returns.
+    root: holds the graphs that `get_attr` nodes name.
+    """
+
+    graph: fx.Graph
+    states: dict[fx.Node, tuple[str, Tensor]]
+    inputs: list[fx.Node]
+    result: fx.Node
+    root: nn.Module
+
+
+class _Called(nn.Module):
+    """module(*inputs) with other tensors for its parameters and buffers; the module is no submodule of this one."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self._of = (module, list(names))
+
+    def forward(self, state: list[Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
+        module, names = self._of
+        out = functional_call(module, dict(zip(names, state, strict=True)), inputs)
+        logits = getattr(out, "logits", out)
+        if not isinstance(logits, Tensor):
+            raise ConfigError(
+                f"{type(module).__name__}: returns {type(out).__name__}; a tensor is wanted, or something with .logits"
+            )
+        return logits
+
+
+def trace(module: nn.Module, example: tuple[Tensor, ...]) -> Traced:
+    """The operations of `module(*example)`. Raises ConfigError, which names the line, where they depend on values."""
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    home = next((t.device for t in own.values() if not t.is_meta), torch.device("cpu"))
+    with FakeTensorMode():
+        state = [_like(tensor, home) for tensor in own.values()]
+        inputs = tuple(_like(tensor, home) for tensor in example)
+    try:
+        with _quietly(), _without_cache(module):
+            program = torch.export.export(_Called(module, list(own)), (state, inputs), strict=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever somebody's module raises, or torch.export about it
+        raise ConfigError(_reason(module, error)) from None
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is METADATA_CHECK and not node.users:
+            graph.erase_node(node)
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    given = len(own) + len(inputs)
+    lifted = arguments[: len(arguments) - given]
+    constants = {node: (f"constant_{i}", _constant(program, node)) for i, node in enumerate(lifted)}
+    states = dict(zip(arguments[len(lifted) :], own.items(), strict=False)) | constants
+    (result,) = graph.output_node().args[0]
+    return Traced(graph, states, arguments[len(lifted) + len(own) :], result, program.graph_module)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _constant(program: Any, node: fx.Node) -> Tensor:
+    spec = next(spec for spec in program.graph_signature.input_specs if spec.arg.name == node.name)
+    value = program.constants[spec.target]
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"a {type(value).__name__} inside the module ({spec.target}) is no tensor, and is not cut")
+    return value
+
+
+@contextlib.contextmanager
+def _without_cache(module: nn.Module) -> Iterator[None]:
+    """transformers' models return a cache of keys and values unless they are told not to."""
+    config: Any = getattr(module, "config", None)
+    caches = getattr(config, "use_cache", None)
+    if not caches:
+        yield
+        return
+    config.use_cache = False
+    try:
+        yield
+    finally:
+        config.use_cache = caches
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """torch.export prints the graph as far as it got; what is wrong with it is said in one line here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _reason(module: nn.Module, error: Exception) -> str:
+    """One line: where in the user's code (or that of a library other than torch), and what."""
+    theirs = Path(torch.__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_file() and theirs not in Path(frame.filename).parents and frame.filename != __file__
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else "somewhere inside"
+    if "DataDependent" in type(error).__name__:
+        return (
+            f"{type(module).__name__}: {where} depends on values of the input; what is computed must be the same for "
+            "every input (torch.where, or a mask)"
+        )
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{type(module).__name__}: {where} cannot be traced: {first}"

@@ -1,0 +1,204 @@
+"""A module of one piece, cut into layers: the same numbers as the module, in one process or in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import ParallelMesh, World
+from megalite.errors import ConfigError
+from megalite.library import Pipeline, ShardedOptimizer, layers_from_module
+from megalite.library.cutting import crossings, cut
+from megalite.schedule import build_program
+from megalite.testing import run_ranks
+
+VOCAB, LENGTH, SAMPLES, MICRO_BATCHES = 32, 8, 2, 4
+
+
+class Mixer(nn.Module):
+    """A small language model: embeddings tied, a skip from the first layer to the last, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.first = nn.Embedding(VOCAB, 6), nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.last, self.out, self.unused = nn.Linear(12, 6), nn.Linear(6, VOCAB, bias=False), nn.Linear(2, 2)
+        self.out.weight = self.words.weight
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        begin: Tensor = self.first(self.words(tokens))
+        seen = torch.arange(tokens.shape[1], device=tokens.device) < 5
+        y = begin
+        for block in self.blocks:
+            y = y + self.scale * block(y) * seen[:, None]
+        logits: Tensor = self.out(self.last(torch.cat([begin, y], -1)).relu_())
+        return logits
+
+
+def mixer() -> nn.Module:
+    return Mixer()
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = dict(n_layer=2, n_embd=16, n_head=2, vocab_size=VOCAB, n_positions=LENGTH)
+    still = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **still))
+
+
+def sizes(layers: int = 2) -> dict[str, Any]:
+    return dict(num_hidden_layers=layers, hidden_size=16, intermediate_size=24, num_attention_heads=2, vocab_size=VOCAB)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**sizes(), num_key_value_heads=1))
+
+
+def gemma() -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**sizes(), num_key_value_heads=1, head_dim=8, sliding_window=4))
+
+
+def phi() -> nn.Module:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    return PhiForCausalLM(PhiConfig(**sizes()))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    made.__name__: made  # type: ignore[attr-defined]  # functions
+    for made in (mixer, gpt2, llama, gemma, phi)
+}
+THEIRS = ["gpt2", "llama", "gemma", "phi"]
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(4)
+    module = MODULES[kind]().double()
+    for parameter in module.parameters():  # where everything is 0 or 1, mistakes would not be seen
+        if parameter.dim() == 1:
+            with torch.no_grad():
+                parameter += 0.1 * torch.randn_like(parameter)
+    return module
+
+
+def logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    out = module(tokens)
+    return out if isinstance(out, Tensor) else out.logits  # type: ignore[no-any-return]  # of transformers
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten())
+
+
+def batches(replicas: int) -> list[list[tuple[Tensor, Tensor]]]:
+    shape = (replicas, MICRO_BATCHES, SAMPLES, LENGTH + 1)
+    text = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+    return [[(sample[:, :-1], sample[:, 1:]) for sample in replica] for replica in text]
+
+
+@pytest.mark.parametrize("kind", ["mixer", *(pytest.param(kind, marks=pytest.mark.full) for kind in THEIRS)])
+def test_the_layers_compute_what_the_module_computes(kind: str) -> None:
+    module, tokens = made(kind), batches(1)[0][0][0]
+    layers = layers_from_module(module, tokens)
+    x: Any = (tokens,)
+    for layer in layers:
+        x = layer(*x, inputs=(tokens,))
+        x = x if isinstance(x, tuple) else (x,)
+    assert len(layers) > 6
+    assert torch.equal(x[0], logits(module, tokens))
+
+
+def gradients(world: World, kind: str, pp: int, schedule: str, zero_stage: int) -> tuple[float, dict[str, Tensor]]:
+    """By one step of SGD with a rate of 1."""
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=pp)
+    module = made(kind)
+    layers = layers_from_module(module, batches(1)[0][0][0])
+    example = torch.empty(SAMPLES, LENGTH, dtype=torch.int64, device="meta")
+    pipe = Pipeline(layers, loss=loss, example=example, schedule=schedule, mesh=mesh)
+    optimizer = ShardedOptimizer(pipe, "sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0, zero_stage=zero_stage)
+    before = optimizer.weights()
+    total = pipe.step(batches(mesh.size("dp"))[mesh.coordinate("dp")])
+    optimizer.step()
+    return total.item(), {name: before[name] - value for name, value in optimizer.weights().items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "dp", "schedule", "zero_stage"),
+    [
+        ("mixer", 2, 2, "1f1b", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("mixer", 4, 1, "1f1b", 1),
+                ("mixer", 2, 1, "zb-v", 0),
+                ("mixer", 2, 1, "chimera", 1),
+                ("mixer", 1, 2, "1f1b", 2),
+                *((kind, 2, 2, "1f1b", 2) for kind in THEIRS),
+                *((kind, 4, 1, "zb-h1", 1) for kind in THEIRS),
+                ("gpt2", 2, 1, "zb-v", 1),
+                ("gemma", 2, 1, "interleaved", 3),
+                ("gpt2", 2, 2, "breadth-first", 3),
+            )
+        ),
+    ],
+)
+def test_gradients_are_the_modules_own(kind: str, pp: int, dp: int, schedule: str, zero_stage: int) -> None:
+    module = made(kind)
+    pairs = [pair for replica in batches(dp) for pair in replica]
+    total = torch.stack([loss(logits(module, x), target) for x, target in pairs]).mean()
+    total.backward()
+    expected = {
+        name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in module.state_dict(keep_vars=True).items()
+    }
+    seen: set[str] = set()
+    for found, own in run_ranks(gradients, pp * dp, kind, pp, schedule, zero_stage):
+        assert found == pytest.approx(total.item(), abs=1e-12)
+        seen |= own.keys()
+        for name, value in own.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    assert seen == expected.keys()
+
+
+class Chooses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # the line that is named
+            x = x + 1
+        return x
+
+
+def test_what_depends_on_values_is_refused_with_its_line() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if "the line that is named" in line)
+    with pytest.raises(ConfigError) as raised:
+        layers_from_module(Chooses(), torch.ones(2))
+    assert f"{Path(__file__)}:{number}: `if x.sum() > 0:" in str(raised.value)
+    assert "depends on values of the input" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.full
+def test_the_cut_of_gpt2() -> None:
+    """124 million parameters over 4 ranks, and the last stage's copy of the 38.6 million of the word embedding: 40.8
+    million a stage would be even. As many blocks on each stage are 60.7, 21.3, 21.3 and 59.9."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        module = GPT2LMHeadModel(GPT2Config())
+    example = torch.empty(1, 64, dtype=torch.int64, device="meta")
+    layers = layers_from_module(module, example)
+    numbers = [float(layer.parameters) for layer in crossings(layers, (example,), torch.device("meta"))]
+    cuts = cut(build_program("1f1b", 4, 8).placement, numbers, None)
+    words = 50257 * 768
+    held = [sum(numbers[i] for i in items) for items in cuts]
+    assert sum(held) == sum(p.numel() for p in module.parameters()) + words  # the last stage has a copy
+    assert [round(n / 1e6, 1) for n in held] == [41.7, 42.5, 40.2, 38.6]
