@@ -45,4 +45,4 @@ from megalite.config.staleness import Correction, StalenessCorrection, correctio
 from megalite.config.training import BatchRamp, Float8, Precision, TrainingConfig, TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.usage import aliases_of, title, value_text
-from megalite.config.values import show
+from megalite.config.values import bounds_problem, show

@@ -28,19 +28,22 @@ class Names:
     """The names of all layers' tensors, of each the first, and which layers have it.
 
     layers_of: name -> indices of the layers that hold it, ascending. trained: names of what learns.
+    aliases: what a state dict calls them besides -> name.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._of: dict[int, str] = {}
         self.layers_of: dict[str, list[int]] = {}
         self.trained: set[str] = set()
+        self.aliases: dict[str, str] = {}
         holders: dict[str, int] = {}
         for index, layer in enumerate(layers):
-            for name, tensor, _ in stored_tensors(layer, index):
+            for name, tensor, keys in stored_tensors(layer, index):
                 known = self._of.setdefault(id(tensor), name)
                 if holders.setdefault(known, id(tensor)) != id(tensor):
                     raise ConfigError(f"layers[{index}]: a layer before it has another {known}; trace one module only")
                 self.layers_of.setdefault(known, []).append(index)
+                self.aliases |= dict.fromkeys(keys, known)
                 if tensor.requires_grad:
                     self.trained.add(known)
 

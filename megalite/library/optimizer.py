@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.checkpoint import Checkpointer, resolve_checkpoint
 from megalite.comm import all_gather_json
-from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig
+from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig, bounds_problem, options_of
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.inventory import AXIS_FAMILIES
+from megalite.library.checkpoint import STATE, still_shards, write_weights
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.optim import OPTIMIZERS
@@ -58,8 +63,16 @@ class ShardedOptimizer:
         except TypeError:
             known = ", ".join(sorted(vars(OptimizerArgs())))
             raise ConfigError(f"{', '.join(settings)}: not all settings of an optimizer; known: {known}") from None
+        for option in options_of("optimizer", OptimizerArgs):
+            value = settings.get(option.name, option.default)
+            if problem := bounds_problem(option, value):
+                raise ConfigError(f"{option.name}={value}: {problem}")
+            users = option.facts["only_for"]
+            if option.name in settings and rule not in users:
+                raise ConfigError(f"{option.name}: a setting of {' and '.join(users)}, not of {rule}; leave it out")
         config = OptimizerConfig(optimizer=rule, lr=lr, args=args)
         self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
+        self._check_numbers()
         self._pipeline, self._stepped = pipeline, True
         _check_replicas(pipeline)
         self._buffers = self._make_buffers(pipeline, ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole)
@@ -70,6 +83,11 @@ class ShardedOptimizer:
             norm_axis=pipeline.mesh.over("tp", *shards, "pp"),
         )
         pipeline.optimizer = self
+
+    def _check_numbers(self) -> None:
+        for name in ("lr", "weight_decay", "clip_grad"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: a number from 0 on is wanted")
 
     @staticmethod
     def _make_buffers(pipeline: Pipeline, options: ZeroOptions, whole: Any) -> dict[StageKey, list[ParameterBuffers]]:
@@ -125,6 +143,7 @@ class ShardedOptimizer:
         If it is not finite, nothing is updated."""
         if self._stepped:
             raise RuntimeFailure("ShardedOptimizer.step without a gradient: call Pipeline.step first")
+        self._check_numbers()
         families = [family for stage in self._buffers.values() for family in stage]
         tied = [[t for family in stage for t in family.gradients.tied()] for stage in self._buffers.values()]
         for copies in zip(*(buckets for buckets in tied if buckets), strict=True):
@@ -142,6 +161,47 @@ class ShardedOptimizer:
             family.gradients.begin_batch()
         self._stepped = True
         return norm
+
+    def save(self, directory: Path | str, iteration: int, meta: Mapping[str, Any] | None = None) -> Path:
+        """Writes weights and optimizer state to `directory/iter_0000100` and returns that. Collective. Staged, checked
+        and renamed: what is there is whole, and any layout loads it.
+
+        meta: JSON of yours, rank 0's is stored. Raises CheckpointError.
+        """
+        self._between_steps("save")
+        shards = [*self._state.shards(), *still_shards(self._pipeline)]
+        return Checkpointer(directory, world=self._pipeline.mesh.world).save(iteration, shards, dict(meta or {}))
+
+    def load(self, path: Path | str, *, state: bool = True) -> dict[str, Any]:
+        """Takes up what `save` of the same layers has written, at any layout. Collective.
+
+        path: a directory that `save` has returned, or one of several of them: the newest is taken.
+        state: the optimizer's, too; without it weights are converted to the dtype that is asked for.
+        Returns `meta`. Raises CheckpointError.
+        """
+        self._between_steps("load")
+        checkpointer = Checkpointer(path, world=self._pipeline.mesh.world)
+        found = resolve_checkpoint(str(path))
+        shards = [shard for shard in self._state.shards() if state or not shard.name.startswith(STATE)]
+        meta = checkpointer.load(found, [*shards, *still_shards(self._pipeline)], cast=not state)
+        self._state.after_load()
+        return meta
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes weights by the names of `weights()`: whole tensors, on every rank; what is not of this rank's stages is
+        passed over. Raises ConfigError for one that is missing or has another shape."""
+        self._between_steps("load_weights")
+        shards = [shard for shard in self._state.shards() if not shard.name.startswith(STATE)]
+        write_weights([*shards, *still_shards(self._pipeline)], weights, self._pipeline.names.aliases)
+        self._state.after_load()
+
+    def _between_steps(self, what: str) -> None:
+        if not self._stepped:
+            raise RuntimeFailure(f"ShardedOptimizer.{what} inside a step: call ShardedOptimizer.step first")
+        for stage in self._buffers.values():
+            for family in stage:
+                family.weights.wait()
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Channel, ParallelMesh, TensorSpec, all_reduce_
+from megalite.comm import Channel, ParallelMesh, TensorSpec, all_gather_json, all_reduce_
 from megalite.config import ParallelConfig
-from megalite.errors import ConfigError, ScheduleError
+from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import Boundary, Crossing, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, Sample, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
-from megalite.parallel.pipeline import Events, Executor, SharedGradient, Stage
+from megalite.library.words import in_words
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient, Stage, forward_program
 from megalite.schedule import (
     SCHEDULES,
     Action,
@@ -31,6 +33,8 @@ from megalite.schedule import (
 )
 
 OPERATIONS, PARAMETERS = "operations", "parameters"
+TAKEN = "of_a_pipeline"
+"""An attribute of layers and parameters that a pipeline has."""
 
 
 class WeightEvents(Protocol):
@@ -85,6 +89,7 @@ class Pipeline:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         layers, given = _listed(layers), _together(example)
+        _check_free(layers)
         self._check(balance)
         self._programs: dict[int, Program] = {}
         self._batches = self._microbatches = 0
@@ -101,10 +106,12 @@ class Pipeline:
         self._given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given))
         self.stages = self._make_stages(layers, loss, found)
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
-        channel = Channel(down, up, self.placement.neighbours)
+        self._channel = Channel(down, up, self.placement.neighbours)
+        self._broken = ""
         self.shared = SharedGradient(self.mesh.through(self._holders(), apart="tied"))
-        self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, channel, _Events(self))
+        self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self))
         self.optimizer: WeightEvents | None = None
+        _take(layers)
 
     def _check(self, balance: str) -> None:
         if balance not in (OPERATIONS, PARAMETERS):
@@ -128,8 +135,10 @@ class Pipeline:
     def _check_inputs(self, micro_batches: Sequence[tuple[Any, Any]]) -> None:
         if not micro_batches:
             raise ConfigError("micro_batches: there is none")
-        for index, (inputs, _) in enumerate(micro_batches):
-            given = _together(inputs)
+        for index, pair in enumerate(micro_batches):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ConfigError(f"micro_batches[{index}]: {type(pair).__name__}; (input, target) is wanted")
+            given = _together(pair[0])
             if not self._given.fits(given):
                 found = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
                 raise ConfigError(
@@ -188,7 +197,10 @@ class Pipeline:
         if microbatches not in self._programs:
             own = self.schedule
             if isinstance(own, str):
-                own = build_program(own, self.mesh.size("pp"), microbatches, self.chunks)
+                try:
+                    own = build_program(own, self.mesh.size("pp"), microbatches, self.chunks)
+                except ScheduleError as error:
+                    raise ScheduleError(in_words(str(error))) from None
             if own.num_microbatches != microbatches:
                 raise ScheduleError(
                     f"{own.name}: its batch has {own.num_microbatches} micro-batches, not {microbatches}"
@@ -209,25 +221,78 @@ class Pipeline:
         """
         if self.optimizer is None and self.mesh.size("dp") > 1:
             raise ConfigError(f"mesh: dp={self.mesh.size('dp')}: make a ShardedOptimizer, which sums the gradients")
-        self._check_inputs(micro_batches)
+        micro_batches = self._agree(micro_batches)
         program = self.program(len(micro_batches))
         if self.optimizer is not None:
             self.optimizer.begin_batch()
         batch = BatchRange(self._batches, self._microbatches, len(micro_batches), 0, first=True)
-        share = 1.0 / (len(micro_batches) * self.mesh.size("dp"))
-        source = _Samples(micro_batches, self._microbatches, share, self.device)
-        for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
-            if self.optimizer is not None:
-                self.optimizer.execute(action)
-        self._executor.finish()
-        if self.optimizer is None:
-            self._sum_tied()
-        self._batches, self._microbatches = self._batches + 1, batch.end
+        source = _Samples(micro_batches, self._microbatches, self._share(micro_batches), self.device)
+        with self._whole():
+            for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
+                if self.optimizer is not None:
+                    self.optimizer.execute(action)
+            self._executor.finish()
+            if self.optimizer is None:
+                self._sum_tied()
+            self._batches, self._microbatches = self._batches + 1, batch.end
+            return self._mean(self._executor, micro_batches)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[tuple[Any, Any]]) -> Tensor:
+        """The loss of a batch as `step` returns it, by forwards alone, with the layers in evaluation mode."""
+        micro_batches = self._agree(micro_batches)
+        program = forward_program(self.placement, len(micro_batches))
+        stages = {key: ForwardOnly(stage, 0) for key, stage in self.stages.items() if key[1] == 0}
+        rank, modules = self.mesh.coordinate("pp"), [stage.modules[0] for stage in self.stages.values()]
+        executor = Executor(rank, stages, self.placement, self._channel, Events())
+        source = _Samples(micro_batches, 0, self._share(micro_batches), self.device)
+        training = [(module, module.training) for stage in modules for module in stage.modules()]
+        for stage in modules:
+            stage.eval()
+        try:
+            with self._whole():
+                list(executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), source))
+                executor.finish()
+                return self._mean(executor, micro_batches)
+        finally:
+            for module, mode in training:
+                module.training = mode
+
+    def _share(self, micro_batches: Sequence[Any]) -> float:
+        return 1.0 / (len(micro_batches) * self.mesh.size("dp"))
+
+    def _mean(self, executor: Executor, micro_batches: Sequence[Any]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for loss in self._executor.take_losses().values():
-            total += loss * share
+        for loss in executor.take_losses().values():
+            total += loss * self._share(micro_batches)
         all_reduce_(total, self.mesh.world)
         return total
+
+    def _agree(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The micro-batches, as many on all ranks. Collective. Raises ConfigError on all of them."""
+        if self._broken:
+            raise RuntimeFailure(f"{self._broken}; make layers, pipeline and optimizer anew, and load a checkpoint")
+        problem, micro_batches = None, list(given)
+        try:
+            self._check_inputs(micro_batches)
+        except ConfigError as error:
+            problem = str(error)
+        told = all_gather_json([problem, len(micro_batches)], self.mesh.world)
+        for rank, (theirs, count) in enumerate(told):
+            if theirs is not None:
+                raise ConfigError(theirs)
+            if count != told[0][1]:
+                raise ConfigError(f"micro_batches: {count} on rank {rank}, {told[0][1]} on rank 0; all give as many")
+        return micro_batches
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A batch that ends early leaves messages and gradients behind."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = f"the pipeline has stopped inside a batch ({type(error).__name__})"
+            raise
 
     def _sum_tied(self) -> None:
         """The gradient of a tied parameter is the sum over its copies."""
@@ -260,6 +325,19 @@ def _listed(layers: Any) -> Sequence[nn.Module]:
     if not given:
         raise ConfigError("layers: there is none")
     return given
+
+
+def _check_free(layers: Sequence[nn.Module]) -> None:
+    """Raises ConfigError where another pipeline has these layers: it has changed how their gradients are computed."""
+    for index, layer in enumerate(layers):
+        if any(hasattr(part, TAKEN) for part in [layer, *layer.parameters()]):
+            raise ConfigError(f"layers[{index}]: another pipeline has it; make the layers again for this one")
+
+
+def _take(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        for part in [layer, *layer.parameters()]:
+            setattr(part, TAKEN, True)
 
 
 class _Samples:

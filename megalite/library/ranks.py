@@ -40,4 +40,9 @@ def run(
         hardware=DeviceOptions(device=device),
         distributed_timeout_minutes=timeout_minutes,
     )
-    return launch(LaunchSettings(parallel), lambda _, world: function(world), place)
+
+    def begin(_: LaunchSettings, world: World) -> int | None:
+        world.report_phase(getattr(function, "__name__", "your function"))
+        return function(world)
+
+    return launch(LaunchSettings(parallel), begin, place)

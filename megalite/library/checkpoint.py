@@ -1,0 +1,49 @@
+"""What a checkpoint of a pipeline of your own holds: logical tensors by name, so that any layout loads it.
+
+weights     masters `<name>` of what learns; parameters that do not learn and persistent buffers as they are
+optimizer   `optimizer/<moment>/<name>`, `optimizer/step`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megalite.comm import TensorShard
+from megalite.errors import ConfigError
+from megalite.library.names import stored_tensors
+from megalite.library.pipeline import Pipeline
+
+STATE = "optimizer/"
+
+
+def still_shards(pipeline: Pipeline) -> Iterator[TensorShard]:
+    """What no optimizer owns, in this rank's stages. The first replica writes it, from the first stage that has it."""
+    mesh, stage_of = pipeline.mesh, {i: stage for stage, items in enumerate(pipeline.cuts) for i in items}
+    for key in pipeline.stages:
+        seen: set[str] = set()
+        for index, layer in pipeline.layers(key):
+            for _, tensor, _ in stored_tensors(layer, index):
+                name = pipeline.names.of(tensor)
+                if name in pipeline.names.trained or name in seen:
+                    continue
+                seen.add(name)
+                home = (stage_of[pipeline.names.layers_of[name][0]], 0)
+                copy = 0 if key == home and mesh.coordinate("dp") == 0 else 1 + mesh.rank
+                yield TensorShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach(), copy)
+
+
+@torch.no_grad()
+def write_weights(shards: list[TensorShard], values: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+    """Writes whole tensors of a state dict into this rank's rectangles. Raises ConfigError for what does not fit."""
+    given = {aliases.get(name, name): tensor for name, tensor in values.items()}
+    for shard in shards:
+        value = given.get(shard.name)
+        if value is None:
+            raise ConfigError(f"weights: {shard.name} is missing")
+        if tuple(value.shape) != shard.global_shape:
+            raise ConfigError(f"weights: {shard.name} is {tuple(value.shape)}, the layers have {shard.global_shape}")
+        part = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.local.shape, strict=True))
+        shard.local.copy_(value[part])
