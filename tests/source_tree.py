@@ -43,6 +43,7 @@ FLOORS = {
     "megalite.checkpoint": 6,
     "megalite.models": 7,
     "megalite.convert": 7,
+    "megalite.generation": 8,
     "megalite.observe": 8,
     "megalite.library": 8,
     "megalite.train": 9,

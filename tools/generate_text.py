@@ -1,111 +1,141 @@
-"""Let a checkpoint continue a prompt.
+"""Let a checkpoint continue prompts, on one process or many ranks.
 
     python tools/generate_text.py --load DIR --prompt "def " --max-new-tokens 200 --temperature 0.7 --top-k 40 --seed 1
+    python tools/generate_text.py --load DIR --prompts FILE.jsonl --micro-batch-size 8 --nprocs 4
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-DIR is a run directory or one checkpoint in it; nothing else of the run is needed.
+DIR is a run directory or one checkpoint in it, written at any layout; nothing else of the run is needed. FILE has a
+field `prompt` in each line; for each a line with `prompt`, `sample` and `text` is printed. The text does not depend on
+the layout.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.errors import ConfigError
+from layout_flags import add_layout_flags, run_on_ranks
+from megalite.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megalite.comm import World
     from megalite.data import Tokenizer
-    from megalite.inference import Sampling
+    from megalite.generation import Request
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
-    parser = ToolParser("Let a checkpoint continue a prompt.")
+    parser = ToolParser("Let a checkpoint continue prompts.")
     parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: the beginning of a document")
+    parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt' in each line")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to generate at most")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations, with seeds --seed, --seed + 1, ...")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="texts that go through the model together")
     parser.add_argument("--greedy", action="store_true", help="always the most likely token")
     parser.add_argument("--temperature", type=float, default=1.0, help="below 1: safer, above 1: wilder, 0: --greedy")
     parser.add_argument("--top-k", type=int, default=0, help="choose among the k most likely tokens; 0: among all")
     parser.add_argument("--top-p", type=float, default=1.0, help="choose among the tokens that reach this probability")
     parser.add_argument("--seed", type=int, default=1234, help="of the choices")
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is a GPU"
-    )
+    add_layout_flags(parser)
     flags = parser.parse_args(argv)
-    for name in ("max_new_tokens", "num_samples"):
+    for name in ("max_new_tokens", "num_samples", "micro_batch_size"):
         if getattr(flags, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(flags, name)}: must be >= 1")
+    if flags.prompts is not None and flags.prompt:
+        raise ConfigError(f"--prompt={flags.prompt}: not with --prompts; put it into the file")
     return flags
 
 
-def main(argv: list[str]) -> None:
-    """Print the prompt and its continuations as they are generated."""
-    flags = parse(argv)
-    from megalite.inference import (
-        generate,  # torch comes with it: not before the flags are known to be right
-        load_for_inference,
-    )
+def main(argv: list[str]) -> int:
+    """Start the ranks."""
+    return run_on_ranks(continue_prompts, parse(argv))
 
-    sampling_of(flags, flags.num_samples - 1)  # a seed that is too large is no news for the last sample
-    loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
+
+def continue_prompts(flags: argparse.Namespace, world: World) -> None:
+    """Every rank: load, generate; the first prints."""
+    from megalite.generation import Sampling  # torch comes with it: not before the flags are known to be right
+    from megalite.inference import generate, load_for_inference
+
+    how = {name: getattr(flags, name) for name in ("greedy", "temperature", "top_k", "top_p")}
+    Sampling(**how, seed=flags.seed + flags.num_samples - 1)  # a seed that is too large is no news for the last sample
+    sampling = Sampling(**how, seed=flags.seed)
+    world.report_phase("loading")
+    loaded = load_for_inference(
+        flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
+    )
+    world.report_phase("generating")
     tokenizer = loaded.tokenizer
-    prompt = tokenizer.encode(flags.prompt)
-    if not prompt:
-        if tokenizer.eod_id is None:
-            raise ConfigError("--prompt: is empty, and this tokenizer has no end-of-document token to begin after")
-        prompt = [tokenizer.eod_id]
-    for number in range(flags.num_samples):
-        sampling = sampling_of(flags, number)
-        if number:
-            print("\n---")
-        ids = generate(
-            loaded.model,
-            prompt,
-            sampling,
-            max_new_tokens=flags.max_new_tokens,
-            eod_id=tokenizer.eod_id,
-            num_choices=tokenizer.vocab_size,
-        )
+    texts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
+    prompts = [ids_of(tokenizer, text, "--prompt" if flags.prompts is None else "--prompts") for text in texts]
+    at_once = world.is_first and len(texts) == flags.num_samples == 1 and flags.prompts is None
+    printer = Printer(tokenizer)
+    if at_once:
         print(flags.prompt, end="", flush=True)
-        for piece in text_pieces(tokenizer, ids):
-            print(piece, end="", flush=True)
-        print()
-
-
-def sampling_of(flags: argparse.Namespace, number: int) -> Sampling:
-    """How sample `number` is drawn. Raises ConfigError."""
-    from megalite.inference import Sampling
-
-    return Sampling(
-        greedy=flags.greedy,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        seed=flags.seed + number,
+    found = generate(
+        loaded,
+        prompts,
+        sampling,
+        max_new_tokens=flags.max_new_tokens,
+        num_samples=flags.num_samples,
+        micro_batch_size=flags.micro_batch_size,
+        on_tokens=printer if at_once else lambda request, tokens: None,
     )
+    if at_once:
+        printer.end()
+    elif world.is_first and flags.prompts is None:
+        print("\n---\n".join(flags.prompt + tokenizer.decode(ids) for ids in found[0]))
+    elif world.is_first:
+        for text, samples in zip(texts, found, strict=True):
+            for number, ids in enumerate(samples):
+                print(json.dumps({"prompt": text, "sample": number, "text": tokenizer.decode(ids)}, ensure_ascii=False))
 
 
-def text_pieces(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Text as soon as it is certain: a character may need several tokens."""
-    seen: list[int] = []
-    shown = ""
-    for token in ids:
-        seen.append(token)
-        text = tokenizer.decode(seen)
-        if not text.endswith("\ufffd") and text.startswith(shown):
-            yield text[len(shown) :]
-            shown = text
-    rest = tokenizer.decode(seen)
-    if rest.startswith(shown):
-        yield rest[len(shown) :]
+def read_prompts(path: str) -> list[str]:
+    """The texts of `--prompts`. Raises DataError."""
+    from megalite.data import read_jsonl
+
+    texts = list(read_jsonl(path, "--prompts", "prompt"))
+    if not texts:
+        raise DataError(f'--prompts={path}: holds no prompt; write a line such as {{"prompt": "Once"}} for each')
+    return texts
+
+
+def ids_of(tokenizer: Tokenizer, text: str, flag: str) -> list[int]:
+    """An empty text begins a document. Raises ConfigError where there is no token for that."""
+    ids = tokenizer.encode(text)
+    if not ids and tokenizer.eod_id is None:
+        raise ConfigError(f"{flag}: is empty, and this tokenizer has no end-of-document token to begin after")
+    return ids or [tokenizer.eod_id or 0]
+
+
+class Printer:
+    """Prints text as soon as it is certain: a character may need several tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._seen: list[int] = []
+        self._shown = ""
+
+    def __call__(self, request: Request, tokens: list[int]) -> None:
+        """Takes new tokens."""
+        self._seen += tokens
+        text = self._tokenizer.decode(self._seen)
+        if not text.endswith("\ufffd") and text.startswith(self._shown):
+            print(text[len(self._shown) :], end="", flush=True)
+            self._shown = text
+
+    def end(self) -> None:
+        """Prints what has remained."""
+        rest = self._tokenizer.decode(self._seen)
+        print(rest[len(self._shown) :] if rest.startswith(self._shown) else "")
 
 
 if __name__ == "__main__":

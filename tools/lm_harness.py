@@ -8,6 +8,7 @@ it into the harness's own base class, which is imported only then.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
-from megalite.inference import LoadedModel, Sampling, TextWindows, generate, score_continuations, score_source
+from megalite.generation import Sampling
+from megalite.inference import LoadedModel, TextWindows, generate, score_continuations, score_source
 
 
 class HarnessScorer:
@@ -60,10 +62,21 @@ class HarnessScorer:
         return results
 
     def generate_until(self, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """For each (context, settings): the continuation up to the first of `until`, greedy unless `do_sample`."""
-        return [self._generate(context, settings) for context, settings in requests]
+        """For each (context, settings): the continuation up to the first of `until`, greedy unless `do_sample`.
 
-    def _generate(self, context: str, settings: Mapping[str, Any]) -> str:
+        Those of equal settings are generated together.
+        """
+        asked = list(requests)
+        texts: dict[int, str] = {}
+        by_settings: dict[str, list[int]] = {}
+        for place, (_, settings) in enumerate(asked):
+            by_settings.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(place)
+        for places in by_settings.values():
+            found = self._generate([asked[place][0] for place in places], asked[places[0]][1])
+            texts |= dict(zip(places, found, strict=True))
+        return [texts[place] for place in range(len(asked))]
+
+    def _generate(self, contexts: list[str], settings: Mapping[str, Any]) -> list[str]:
         tokenizer = self._loaded.tokenizer
         until = settings.get("until") or []
         stops: Sequence[str] = [until] if isinstance(until, str) else until
@@ -74,23 +87,21 @@ class HarnessScorer:
                 top_k=int(settings.get("top_k", 0)),
                 top_p=float(settings.get("top_p", 1.0)),
             )
-        prompt = tokenizer.encode(context) or self.encode_pair("", "")[0]
-        ids: list[int] = []
-        text = ""
-        for token in generate(
-            self._loaded.model,
-            prompt,
+
+        def ended(ids: list[int]) -> bool:
+            text = tokenizer.decode(ids)
+            return any(stop in text for stop in stops)
+
+        found = generate(
+            self._loaded,
+            [tokenizer.encode(context) or self.encode_pair("", "")[0] for context in contexts],
             sampling,
             max_new_tokens=int(settings.get("max_gen_toks", 256)),
-            eod_id=tokenizer.eod_id,
-            num_choices=tokenizer.vocab_size,
-        ):
-            ids.append(token)
-            text = tokenizer.decode(ids)
-            found = [text.find(stop) for stop in stops if stop in text]
-            if found:
-                return text[: min(found)]
-        return text
+            micro_batch_size=self._micro_batch_size,
+            ended=ended,
+        )
+        texts = [tokenizer.decode(ids) for (ids,) in found]
+        return [text[: min([text.find(stop) for stop in stops if stop in text], default=None)] for text in texts]
 
 
 def harness_model(loaded: LoadedModel, *, micro_batch_size: int = 16) -> Any:

@@ -4,6 +4,7 @@
     python tools/show_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --num-microbatches 8 --format svg
     --output zbv.svg
     python tools/show_schedule.py --schedule 1f1b --num-microbatches 8 --format file --output mine.txt
+    python tools/show_schedule.py --schedule decode --num-microbatches 4      # generation: rounds of four groups
     python tools/show_schedule.py --compare gpipe,1f1b,2bw --pipeline-model-parallel-size 4
     --num-microbatches 8
 
@@ -30,10 +31,12 @@ from megalite.schedule import (
     SCHEDULES,
     Costs,
     Program,
+    StagePlacement,
     Timeline,
     build_program,
     dump_program,
     find_schedule,
+    forward_program,
     load_program,
     render_html,
     render_svg,
@@ -46,8 +49,10 @@ from megalite.schedule import (
 from schedule_figures import comparison, figures, summary
 
 ASYNCHRONOUS_BATCHES = 4
-MOST_CELLS = 2**14
 """Batches drawn when a schedule does not drain after each: enough to see the steady state."""
+MOST_CELLS = 2**14
+DECODE = "decode"
+"""Generation's program: `--num-microbatches` groups of sequences, `--num-batches` rounds of one token."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p = ToolParser("Draw, price and prove a pipeline schedule.")
     p.formatter_class = argparse.HelpFormatter  # the defaults are named below
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    what.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; or {DECODE}: generation")
     what.add_argument("--pipeline-schedule-file", metavar="FILE", help="a schedule of your own as text")
     what.add_argument("--compare", metavar="A,B,...", help="a table of several schedules, or `all`")
     p.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="P", help="ranks (default 4)")
@@ -63,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--virtual-pipeline-model-parallel-size", type=int, metavar="V", help="chunks per rank")
     p.add_argument("--chimera-pairs", type=int, default=1, metavar="F", help="pairs of opposite pipelines (chimera)")
     p.add_argument(
-        "--num-batches", type=int, metavar="T", help="default 1; 4 for asynchronous schedules, 8 to compare them"
+        "--num-batches",
+        type=int,
+        metavar="T",
+        help="default 1; 4 for asynchronous schedules and rounds of decode, 8 to compare schedules",
     )
     for name in ("forward", "backward-input", "backward-weight"):
         p.add_argument(f"--cost-{name}", type=_cost, default=Fraction(1), metavar="TIME", help="default 1")
@@ -94,6 +102,14 @@ def _program(name: str, args: argparse.Namespace) -> Program:
             f"most {MOST_CELLS:,} can be shown; show fewer, a schedule repeats itself"
         )
     chunks = args.virtual_pipeline_model_parallel_size
+    if name == DECODE:
+        if min(ranks, microbatches) < 1 or chunks is not None:
+            raise ConfigError(
+                f"--schedule={name}: takes --pipeline-model-parallel-size and --num-microbatches of at least 1, and no "
+                "chunks of ranks; change or drop them"
+            )
+        placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
+        return forward_program(placement, microbatches, rounds=max(1, args.num_batches or ASYNCHRONOUS_BATCHES))
     if args.compare and find_schedule(name).num_chunks is not None:
         chunks = None
     pairs = 1 if args.compare and not find_schedule(name).paired else args.chimera_pairs
@@ -105,8 +121,10 @@ def _show(args: argparse.Namespace) -> str:
     program = load_program(args.pipeline_schedule_file) if args.schedule is None else _program(args.schedule, args)
     report = validate(program)
     if args.format == "file":  # to be changed, and run with --pipeline-schedule-file
+        if program.rounds:
+            raise ConfigError(f"--format=file: {program.name} trains nothing; use text, svg, html, json or trace")
         return dump_program(program)
-    batches = args.num_batches or (ASYNCHRONOUS_BATCHES if program.asynchronous else 1)
+    batches = 1 if program.rounds else args.num_batches or (ASYNCHRONOUS_BATCHES if program.asynchronous else 1)
     timeline = simulate(program, _costs(args), batches=batches, global_norm=True)
     if args.format == "json":
         return json.dumps(figures(program, timeline), indent=2) + "\n"
@@ -114,10 +132,14 @@ def _show(args: argparse.Namespace) -> str:
         return render_trace([timeline]) + "\n"
     known = SCHEDULES.get(program.name)
     title = program.name if known is None else known.title
+    if program.rounds is not None:
+        title = f"Generation: {program.rounds.groups} groups, {program.rounds.number} rounds of one token"
     if args.format == "svg":
         return render_svg(timeline, title=title)
     if args.format == "html":
         return render_html([timeline], heading=title)
+    facts = summary(figures(program, timeline)).split("\n")
+    order = "the order of the micro-batches" if report.in_order else "an order of its own"
     return (
         "\n".join(
             [
@@ -125,8 +147,8 @@ def _show(args: argparse.Namespace) -> str:
                 "",
                 render_text(timeline, line_width=shutil.get_terminal_size((160, 24)).columns),
                 "",
-                summary(figures(program, timeline)),
-                f"gradient sums   in {'the order of the micro-batches' if report.in_order else 'an order of its own'}",
+                "\n".join(facts[: 4 if program.rounds else None]),
+                *([] if program.rounds else [f"gradient sums   in {order}"]),
             ]
         )
         + "\n"
@@ -174,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         text = _compare(args) if args.compare else _show(args)
-        if args.schedule:
+        if args.schedule and args.schedule != DECODE:
             for line in schedule_warnings(
                 args.schedule,
                 args.pipeline_model_parallel_size,

@@ -31,7 +31,7 @@ from megalite.config.data import TOKENIZERS, DataConfig
 from megalite.config.experts import Experts
 from megalite.config.files import schedule_file
 from megalite.config.layer_pattern import pattern_text
-from megalite.config.legal import config_problems, config_warnings
+from megalite.config.legal import config_problems, config_warnings, layout_problems
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.names import NOT_NEEDED

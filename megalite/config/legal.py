@@ -44,6 +44,11 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
     return list(dict.fromkeys(lines))
 
 
+def layout_problems(config: Config, world_size: int) -> list[str]:
+    """List why `world_size` ranks cannot hold the model in this layout, without training it."""
+    return [line for rule in rules.LAYOUT_RULES for line in rule(config, world_size)]
+
+
 def _contradictions(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
     """Spellings of one field, of which only one can be meant."""
     given = [option for option in options if values[option.name] != option.default]

@@ -1,13 +1,13 @@
-"""What a finished model is used for, in one process.
+"""What a finished model is used for, at any layout.
 
-loaded_model    a checkpoint of any layout as a whole model
-generate        text, token after token, with a key-value cache
+loaded_model    a checkpoint of any layout on the ranks that are here
+generate        texts that follow prompts (megalite.generation)
 evaluation      loss, perplexity and bits per byte of any text
 tasks           WikiText's word perplexity and LAMBADA's last-word accuracy
 """
 
 from megalite.inference.evaluation import TextWindows, open_data_path, score_source, score_text
-from megalite.inference.generate import Sampling, generate
+from megalite.inference.generate import generate
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from megalite.inference.tasks import (
     detokenize_wikitext,

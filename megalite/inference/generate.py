@@ -1,126 +1,52 @@
-"""Text from a model, one token after the other, with a key-value cache.
-
-    prompt [n] -> one forward fills the cache -> logits of the last position -> sample -> forward of one token -> ...
-
-Sampling happens on the CPU from a generator of its own, so a seed gives the same text on every device that computes
-the same logits. When the cache reaches the longest sequence the model can represent, generation continues from the
-newer half of the text.
-"""
+"""Texts from a loaded model, at whatever layout it was loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
-from megalite.errors import CheckpointError, ConfigError
-from megalite.microbatch import Microbatch
-from megalite.nn import Head, KeyValueCache, LayerStack
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen; field names are the flags of tools/generate_text.py.
-
-    greedy: the most likely token, always.
-    temperature: divides the logits; 0 is greedy.
-    top_k: only the k most likely tokens, 0 for all.
-    top_p: only the most likely tokens that together reach probability p (nucleus sampling, arXiv 1904.09751).
-    Raises ConfigError where a value is out of its range, or `greedy` comes with one that it makes meaningless.
-    """
-
-    greedy: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not self.temperature >= 0:
-            problems.append(f"--temperature={self.temperature:g}: must be >= 0 (0: the most likely token, as --greedy)")
-        if self.top_k < 0:
-            problems.append(f"--top-k={self.top_k}: must be >= 0 (0: all tokens)")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p={self.top_p:g}: must be above 0 and at most 1 (1: all tokens)")
-        if not -(2**63) <= self.seed < 2**64:
-            problems.append(f"--seed={self.seed}: must be below 2^64; choose a smaller one")
-        if self.greedy and (self.temperature not in (0.0, 1.0) or (self.top_k, self.top_p) != (0, 1.0)):
-            problems.append("--greedy: leaves no choice to --temperature, --top-k and --top-p; drop one or the other")
-        if problems:
-            raise ConfigError(problems)
+from megalite.errors import CheckpointError
+from megalite.generation import OnTokens, Request, Sampling
+from megalite.inference.loaded_model import LoadedModel
 
 
 def generate(
-    model: LayerStack,
-    prompt: Sequence[int],
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,
     max_new_tokens: int,
-    eod_id: int | None,
-    num_choices: int | None = None,
-) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, until `max_new_tokens` or the end-of-document token (which is not yielded).
+    num_samples: int = 1,
+    micro_batch_size: int = 1,
+    ended: Callable[[list[int]], bool] = lambda new: False,
+    on_tokens: OnTokens = lambda request, tokens: None,
+) -> list[list[list[int]]]:
+    """The ids that follow each prompt: `[prompt][sample][ids]`, on every rank. Collective: all ranks give the same.
 
-    prompt: ids, at least one; of a prompt longer than the model's positions only the end is seen.
-    num_choices: ids from here on are never chosen (a vocabulary larger than its tokenizer).
+    prompts: of at least one id each; of one longer than the model's positions only the end is seen. When a text has
+        become longer, it continues from the newer half of what fits.
+    max_new_tokens: a sample ends then, or before the end-of-document token.
+    num_samples: of each prompt; sample j is drawn with the seed + j.
+    micro_batch_size: sequences that go through the model together.
+    ended: whether a continuation is complete; asked now and then, so it may have become a little longer.
+    on_tokens: told of new ids as they come, on the ranks of the replica that generates them.
+    Which ids follow depends on the weights, the prompt and its number, the seed, and nothing else (in fp64; in a
+    narrower precision two logits may be so close that layouts round them to different orders).
+    Raises CheckpointError where the model's logits are not numbers.
     """
-    assert prompt, "a model continues a text, so there is at least one token"
-    generator = torch.Generator().manual_seed(sampling.seed)
-    limit = model.config.max_positions
-    text = list(prompt)
-    layers = model.config.num_layers
-    cache, pending = KeyValueCache(layers, limit), text[-limit:]
-    for _ in range(max_new_tokens):
-        if cache.length + len(pending) > limit:
-            cache, pending = KeyValueCache(layers, limit), text[-max(1, limit // 2) :]
-        logits = next_logits(model, pending, cache)[:num_choices]
-        token = pick_token(logits, sampling, generator)
-        if token == eod_id:
-            return
-        yield token
-        text.append(token)
-        pending = [token]
-
-
-@torch.inference_mode()
-def next_logits(model: LayerStack, tokens: Sequence[int], cache: KeyValueCache) -> Tensor:
-    """Logits `[V]` on the CPU of what follows `tokens`, which follow what `cache` holds and are added to it."""
-    device = next(model.parameters()).device
-    ids = torch.tensor([tokens], dtype=torch.int64, device=device)
-    start = cache.length
-    microbatch = Microbatch(
-        tokens=ids,
-        labels=ids,
-        positions=torch.arange(start, start + len(tokens), device=device)[None],
-        loss_mask=torch.ones(ids.shape, device=device),
-        sample_ids=torch.zeros(1, dtype=torch.int64, device=device),
+    assert all(prompts), "a model continues a text, so there is at least one token"
+    requests = [
+        Request(number, tuple(prompt), sample) for number, prompt in enumerate(prompts) for sample in range(num_samples)
+    ]
+    found = loaded.generator.run(
+        requests,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        eod_id=loaded.tokenizer.eod_id,
+        micro_batch_size=micro_batch_size,
+        ended=ended,
+        on_tokens=on_tokens,
     )
-    x = model.body(None, microbatch, cache)
-    return cast(Head, model.get_submodule("head")).logits(x[-1:])[0, 0].cpu()
-
-
-def pick_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Choose one id from logits `[V]`: temperature first, then top-k, then top-p, then a draw.
-
-    Raises CheckpointError where they are not numbers.
-    """
-    if logits.isnan().any():
+    new = [ids for ids in found if ids is not None]
+    if len(new) < len(found):
         raise CheckpointError("--load: the model's logits are not numbers (its training diverged?); load an older one")
-    if sampling.greedy or sampling.temperature == 0:
-        return int(logits.argmax())
-    # From the largest one down and in fp64: no temperature is so low that the quotient is no number.
-    logits = ((logits.double() - logits.max().double()) / sampling.temperature).to(logits.dtype)
-    if 0 < sampling.top_k < logits.numel():
-        kth = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probabilities = logits.softmax(0)
-    if sampling.top_p < 1:
-        ordered, order = probabilities.sort(descending=True, stable=True)
-        # A token stays if those before it do not reach p yet, so the most likely one always stays.
-        dropped = order[ordered.cumsum(0) - ordered >= sampling.top_p]
-        probabilities = probabilities.index_fill(0, dropped, 0.0)
-    return int(torch.multinomial(probabilities, 1, generator=generator))
+    return [new[first : first + num_samples] for first in range(0, len(new), num_samples)]

@@ -1,7 +1,7 @@
-"""A checkpoint as a whole model in this one process, whatever layout wrote it: for generation, evaluation and export.
+"""A checkpoint as a model at any layout, whatever layout wrote it: for generation, evaluation and export.
 
 A checkpoint is self-contained: configuration, weights by logical name, and the tokenizer's files. Nothing else of the
-run is needed, and nothing of it is changed.
+run is needed, and nothing of it is changed. Each rank reads what it holds.
 """
 
 from __future__ import annotations
@@ -14,37 +14,68 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import Checkpointer, Meta, copy_extras, read_manifest, resolve_checkpoint
-from megalite.comm import Axis, TensorShard
-from megalite.config import Config, DeviceOptions, ParallelConfig
+from megalite.comm import Channel, ExpertAxes, ParallelMesh, TensorShard, World
+from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError
-from megalite.inventory import placement_of
+from megalite.generation import Generator, ModelParts
+from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
-from megalite.train import config_of, parameter_dtype
+from megalite.schedule import StagePlacement, forward_program
+from megalite.train import config_of, make_mesh, parameter_dtype
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready for use.
 
-    config: of the run that saved it, with its parallel section replaced by that of one process.
+    config: of the run that saved it, with its parallel section replaced by the layout here.
     tokenizer: what the checkpoint carries.
-    model: all layers, in evaluation mode, without gradients.
+    mesh, channel: the ranks that hold it, and the messages between pipeline ranks.
+    placement, parts: its stages, and those of this rank, in evaluation mode, without gradients.
     path, iteration, consumed_samples: the checkpoint it came from.
     """
 
     config: Config
     tokenizer: Tokenizer
-    model: LayerStack
+    mesh: ParallelMesh
+    channel: Channel
+    placement: StagePlacement
+    parts: ModelParts
     path: Path
     iteration: int
     consumed_samples: int
 
     @property
+    def model(self) -> LayerStack:
+        """All layers, where one pipeline rank holds them."""
+        assert self.parts.num_stages == 1, "the model's layers are on several ranks"
+        return self.parts.stages[0]
+
+    @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.parts.device
+
+    @property
+    def together(self) -> bool:
+        """Whether replicas hold each other's experts, so that all must run their layers at the same time."""
+        return self.mesh.size("ep") > 1
+
+    @property
+    def generator(self) -> Generator:
+        """Continues texts. All ranks use it together."""
+        return Generator(
+            self.parts,
+            self.mesh.coordinate("pp"),
+            self.placement,
+            self.channel,
+            self.mesh.over("dp", "pp") if self.together else self.mesh["pp"],
+            self.mesh["dp"],
+            self.together,
+            num_choices=self.tokenizer.vocab_size,
+        )
 
 
 def load_for_inference(
@@ -53,32 +84,52 @@ def load_for_inference(
     ckpt_step: int | None = None,
     device: torch.device | str = "auto",
     dtype: torch.dtype | None = None,
+    world: World | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint into one process.
+    """Load a checkpoint onto the ranks of `world`, or into this process. Collective.
 
     directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`) or one checkpoint.
     device: `auto` is cuda where torch sees a GPU.
     dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
+    parallel: sizes of the tensor-, pipeline-, context- and expert-parallel axes; the rest of the world are replicas.
     Raises CheckpointError where nothing is there, or it is damaged; DataError where its tokenizer cannot be built (a
-    package it needs is missing, for example).
+    package it needs is missing, for example); ConfigError where the model cannot be laid out so.
     """
     path = resolve_checkpoint(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
     manifest = read_manifest(path)
     config = config_of(path, manifest)
-    target = pick_device(str(device))
-    model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # one process needs no padding
-    config = dataclasses.replace(
-        config, model=model_config, parallel=ParallelConfig(hardware=DeviceOptions(device=target.type))
-    )
+    target, world = pick_device(str(device)), world or World()
+    model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # inference needs no padding
+    parallel = dataclasses.replace(parallel or ParallelConfig(), hardware=DeviceOptions(device=target.type))
+    config = dataclasses.replace(config, model=model_config, parallel=parallel)
+    if problems := layout_problems(config, world.size):
+        raise ConfigError(problems)
     with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
         copy_extras(path, manifest, Path(folder))
         tokenizer = load_tokenizer(folder, f"--load={path}")
-    told = Meta(manifest.meta, str(path))
-    model = _empty_model(config, target, dtype or pick_dtype(config, target))
-    Checkpointer(path.parent, world=Axis.single("world")).load(path, _shards(model), cast=True)
-    return LoadedModel(
-        config, tokenizer, model, path, told.integer("iteration", 0), told.integer("consumed_samples", 0)
+    told, ranks = Meta(manifest.meta, str(path)), parallel.pipeline_model_parallel_size
+    mesh = make_mesh(config, dataclasses.replace(world, device=target))
+    placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
+    ends = {(0, ranks - 1)} if ranks > 1 else set()  # tokens come back
+    channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), placement.neighbours | ends)
+    parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
+    shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
+    Checkpointer(path.parent, world=mesh.world).load(path, shards, cast=True)
+    loaded = LoadedModel(
+        config,
+        tokenizer,
+        mesh,
+        channel,
+        placement,
+        parts,
+        path,
+        told.integer("iteration", 0),
+        told.integer("consumed_samples", 0),
     )
+    _ = loaded.generator  # makes its communicators
+    mesh.complete()
+    return loaded
 
 
 def pick_device(name: str) -> torch.device:
@@ -95,12 +146,26 @@ def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and config.training.precision.half else parameter_dtype(config)
 
 
-def _empty_model(config: Config, device: torch.device, dtype: torch.dtype) -> LayerStack:
-    model = build_stack(config.model, layer_specs(config.model), LayerContext(dtype=dtype, device=device))
-    model.requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.zero_()  # padding rows are in no checkpoint
-    return model.eval()
+def _empty_parts(
+    config: Config, mesh: ParallelMesh, placement: StagePlacement, device: torch.device, dtype: torch.dtype
+) -> ModelParts:
+    cp = mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather")
+    context = LayerContext(
+        tp=mesh["tp"],
+        cp=cp,
+        experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
+        dtype=dtype,
+        device=device,
+    )
+    specs, cuts = layer_specs(config.model), stage_layer_ranges(config, forward_program(placement, 1))
+    stages = {}
+    for stage, _ in placement.stages_of(mesh.coordinate("pp")):
+        stages[stage] = build_stack(config.model, [specs[i] for i in cuts[stage]], context).eval()
+        stages[stage].requires_grad_(False)
+        for parameter in stages[stage].parameters():
+            parameter.zero_()  # padding rows are in no checkpoint
+    boundary = context.wide_dtype if config.model.fp32_residual_connection else dtype
+    return ModelParts(stages, placement.num_stages, config.model, cp, boundary, device)
 
 
 def _shards(model: LayerStack) -> list[TensorShard]:

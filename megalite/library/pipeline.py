@@ -18,7 +18,7 @@ from megalite.library.cutting import Boundary, Crossing, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, Sample, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
 from megalite.library.words import in_words
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient, Stage, forward_program
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient, Stage
 from megalite.schedule import (
     SCHEDULES,
     Action,
@@ -27,6 +27,7 @@ from megalite.schedule import (
     StageKey,
     build_program,
     find_schedule,
+    forward_program,
     lower,
     merge_backward,
     validate,

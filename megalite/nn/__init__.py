@@ -12,7 +12,7 @@ only embedding and head transpose.
     experts.py, router.py       the MLP of a block with experts
     rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
-    kv_cache.py            keys and values of generation
+    kv_cache.py, attention_cached.py    keys and values of generation, and attention to them
 
 A layer gets everything about the run from its `LayerContext` (`parallel.tensor`), calls collectives only through it,
 and computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
@@ -21,6 +21,7 @@ and computes the same at every layout. Proof: `tests/unit/nn`, `tests/distribute
 from megalite.nn.attention_context import context_attention
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.block import Block
+from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize

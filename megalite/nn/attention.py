@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
+from megalite.nn.attention_cached import cached_attention
 from megalite.nn.attention_context import context_attention
 from megalite.nn.attention_core import AttentionCore
 from megalite.nn.dropout import site_key
@@ -79,18 +80,17 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         untouched = self.rotary is None and self.q_norm is None
         k, v, sinks = k.squeeze(3), v.squeeze(3), self.sinks(qkv)
+        if cache is not None:
+            return cached_attention(self.core, q, k, v, microbatch, self.cp, cache, sinks=sinks)
         if self.cp.size > 1:
-            assert cache is None, "one rank generates"
             core, training = self.core, self.training
             y: Tensor = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
             return y
-        if cache is not None:
-            k, v = cache.append(k, v)
         return self.core(
             q,
             k,
             v,
-            packed=qkv if untouched and cache is None else None,
+            packed=qkv if untouched else None,
             sinks=sinks,
             document_starts=microbatch.document_starts,
             sample_ids=microbatch.sample_ids,

@@ -79,12 +79,17 @@ class Head(nn.Module):
         """`[s, b, h]` (`[s/t, b, h]`) -> `[s, b, V]` with the true vocabulary, gathered, in fp32 or wider; no
         gradient.
         """
+        whole = all_gather(self.local_logits(x).permute(2, 0, 1).contiguous(), self.tp).permute(1, 2, 0)
+        return whole[..., : self.vocab_size]
+
+    @torch.no_grad()
+    def local_logits(self, x: Tensor) -> Tensor:
+        """The same of this rank's part of the padded vocabulary, `[s, b, V_padded/t]`, from id rank * V_padded/t on."""
         weight = self.output.weight
         x = self._normalised(x)
         dtype = product_dtype(x.dtype, x.device.type)
         local = torch.matmul(x.to(dtype), weight.to(dtype).t())
-        whole = all_gather(local.permute(2, 0, 1).contiguous(), self.tp).permute(1, 2, 0)
-        return whole[..., : self.vocab_size].to(torch.promote_types(whole.dtype, torch.float32))
+        return local.to(torch.promote_types(local.dtype, torch.float32))
 
     def _normalised(self, x: Tensor) -> Tensor:
         x = self.final_norm(x)

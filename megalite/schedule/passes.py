@@ -197,8 +197,8 @@ class _Receive:
     due: tuple[int, int]
 
 
-def insert_communication(program: Program) -> Program:
-    """SEND directly after the computation that made the tensor; RECV one computation ahead of the one that needs it.
+def insert_communication(program: Program, *, ahead: int = 1) -> Program:
+    """SEND directly after the computation that made the tensor; RECV `ahead` computations before the one that needs it.
 
     Transports match messages by order, not by name: from one rank to another, receives must be posted in the order of
     the sends. So a receive is posted even earlier where a message that is sent after it is needed first. Say a rank
@@ -231,7 +231,7 @@ def insert_communication(program: Program) -> Program:
         ]
         if program.asynchronous and batch.next_size:
             needed += [(len(computations), recv) for recv in posted_before(rank, batch.following)]
-        wanted = [_Receive(recv, (max(user - 1, 0), number)) for number, (user, recv) in enumerate(needed)]
+        wanted = [_Receive(recv, (max(user - ahead, 0), number)) for number, (user, recv) in enumerate(needed)]
         before = _place_receives(program, rank, batch, wanted)
         out: list[Action] = []
         index = 0

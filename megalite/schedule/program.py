@@ -72,6 +72,14 @@ class PeakActivations(NamedTuple):
     weight_only: int = 0
 
 
+class Rounds(NamedTuple):
+    """A program of forwards alone (`decode.py`): in round t stage s stands as stage t * S + s. The first `groups`
+    micro-batches go through all rounds, the others through the first."""
+
+    number: int
+    groups: int
+
+
 BatchSpec = int | Sequence[int] | Sequence[BatchRange]
 """How long to run: a number of batches, the number of micro-batches of each, or batches (with drains in between)."""
 
@@ -96,6 +104,7 @@ class Program:
     staleness               per stage, how many updates old the weights of a gradient are when it is applied
     peak_activations        per rank, for a batch of num_microbatches
     has_communication       SEND and RECV have been inserted
+    rounds                  of a program without backwards
     """
 
     name: str
@@ -110,6 +119,7 @@ class Program:
     consistent: bool = True
     gradient_buffers: int = 1
     has_communication: bool = False
+    rounds: Rounds | None = None
     _templates: dict[tuple[int, int, int, bool], Template] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -134,7 +144,7 @@ class Program:
     @property
     def activation_unit(self) -> Fraction:
         """One chunk in units of "one micro-batch through all layers of one rank": 1/v."""
-        return Fraction(self.num_ranks, self.num_stages)
+        return Fraction(self.num_ranks * (self.rounds.number if self.rounds else 1), self.num_stages)
 
     def batch(
         self,

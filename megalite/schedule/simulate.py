@@ -174,7 +174,7 @@ def simulate(
         tuple(spans),
         program.name,
         tuple(batch.start for batch in program.batches(batches)),
-        tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
+        () if program.rounds else tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
         tuple(live_versions(actions) for actions in lists),
     )
 

@@ -9,6 +9,11 @@
     V6 memory        so do the activations, for any share of them that W needs
     V7 summation     the order in which each stage adds up its gradients is recorded in the report
 
+Of a program of forwards alone (`decode.py`) V2, V3 and
+
+    V1 complete      every group goes through all stages of all rounds, every chunk of a prompt through the first round
+    V8 busy          no rank waits while it has a group to work on: g groups on p ranks take max(g, p) forwards a round
+
 A refused program is drawn with `<-- HERE` at the culprit.
 """
 
@@ -37,7 +42,7 @@ from megalite.schedule.memory import activation_counts, gradient_buffers, live_v
 from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import BatchRange, BatchSpec, Program
-from megalite.schedule.simulate import ResultKey, dependencies, produced
+from megalite.schedule.simulate import ResultKey, dependencies, produced, simulate
 
 Lists = Sequence[Sequence[Action]]
 """The whole run of every rank."""
@@ -62,13 +67,14 @@ class ValidationReport:
 def validate(program: Program, batches: BatchSpec | None = None) -> ValidationReport:
     """Check V1-V7 on a run of some batches (see `BatchSpec`).
 
-    Default: two batches of a flush program, five of an asynchronous one (cold start, steady state and run-out occur).
+    Default: two batches of a flush program, five of an asynchronous one (cold start, steady state and run-out occur),
+    one of a program of forwards alone.
     A program without communication gets it first. Raises ScheduleError with the broken rule and a drawing.
     """
     if not program.has_communication:
         program = insert_communication(program)
     if batches is None:
-        batches = 5 if program.asynchronous else 2
+        batches = 5 if program.asynchronous else 1 if program.rounds else 2
     run = program.batches(batches)
     lists = program.unroll(batches)
     for rule, faults in _checks(program, run, lists):
@@ -85,12 +91,18 @@ def validate(program: Program, batches: BatchSpec | None = None) -> ValidationRe
 
 
 def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[tuple[str, list[MessageFault]]]:
-    yield "V1 every micro-batch once on every stage", _first(_completeness(program, run, lists))
-    yield "V1 one update after its gradients", _first(_updates(program, run, lists))
-    yield "V1 weights gathered when used", _first(_gathers(lists))
+    if program.rounds is not None:
+        yield "V1 every group once on every stage of every round", _first(_forwards(program, run, lists))
+    else:
+        yield "V1 every micro-batch once on every stage", _first(_completeness(program, run, lists))
+        yield "V1 one update after its gradients", _first(_updates(program, run, lists))
+        yield "V1 weights gathered when used", _first(_gathers(lists))
     yield "V2 no circle of waits", _circle(program, lists)
     yield "V3 receives in the order of the sends", _first(fifo_faults(lists))
     yield "V3 no deadlock when sends wait for receives", rendezvous_faults(lists, program.placement, "direction")
+    if program.rounds is not None:
+        yield "V8 no rank waits while it has a group to work on", _first(_idle(program, run, lists))
+        return
     yield "V4 weight versions", _first(_versions(program, run, lists))
     yield "V5 declared weight versions and gradient buffers", _first(_declared(program, run, lists))
     yield "V6 declared activations", _first(_activations(program, run, lists))
@@ -141,6 +153,46 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
             rank = program.placement.rank_of(stage, replica)
             missing = f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})"
             yield MessageFault(missing, rank, len(lists[rank]) - 1)
+
+
+def _forwards(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
+    """Of a program of forwards alone: each micro-batch on all of its stages, once and on the rank that holds it."""
+    assert program.rounds is not None
+    rounds, groups = program.rounds
+    held = [set(program.placement.stages_of(rank)) for rank in range(program.num_ranks)]
+    wanted = {
+        (stage, batch.start + number)
+        for batch in run
+        for number in range(batch.size)
+        for stage in range(program.num_stages if number < groups else program.num_stages // rounds)
+    }
+    for rank, position, part in _computations(lists):
+        if part.kind != FORWARD:
+            yield MessageFault(f"{part} in a program of forwards alone", rank, position)
+        if part.stage_key not in held[rank]:
+            yield MessageFault(f"rank {rank} does not hold the stage of {part}", rank, position)
+        if (part.stage, part.microbatch) not in wanted:
+            yield MessageFault(f"{part} is done twice, or not wanted", rank, position)
+        wanted.discard((part.stage, part.microbatch))
+    for stage, microbatch in sorted(wanted):
+        rank = program.placement.rank_of(stage)
+        yield MessageFault(
+            f"micro-batch {microbatch} has no F on stage {stage} (rank {rank})", rank, len(lists[rank]) - 1
+        )
+
+
+def _idle(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
+    """Whether rounds take longer than their groups and ranks explain: all groups may stand at one stage at once."""
+    assert program.rounds is not None
+    (rounds, groups), ranks = program.rounds, program.num_ranks
+    if program.num_stages != ranks * rounds or len(run) > 1:
+        return  # with several chunks of the model on a rank the order of the rounds leaves gaps
+    chunks = run[0].size - groups
+    most = rounds * max(groups, ranks) + min(groups, ranks) - 1 + chunks
+    taken = simulate(program, batches=run).makespan
+    if taken > most:
+        wrong = f"{rounds} rounds of {groups} groups take {taken} forwards, {most} are enough"
+        yield MessageFault(wrong, 0, len(lists[0]) - 1)
 
 
 def _updates(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:

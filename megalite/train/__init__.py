@@ -25,7 +25,7 @@ same bits (`tests/faults`).
 from megalite.train.build import build_model, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
 from megalite.train.programs import ProgramCache
-from megalite.train.run import OpenRun, open_run, run_training
+from megalite.train.run import OpenRun, make_mesh, open_run, run_training
 from megalite.train.run_data import open_datasets, resolve_tokenizer
 from megalite.train.starting_point import config_of, offer_of
 from megalite.train.update import Hyperparameters, Updater

@@ -12,8 +12,9 @@ from torch import Tensor
 from megalite.comm import Channel, all_reduce_
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly, forward_program
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly
 from megalite.progress import LINES, ProgressBar
+from megalite.schedule import forward_program
 from megalite.train.build import Model
 from megalite.train.run_data import RunData
 

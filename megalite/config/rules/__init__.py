@@ -24,7 +24,16 @@ from megalite.config.rules.layout import (
 from megalite.config.rules.run import float8, learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
-__all__ = ["RULES", "warnings"]
+__all__ = ["LAYOUT_RULES", "RULES", "warnings"]
+
+LAYOUT_RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
+    world,
+    tensor_parallel,
+    context_parallel,
+    expert_parallel,
+    pipeline_stages,
+)
+"""Those of the layout of a model that is not trained."""
 
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     model_shape,

@@ -5,7 +5,7 @@
 
     executor.py         one interpreter of actions for every schedule
     stage.py            consecutive layers, run forward and backward one micro-batch at a time
-    forward_only.py     evaluation as one more program for the same executor
+    forward_only.py     a stage of a program of forwards alone, for the same executor
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
 
 Invariant: the executor knows no schedule by name; the order that was validated and simulated is the order that runs.
@@ -13,6 +13,6 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 """
 
 from megalite.parallel.pipeline.executor import Events, Executor
-from megalite.parallel.pipeline.forward_only import ForwardOnly, forward_program
+from megalite.parallel.pipeline.forward_only import ForwardOnly
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders, replica_axes
 from megalite.parallel.pipeline.stage import Stage

@@ -187,14 +187,14 @@ class Executor:
         target = action.stage + step
         x = self._outgoing.pop((kind, target, action.replica, action.microbatch))
         stage = self.stages[action.stage_key]
-        spec = stage.out_spec if kind == "F" else stage.spec
+        spec = (stage.leaving if kind == "F" else stage.arriving)(action.microbatch)
         x = x.reshape(spec.shape)  # as the peer expects it, however samples are cut
         self._channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: MicrobatchSource) -> None:
         kind = "F" if action.kind == RECV_F else "B"
         stage = self.stages[action.stage_key]
-        spec = stage.spec if kind == "F" else stage.out_spec
+        spec = (stage.arriving if kind == "F" else stage.leaving)(action.microbatch)
         label = MessageLabel(kind, action.stage, action.microbatch)
         incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
         self._posted[kind, action.stage, action.replica, action.microbatch] = incoming

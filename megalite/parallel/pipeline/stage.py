@@ -115,6 +115,14 @@ class Stage:
         out: Tensor = self.module(version)(x, microbatch)
         return out
 
+    def arriving(self, number: int) -> TensorSpec:
+        """Of the message with a micro-batch's input (and, the other way, with its gradient)."""
+        return self.spec
+
+    def leaving(self, number: int) -> TensorSpec:
+        """Of the message with its output."""
+        return self.out_spec
+
     @property
     def num_in_flight(self) -> int:
         """Micro-batches between forward and backward."""

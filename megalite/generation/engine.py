@@ -1,0 +1,240 @@
+"""Generation, episode after episode.
+
+    slots     as many groups as stages are under way at once; a group that has ended leaves its slot to the next
+    episode   a program of forwards: for new groups their prompt, for others the token that is pending, then rounds of
+              one token for everyone. Nothing is agreed upon inside of it
+    between   the stages tell each other which tokens were chosen, so all of them know what comes next
+
+Replicas share out the requests and go their own ways. Where they hold each other's experts they go together: slot by
+slot, with equally long prompts, so that all of them run the same layers at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Axis, Channel, all_gather_json, all_reduce_
+from megalite.generation.groups import Group, Request, Row, group_size
+from megalite.generation.sampling import Sampling
+from megalite.generation.stages import GenerationStage, ModelParts, Turn, num_blocks
+from megalite.nn import KeyValueCache
+from megalite.parallel.pipeline import Events, Executor, Stage
+from megalite.schedule import Program, StageKey, StagePlacement, forward_program, validate
+
+OnTokens = Callable[[Request, list[int]], None]
+"""Told of the tokens that a request got, as they come: on every rank that generates it."""
+
+ROUNDS = 16
+"""Tokens between two agreements of the stages; in one process every token is told at once."""
+LEAST_CHUNK = 64
+"""A prompt is not cut into shorter pieces than this."""
+
+
+@dataclass
+class Slot:
+    """Groups that take their steps together: one, or one of each replica. place: of this rank's. caches: its, by
+    stage."""
+
+    groups: list[Group]
+    place: int
+    caches: dict[int, KeyValueCache] = field(default_factory=dict)
+
+    @property
+    def mine(self) -> Group:
+        return self.groups[self.place]
+
+    @property
+    def remaining(self) -> int:
+        return max(group.remaining for group in self.groups)
+
+    @property
+    def room(self) -> int:
+        return min(group.room for group in self.groups)
+
+    def pending(self, unit: int) -> Tensor:
+        """Tokens that are not in the caches, int64 `[b, n]`; n is the same for all groups."""
+        for group in self.groups:
+            group.slide()
+        if not all(group.columns for group in self.groups):
+            for group in self.groups:
+                group.columns = 0
+            self.caches = {}
+        longest = max(group.longest for group in self.groups)
+        return torch.tensor([group.pending(unit, longest) for group in self.groups][self.place])
+
+
+@dataclass
+class Generator:
+    """Continues texts on the ranks that hold a model.
+
+    rank: pipeline rank. placement: of the model's stages. channel: between pipeline ranks.
+    stages: the axis through the pipeline. replicas: the data-parallel axis.
+    together: whether replicas share experts, so that they take every step together; `stages` then goes through the
+        pipelines of all replicas.
+    num_choices: ids from here on are never chosen; None: the model's vocabulary.
+    rounds, least_chunk: instead of `ROUNDS` and `LEAST_CHUNK`.
+    """
+
+    parts: ModelParts
+    rank: int = 0
+    placement: StagePlacement = field(default_factory=lambda: StagePlacement("loop", 1, ((0,),)))
+    channel: Channel = field(default_factory=lambda: Channel(Axis.single("pp"), Axis.single("pp"), ()))
+    stages: Axis = field(default_factory=lambda: Axis.single("pp"))
+    replicas: Axis = field(default_factory=lambda: Axis.single("dp"))
+    together: bool = False
+    num_choices: int | None = None
+    rounds: int | None = None
+    least_chunk: int = LEAST_CHUNK
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        eod_id: int | None,
+        micro_batch_size: int = 1,
+        ended: Callable[[list[int]], bool] = lambda new: False,
+        on_tokens: OnTokens = lambda request, tokens: None,
+    ) -> list[list[int] | None]:
+        """The tokens that follow each request, on every rank; None where the model's logits are not numbers.
+
+        All ranks call it with the same arguments. A sequence ends after `max_new_tokens`, or before the end-of-document
+        token.
+
+        ended: whether a continuation is complete, asked after some tokens each time.
+        on_tokens: told of the tokens of this replica's requests as they come.
+        """
+        rows = [Row(request, self.parts.config.max_positions, max_new_tokens) for request in requests]
+        waiting = self._dealt(rows, micro_batch_size)
+        slots: list[Slot] = []
+        while True:
+            slots += islice(waiting, self.placement.num_ranks - len(slots))
+            if not slots:
+                break
+            self._episode(slots, sampling, eod_id, on_tokens)
+            for row in (row for slot in slots for group in slot.groups for row in group.rows):
+                row.ended = row.ended or ended(row.new)
+            slots = [slot for slot in slots if slot.remaining]
+        number = {id(row): place for place, row in enumerate(rows)}
+        mine = {str(number[id(row)]): None if row.broken else row.new for row in self._own(rows)}
+        told = {int(place): new for part in all_gather_json(mine, self.replicas) for place, new in part.items()}
+        return [told[place] for place in range(len(rows))]
+
+    def _own(self, rows: Sequence[Row]) -> list[Row]:
+        return self._share(rows, self.replicas.rank)
+
+    def _share(self, rows: Sequence[Row], replica: int) -> list[Row]:
+        """What a replica generates: rows of like lengths side by side."""
+        return sorted(rows, key=lambda row: -min(len(row.request.ids), row.limit))[replica :: self.replicas.size]
+
+    def _dealt(self, rows: Sequence[Row], micro_batch_size: int) -> Iterator[Slot]:
+        """Slots in the order in which they are taken up."""
+        everyone = range(self.replicas.size) if self.together else [self.replicas.rank]
+        most = len(self._share(rows, 0) if self.together else self._own(rows))
+        size = group_size(most, micro_batch_size, self.placement.num_ranks)
+        shares = [self._share(rows, replica) for replica in everyone]
+        mine = everyone.index(self.replicas.rank)
+        for first in range(0, most, size):
+            groups = [Group(share[first : first + size] or [nothing()]) for share in shares]
+            yield Slot(groups, mine)
+
+    def _episode(self, slots: Sequence[Slot], sampling: Sampling, eod_id: int | None, on_tokens: OnTokens) -> None:
+        """New groups' prompts, then a token for everyone, round after round."""
+        pending = [slot.pending(self.parts.unit) for slot in slots]
+        alone = self.placement.num_ranks == 1 and not self.together
+        rounds = min(max(slot.remaining for slot in slots), min(slot.room for slot in slots))
+        rounds = min(rounds, self.rounds or (1 if alone else ROUNDS))
+        chunks = tuple(self._chunks(slot, tokens, len(slots)) for slot, tokens in zip(slots, pending, strict=True))
+        program = proved_program(self.placement, len(slots), rounds, chunks)
+        turns = self._turns(slots, pending, chunks)
+        self._execute(program, rounds, turns, slots, sampling)
+        chosen = self._exchange(slots, turns, rounds)
+        for place, (slot, tokens) in enumerate(zip(slots, pending, strict=True)):
+            for group, table in zip(slot.groups, chosen[:, place].tolist(), strict=True):
+                before = [len(row.text) for row in group.rows]
+                group.columns += tokens.shape[1] + rounds - 1
+                group.take([column[: len(group.rows)] for column in table], eod_id)
+                if group is slot.mine:
+                    for row, old in zip(group.rows, before, strict=True):
+                        if len(row.text) > old:
+                            on_tokens(row.request, row.text[old:])
+
+    def _chunks(self, slot: Slot, tokens: Tensor, num_slots: int) -> int:
+        """Into how many parts a prompt is cut: enough of them to fill the pipeline."""
+        ranks, n = self.placement.num_ranks, tokens.shape[1]
+        if ranks == 1 or slot.mine.columns or self.parts.cp.size > 1:
+            return 1
+        return max(1, min(-(-2 * ranks // num_slots), n // self.least_chunk))
+
+    def _turns(self, slots: Sequence[Slot], pending: Sequence[Tensor], chunks: Sequence[int]) -> list[Turn]:
+        """By the micro-batch numbers of the program."""
+        last: list[Turn] = []
+        before: list[Turn] = []
+        for place, (slot, tokens, count) in enumerate(zip(slots, pending, chunks, strict=True)):
+            group, column = slot.mine, slot.mine.columns
+            if not slot.caches:
+                most = tokens.shape[1] + self.parts.config.max_positions
+                stacks = self.parts.stages.items()
+                slot.caches = {stage: KeyValueCache(num_blocks(stack), most) for stage, stack in stacks}
+            lengths = [len(row.text) for row in group.rows]
+            parts = tokens.tensor_split(count, 1)
+            for number, part in enumerate(parts):
+                turn = Turn(group, place, part, column, number == count - 1, lengths)
+                (last if turn.last else before).append(turn)
+                column += part.shape[1]
+        return [*last, *before]
+
+    def _execute(
+        self, program: Program, rounds: int, turns: list[Turn], slots: Sequence[Slot], sampling: Sampling
+    ) -> None:
+        parts, choices = self.parts, self.num_choices or self.parts.config.vocab_size
+        stages: dict[StageKey, Stage] = {}
+        for key in program.placement.stages_of(self.rank):
+            caches = [slot.caches[key[0] % parts.num_stages] for slot in slots]
+            stages[key] = GenerationStage(key[0], rounds, parts, caches, turns, sampling, choices)
+        executor = Executor(self.rank, stages, program.placement, self.channel, Events())
+        actions = program.actions_for_batch(self.rank, program.batch(0, last=True))
+        updates = list(executor.run(actions, _Turns(turns)))
+        assert not updates, "generation changes no weights"
+        self.channel.flush()
+
+    def _exchange(self, slots: Sequence[Slot], turns: Sequence[Turn], rounds: int) -> Tensor:
+        """The chosen tokens of all groups, on every stage: int64 `[replicas, slots, rounds, b]` on the CPU."""
+        width = max(len(group.rows) for slot in slots for group in slot.groups)
+        shape = (len(slots[0].groups), len(slots), rounds, width)
+        table = torch.zeros(shape, dtype=torch.int64, device=self.parts.device)
+        for place, (slot, turn) in enumerate(zip(slots, turns, strict=False)):
+            for round_, tokens in enumerate(turn.chosen):
+                table[slot.place, place, round_, : len(tokens)] = tokens
+        all_reduce_(table, self.stages)
+        return table.cpu()
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """A source of micro-batches for the executor."""
+
+    turns: Sequence[Turn]
+
+    def get(self, microbatch: int) -> tuple[Turn, Tensor]:
+        return self.turns[microbatch], torch.ones(())
+
+
+def nothing() -> Row:
+    """Takes a place where a replica has no request, and the others have."""
+    return Row(Request(0, (0,)), 1, 0)
+
+
+@cache
+def proved_program(placement: StagePlacement, num_groups: int, rounds: int, chunks: tuple[int, ...]) -> Program:
+    """The program of an episode. Raises ScheduleError where it is wrong."""
+    program = forward_program(placement, num_groups, rounds=rounds, chunks=chunks)
+    validate(program)
+    return program

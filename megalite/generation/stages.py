@@ -1,0 +1,194 @@
+"""What a stage of the model does in a program of forwards: a prompt or a token in, activations or the next token out.
+
+stage t * S + s of the program = stage s of the model in round t
+first of a round:   tokens [b] (of the prompt in round 0, else those that have come back)  ->  [n, b, h]
+last of a round:    [n, b, h]  ->  the tokens that were chosen, int64 [b]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import ContextAxes, TensorSpec, all_reduce_
+from megalite.config import ModelConfig
+from megalite.generation.groups import Group
+from megalite.generation.sampling import Sampling, pick_tokens
+from megalite.microbatch import Microbatch
+from megalite.nn import Block, Head, KeyValueCache, LayerStack
+from megalite.parallel.context import SequenceCut
+from megalite.parallel.pipeline import Stage
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The stages of a model that are on this rank.
+
+    stages: by number, of `num_stages`. cp: the ranks that share a prompt. boundary: dtype between stages.
+    """
+
+    stages: Mapping[int, LayerStack]
+    num_stages: int
+    config: ModelConfig
+    cp: ContextAxes
+    boundary: torch.dtype
+    device: torch.device
+
+    @property
+    def cut(self) -> SequenceCut:
+        """This rank's part of a prompt."""
+        return SequenceCut(self.cp.heads.rank + self.cp.heads.size * self.cp.ring.rank, self.cp.size, self.cp.ring.size)
+
+    @property
+    def unit(self) -> int:
+        """What the length of a prompt must be a multiple of, to be cut."""
+        return self.cp.size * (2 if self.cp.ring.size > 1 else 1)
+
+
+def part_of(stack: LayerStack, config: ModelConfig) -> ModelParts:
+    """A whole model on this rank."""
+    weight = next(stack.parameters())
+    dtype = torch.promote_types(weight.dtype, torch.float32) if config.fp32_residual_connection else weight.dtype
+    return ModelParts({0: stack}, 1, config, ContextAxes(), dtype, weight.device)
+
+
+@dataclass
+class Turn:
+    """A group in one episode: what a micro-batch of the program is.
+
+    tokens: of the chunk, `[b, n]` on the CPU. column: of the first of them. last: whether it is the prompt's last
+    chunk. chosen: tokens of each round, on the rank that chose them.
+    """
+
+    group: Group
+    slot: int
+    tokens: Tensor
+    column: int
+    last: bool
+    lengths: list[int] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Messages have the shape of what is sent."""
+        return x
+
+    def length(self, round_: int) -> int:
+        """Tokens of a row in this round."""
+        return self.tokens.shape[1] if round_ == 0 else 1
+
+    def microbatch(self, round_: int, tokens: Tensor | None, parts: ModelParts) -> Microbatch:
+        """As the layers see it. tokens: int64 `[b, n]`; None on stages that do not read them."""
+        b, n = len(self.group.rows), self.length(round_)
+        device = parts.device
+        begin = self.column if round_ == 0 else self.column + self.tokens.shape[1] + round_ - 1
+        places = torch.arange(begin, begin + n, device=device)
+        pads = torch.tensor(self.group.pads, device=device)[:, None]
+        positions = (places[None] - pads).clamp(0, parts.config.max_positions - 1)
+        ids = torch.zeros(b, n, dtype=torch.int64, device=device) if tokens is None else tokens.clamp(min=0)
+        whole = Microbatch(
+            tokens=ids,
+            labels=ids,
+            positions=positions,
+            loss_mask=torch.zeros(b, n, device=device),
+            sample_ids=torch.zeros(b, dtype=torch.int64, device=device),
+            document_starts=torch.minimum(places[None], pads) if any(self.group.pads) else None,
+            places=places if n == 1 and self.column + round_ > 0 else None,
+        )
+        return parts.cut(whole) if round_ == 0 and self.column == 0 else whole
+
+
+class GenerationStage(Stage):
+    """Stage `number` of a program of forwards, for the executor. caches: of each slot, for this stage's blocks."""
+
+    def __init__(
+        self,
+        number: int,
+        rounds: int,
+        parts: ModelParts,
+        caches: list[KeyValueCache],
+        turns: list[Turn],
+        sampling: Sampling,
+        num_choices: int,
+    ) -> None:
+        self.round, self.stage = divmod(number, parts.num_stages)
+        self.is_first, self.is_last = number == 0, number == parts.num_stages * rounds - 1
+        self._begins, self._ends = self.stage == 0, self.stage == parts.num_stages - 1
+        self._parts, self._caches, self._turns = parts, caches, turns
+        self._sampling, self._num_choices = sampling, num_choices
+        self._stack = parts.stages.get(self.stage)
+
+    def arriving(self, number: int) -> TensorSpec:
+        return self._tokens(number) if self._begins else self._activations(number)
+
+    def leaving(self, number: int) -> TensorSpec:
+        return self._tokens(number) if self._ends else self._activations(number)
+
+    def _tokens(self, number: int) -> TensorSpec:
+        return TensorSpec((len(self._turns[number].group.rows),), torch.int64, self._parts.device)
+
+    def _activations(self, number: int) -> TensorSpec:
+        turn, parts = self._turns[number], self._parts
+        shared = self.round == 0 and turn.column == 0 and parts.cp.size > 1
+        n = turn.length(self.round) // (parts.cp.size if shared else 1)
+        return TensorSpec((n, len(turn.group.rows), parts.config.hidden_size), parts.boundary, parts.device)
+
+    @torch.inference_mode()
+    def forward(self, number: int, x: Tensor | None, microbatch: object, factor: Tensor, *, version: int) -> Tensor:
+        """Tokens or activations in, activations or tokens out."""
+        turn, parts = self._turns[number], self._parts
+        assert self._stack is not None
+        tokens = None
+        if self._begins:
+            tokens = turn.tokens.to(parts.device) if x is None else x[:, None]
+            x = None
+        batch = turn.microbatch(self.round, tokens, parts)
+        y = self._stack.body(x, batch, self._caches[turn.slot])
+        if not self._ends:
+            return y
+        if not turn.last:
+            return y.new_zeros(0)
+        chosen = self._choose(last_token(y, batch, parts.cp), turn)
+        turn.chosen.append(chosen)
+        return chosen
+
+    def _choose(self, y: Tensor, turn: Turn) -> Tensor:
+        head = cast(Head, cast(LayerStack, self._stack).get_submodule("head"))
+        keys = [
+            (row.request.sample, row.request.number, n + self.round)
+            for row, n in zip(turn.group.rows, turn.lengths, strict=True)
+        ]
+        seeds, numbers, positions = torch.tensor(keys, device=y.device).unbind(1)
+        return pick_tokens(
+            head.local_logits(y)[0],
+            self._sampling,
+            seeds,
+            numbers,
+            positions,
+            num_choices=self._num_choices,
+            axis=head.tp,
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0
+
+
+def last_token(y: Tensor, batch: Microbatch, cp: ContextAxes) -> Tensor:
+    """Activations of the last column, `[n, b, h]` -> `[1, b, h]`, the same on all ranks that share the prompt."""
+    if batch.order is None:
+        return y[-1:]
+    assert batch.places is not None
+    own = batch.places == batch.order.max()
+    found = (y * own[:, None, None]).sum(0, keepdim=True)
+    for axis in (cp.heads, cp.ring):
+        all_reduce_(found, axis)
+    return found
+
+
+def num_blocks(stack: nn.Module) -> int:
+    """Blocks, each of which has a cache of its own."""
+    return sum(isinstance(module, Block) for module in stack.modules())

@@ -1,0 +1,123 @@
+"""Texts and scores at every layout equal those of one process, in fp64, and those without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.comm import World
+from megalite.config import ContextParallelism, ModelConfig, ParallelConfig
+from megalite.config.experts import Experts
+from megalite.config.parallel import ExpertParallelism
+from megalite.generation import Sampling
+from megalite.inference import generate, load_for_inference
+from megalite.nn.stack import LayerStack
+from megalite.testing import run_ranks, run_single
+from tests.unit.inference.tiny_checkpoint import all_logits, tiny_model_config, write_checkpoint
+
+GPT = tiny_model_config(num_layers=4, num_attention_heads=4, vocab_size=257)
+LLAMA = replace(
+    GPT,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    num_query_groups=2,
+)
+WINDOWS = replace(LLAMA, window_size=3, window_attn_skip_freq="2", no_rope_freq="0,1,0,0")
+SINKS = replace(LLAMA, softmax_type="off-by-one", attn_logit_softcapping=0.5)
+SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
+MODELS = {"gpt": GPT, "llama": LLAMA, "windows": WINDOWS, "sinks": SINKS, "sparse": SPARSE}
+
+# Different lengths, one as long as the 16 positions, one longer, and more than there are stages.
+PROMPTS = [[72, 101, 108], [1], [5] * 9, list(range(60, 76)), list(range(40, 60)), [7, 8], [9, 9, 9, 9, 1]]
+GREEDY, DRAWN, FILTERED = Sampling(greedy=True), Sampling(seed=5), Sampling(top_k=9, top_p=0.9, temperature=1.5)
+
+Layout = dict[str, int | str]
+
+
+def parallel_of(layout: Layout) -> ParallelConfig:
+    """tp, pp, cp, ep, kind (of cp) -> the section."""
+    cp = ContextParallelism(context_parallel_size=int(layout.get("cp", 1)), cp_comm_type=str(layout.get("kind", "p2p")))
+    return ParallelConfig(
+        tensor_model_parallel_size=int(layout.get("tp", 1)),
+        pipeline_model_parallel_size=int(layout.get("pp", 1)),
+        context=cp,
+        experts=ExpertParallelism(expert_model_parallel_size=int(layout.get("ep", 1))),
+    )
+
+
+def continued(world: World, directory: str, layout: Layout, sampling: list[Sampling], **options: Any) -> list[Any]:
+    """What every rank was told."""
+    loaded = load_for_inference(directory, device="cpu", world=world, parallel=parallel_of(layout))
+    options = {"max_new_tokens": 12, "micro_batch_size": 2} | options
+    return [generate(loaded, PROMPTS, how, **options) for how in sampling]
+
+
+def without_cache(stack: LayerStack, prompt: list[int], count: int) -> list[int]:
+    """Greedy, by full recomputation of what is seen."""
+    text, start, limit = list(prompt), max(0, len(prompt) - 16), 16
+    for _ in range(count):
+        start = len(text) - limit // 2 if len(text) - start > limit else start
+        token = int(all_logits(stack, text[start:])[-1].argmax())
+        if token == 256:
+            break
+        text.append(token)
+    return text[len(prompt) :]
+
+
+def checkpoint(tmp_path: Path, model: ModelConfig) -> LayerStack:
+    return write_checkpoint(tmp_path, model=model)[1]
+
+
+def equal_everywhere(tmp_path: Path, name: str, layout: Layout, ranks: int, **options: Any) -> None:
+    stack = checkpoint(tmp_path, MODELS[name])
+    how = [GREEDY, DRAWN, FILTERED]
+    expected = run_single(continued, str(tmp_path), {}, how, **options)
+    assert [one for (one,) in expected[0]] == [without_cache(stack, prompt, 12) for prompt in PROMPTS]
+    assert expected[0] != expected[1] != expected[2]
+    for found in run_ranks(continued, ranks, str(tmp_path), layout, how, **options):
+        assert found == expected, layout
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks"),
+    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("sparse", {"ep": 2, "pp": 2}, 4)],
+)
+def test_a_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
+    equal_everywhere(tmp_path, name, layout, ranks)
+
+
+MATRIX: list[tuple[Layout, int]] = [
+    ({"tp": 2}, 2),
+    ({"pp": 2}, 2),
+    ({}, 2),
+    ({"pp": 4}, 4),
+    ({"tp": 2, "pp": 2}, 4),
+    ({"pp": 2}, 4),
+    ({"cp": 2}, 2),
+    ({"cp": 2, "kind": "a2a"}, 2),
+    ({"cp": 2, "kind": "all_gather"}, 2),
+    ({"cp": 2, "pp": 2}, 4),
+    ({"cp": 2, "tp": 2}, 4),
+    ({"cp": 4}, 4),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("layout", "ranks"), MATRIX, ids=str)
+def test_every_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
+    equal_everywhere(tmp_path, name, layout, ranks, micro_batch_size=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [({"ep": 2}, 2), ({"ep": 2, "tp": 2}, 2), ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "pp": 1}, 4)]
+)
+def test_experts_over_ranks_continue_as_one_process(tmp_path: Path, layout: Layout, ranks: int) -> None:
+    equal_everywhere(tmp_path, "sparse", layout, ranks, micro_batch_size=1)

@@ -1,0 +1,83 @@
+"""Flags of tools that load a model onto several ranks, and the start of these ranks: as pretrain_gpt.py does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from command_line import ToolParser
+from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, show
+from megalite.config import Option as ConfigOption
+from megalite.errors import ConfigError
+from megalite.launch import launch, read_environment
+
+if TYPE_CHECKING:
+    from megalite.comm import World
+
+#: Flags of the parallel section that a model needs which is not trained.
+LAYOUT = (
+    "nprocs",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "expert_model_parallel_size",
+    "device",
+    "distributed_backend",
+    "distributed_timeout_minutes",
+)
+
+Body = Callable[[argparse.Namespace, "World"], None]
+"""What every rank runs."""
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """What the launcher asks of a configuration; the flags, which must be the same on all ranks."""
+
+    parallel: ParallelConfig
+    flags: tuple[str, ...]
+
+
+def add_layout_flags(parser: ToolParser) -> None:
+    """The flags of the layout, with the words and bounds of the configuration."""
+    group = parser.add_argument_group("ranks that hold the model; those beyond one copy of it are replicas")
+    for option in _options():
+        group.add_argument(
+            option.flag,
+            type=option.kind,
+            nargs="+" if option.many else None,
+            default=option.default,
+            choices=option.choices,
+            help=option.help,
+        )
+
+
+def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
+    """Starts the ranks that the flags ask for, or is one of them; the exit status. Raises ConfigError."""
+    values = {option.name: getattr(flags, option.name) for option in _options()}
+    for option in _options():
+        value, least = values[option.name], option.facts.get("ge", option.facts.get("gt"))
+        numbers = value if isinstance(value, list) else [value]
+        if least is not None and any(number is not None and number < least for number in numbers):
+            raise ConfigError(f"{option.flag}={show(value)}: must be at least {least}")
+        values[option.name] = tuple(value) if isinstance(value, list) else value
+    parallel: ParallelConfig = build_section(ParallelConfig, values)
+    place = read_environment()
+    given = tuple(f"{name}={value}" for name, value in sorted(vars(flags).items()))
+    flags.parallel = parallel
+
+    def rank(settings: ToolSettings, world: World) -> None:
+        body(flags, world)
+        sys.stdout.flush()
+
+    return launch(ToolSettings(parallel, given), rank, place)
+
+
+def _options() -> list[ConfigOption]:
+    found = {option.name: option for option in options_of("parallel", SECTIONS["parallel"])}
+    return [found[name] for name in LAYOUT]
