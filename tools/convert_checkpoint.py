@@ -4,6 +4,9 @@
     python tools/convert_checkpoint.py --from hf --to megalite --load models/llama --save runs/start
     python pretrain_gpt.py --load runs/start --finetune ...
 
+    python tools/convert_checkpoint.py --from megalite --to hf --load runs/lora --save exports/merged --verify
+    python tools/convert_checkpoint.py --from megalite --to peft --load runs/lora --save exports/adapter
+
     python tools/convert_checkpoint.py --from megatron --to megalite --load megatron/a --save runs/start --trust-pickle
     python tools/convert_checkpoint.py --from hf --to megatron --load models/llama --save megatron/b
         --target-tensor-model-parallel-size 4 --target-pipeline-model-parallel-size 2
@@ -24,19 +27,20 @@ from typing import TYPE_CHECKING, Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.errors import ConfigError, RuntimeFailure
+from megalite.errors import CheckpointError, ConfigError, RuntimeFailure
 from megalite.extras import optional_package
 from megalite.progress import OnProgress, ProgressBar
 
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
 
-    from megalite.convert import ModelSource
+    from megalite.convert import AdaptedSource, ModelSource
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
 TOKENS = 64
 SIDES = ("hf", "megalite", "megatron")
+TARGET_SIDES = (*SIDES, "peft")
 # Arguments of write_megatron -> flags.
 TARGETS = {
     "tensor_parallel": "target_tensor_model_parallel_size",
@@ -55,9 +59,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "Turn checkpoints of megalite, Hugging Face models and checkpoints of Megatron-LM into one another."
     )
     parser.add_argument("--from", required=True, choices=SIDES, dest="source", help="what --load is")
-    parser.add_argument("--to", required=True, choices=SIDES, dest="target", help="what --save becomes")
+    parser.add_argument("--to", required=True, choices=TARGET_SIDES, dest="target", help="what --save becomes")
     parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
     parser.add_argument("--save", required=True, metavar="DIR", help="new or empty directory")
+    parser.add_argument(
+        "--base", metavar="DIR", help="of adapters: where the model that they were trained beside lies now"
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights; unset: as they are stored")
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
@@ -83,6 +90,10 @@ def _check(flags: argparse.Namespace) -> None:
     """Raises ConfigError for flags that do not belong together."""
     if flags.ckpt_step is not None and flags.source == "hf":
         raise ConfigError(f"--ckpt-step={flags.ckpt_step}: a Hugging Face model has no steps; drop it")
+    if flags.base is not None and flags.source != "megalite":
+        raise ConfigError(f"--base={flags.base}: only with --from megalite; drop it")
+    if flags.target == "peft" and flags.source != "megalite":
+        raise ConfigError(f"--to=peft: from the adapters of a run (--from megalite), not from {flags.source}")
     if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
         raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
     for side, chosen, names in (
@@ -137,17 +148,25 @@ class Watched:
 
 
 def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
-    from megalite.convert import CheckpointSource, HuggingFaceSource, MegatronSource
+    from megalite.convert import AdaptedSource, HuggingFaceSource, MegatronSource, open_checkpoint
 
     if flags.source == "megatron":
         return MegatronSource(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
-    return HuggingFaceSource(load) if flags.source == "hf" else CheckpointSource(load, flags.ckpt_step)
+    if flags.source == "hf":
+        return HuggingFaceSource(load)
+    base = None if flags.base is None else Path(flags.base)
+    source = open_checkpoint(load, flags.ckpt_step, base, _dtype(flags))
+    if flags.target == "peft" and not isinstance(source, AdaptedSource):
+        raise CheckpointError(f"--load={load}: holds no adapters (it was not trained with --lora-rank); use --to hf")
+    return source
 
 
 def _write(flags: argparse.Namespace, source: ModelSource, save: Path) -> Path:
-    from megalite.convert import write_checkpoint, write_huggingface, write_megatron
+    from megalite.convert import write_checkpoint, write_huggingface, write_megatron, write_peft
 
     dtype = _dtype(flags)
+    if flags.target == "peft":
+        return write_peft(cast("AdaptedSource", source), save, dtype=dtype)
     if flags.target == "megatron":
         chosen = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
         return write_megatron(

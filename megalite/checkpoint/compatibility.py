@@ -40,6 +40,8 @@ def check_tensors(model: ModelConfig, tensors: Mapping[str, StoredTensor], where
         raise CheckpointError(f"{where}: damaged ({len(tensors)} tensors cannot be {size})")
     for name, parameter in stage_parameters(model, range(model.num_layers + 2)):
         stored = tensors.get(name)
+        if parameter.frozen:  # beside adapters: stored where they were before
+            continue
         if stored is None or stored.shape != tuple(parameter.shape):
             held = "holds none" if stored is None else f"holds {list(stored.shape)}"
             raise CheckpointError(

@@ -61,6 +61,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
     values["window_attn_skip_freq"] = _mixed(model, model.window_attn_skip_freq, model.has_window)
     values["no_rope_freq"] = _mixed(model, model.no_rope_freq, lambda index: not model.has_rope(index))
+    values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank
+    values["lora_targets"] = model.adapted_parts or None
     if not values["use_rope_scaling"]:
         values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None, "rope_scaling_type": None}
     if model.experts.num_experts is None:
@@ -88,8 +90,9 @@ def _mixed(model: ModelConfig, pattern: str | None, has: Callable[[int], bool]) 
 
 
 def architecture_differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Field name -> (what it amounts to now, what it amounts to in `saved`), where that is not the same."""
-    theirs, ours = effective(saved), effective(now)
+    """Field name -> (what it amounts to now, what it amounts to in `saved`), where that is not the same. Adapters may
+    be added to a model that has none."""
+    theirs, ours = effective(saved), effective(now if saved.lora.lora_rank is not None else now.without_adapters)
     return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
 
 

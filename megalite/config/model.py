@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.config.experts import Experts
 from megalite.config.layer_pattern import layer_pattern
+from megalite.config.lora import Lora
 from megalite.config.schema import Spelled, option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
@@ -114,6 +115,7 @@ class ModelConfig:
         "gelu", "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses", choices=ACTIVATIONS
     )
     experts: Experts = Experts()
+    lora: Lora = Lora()
     add_bias_linear: bool = option(True, "biases in the linear layers")
     add_qkv_bias: bool = option(False, "a bias in the query/key/value projection even where the others have none")
     qk_layernorm: bool = option(False, "normalise queries and keys of each head before attention")
@@ -217,6 +219,21 @@ class ModelConfig:
     def recomputed_layers(self) -> int:
         """N of `--recompute-num-layers`, of a stage that has a number of its own as `for_stage` gives it."""
         return self.recompute_num_layers[0] if self.recompute_num_layers else 1
+
+    @property
+    def adapted_parts(self) -> tuple[str, ...]:
+        """Parts of linear layers that have an adapter (see `config.lora`)."""
+        return self.lora.parts(apart=self.model_type == "llama")
+
+    @property
+    def trains_tied_embeddings(self) -> bool:
+        """Whether the gradient of one matrix comes from the first and from the last layer."""
+        return not self.untie_embeddings_and_output_weights and not self.adapted_parts
+
+    @property
+    def without_adapters(self) -> ModelConfig:
+        """The model that adapters are added to."""
+        return self if self.lora == Lora() else replace(self, lora=Lora())
 
     @property
     def has_qkv_bias(self) -> bool:

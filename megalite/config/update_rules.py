@@ -20,7 +20,8 @@ _WIDE = "fp32"
 
 
 def _blocks_matrix(name: str, dims: int) -> bool:
-    return name.startswith("layers.") and name.endswith("weight") and dims >= 2  # a bias of two rows is no matrix
+    matrix = name.endswith(("weight", "lora_a", "lora_b"))  # a bias of two rows is none
+    return name.startswith("layers.") and matrix and dims >= 2
 
 
 def _square_enough(name: str, dims: int) -> bool:

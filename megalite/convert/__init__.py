@@ -12,6 +12,7 @@
     fields.py           typed reading of an untrusted config.json
     hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
+    base_model.py, adapters.py   the model beside adapters (LoRA); merged with it, or as peft keeps them
     tokenizer_files.py  the tokenizer's files of either side
     megatron.py         Megatron-LM: names of both generations, cuts over ranks, `args`
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt: read rank by rank, written file by file
@@ -28,6 +29,8 @@ other side cannot represent is refused, never left out; nothing that is read is 
 one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/convert/ against transformers.
 """
 
+from megalite.convert.adapters import AdaptedSource, open_checkpoint, write_peft
+from megalite.convert.base_model import BASE_META, BaseModel
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint

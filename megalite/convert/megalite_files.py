@@ -54,10 +54,20 @@ class CheckpointSource:
         check_tensors(self.model, self._reader.manifest.tensors, str(self._reader.path))
         self.origin = Origin.from_meta(meta.get("converted_from"))
 
+    @property
+    def path(self) -> Path:
+        """The checkpoint's own directory."""
+        return self._reader.path
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Rebuilt from verified copies of the checkpoint's files."""
-        path, manifest = self._reader.path, self._reader.manifest
+        return self.tokenizer_of(self._reader)
+
+    @staticmethod
+    def tokenizer_of(reader: CheckpointReader) -> Tokenizer:
+        """That of an open checkpoint."""
+        path, manifest = reader.path, reader.manifest
         with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
             copy_extras(path, manifest, Path(folder))
             return load_tokenizer(folder, f"--load={path}")

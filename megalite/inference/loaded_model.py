@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import Checkpointer, Meta, copy_extras, read_manifest, resolve_checkpoint
+from megalite.checkpoint import Meta, copy_extras, read_manifest, resolve_checkpoint
 from megalite.comm import Channel, ExpertAxes, ParallelMesh, TensorShard, World
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
 from megalite.data import Tokenizer, load_tokenizer
@@ -24,7 +24,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import StagePlacement, forward_program
-from megalite.train import config_of, make_mesh, parameter_dtype
+from megalite.train import config_of, load_model, make_mesh, parameter_dtype
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def load_for_inference(
     channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), placement.neighbours | ends)
     parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
-    Checkpointer(path.parent, world=mesh.world).load(path, shards, cast=True)
+    load_model(path, shards, mesh.world)
     loaded = LoadedModel(
         config,
         tokenizer,

@@ -1,5 +1,7 @@
 """What a model consists of, without a tensor. The trainer builds from these values and the planner counts them.
 
+    parameter.py    one logical tensor, and its part on a rank of any layout
+    adapters.py     low-rank adapters beside linear layers (LoRA)
     layers.py       of each layer: parameters, matrix products, sums over the tensor axis; names, counts, FLOPs
     parameter_placement.py      which rectangle of its logical tensor a parameter is
     families.py     which axes cut, shard and replicate the parameters of a family
@@ -23,6 +25,7 @@ from megalite.inventory.activation_bytes import (
     micro_tokens,
     weight_only_bytes,
 )
+from megalite.inventory.adapters import Adapter, adapters_of
 from megalite.inventory.buckets import (
     BucketPlan,
     BufferParameter,
@@ -43,6 +46,7 @@ from megalite.inventory.layers import (
     blocks_of,
     count_active_parameters,
     count_parameters,
+    count_trained_parameters,
     first_alike,
     flops_per_iteration,
     model_layers,

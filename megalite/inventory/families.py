@@ -1,6 +1,7 @@
 """Families of parameters: which axes cut them, over which their gradients are summed, over which ZeRO shards them.
 
     dense     tp cuts       the same on all ranks of cp x dp, whose samples and positions differ
+    adapter   the same, of adapters beside frozen matrices
     expert    etp, ep cut   the same on all ranks of edp, to which other tokens come
 
 Each family is spread over all ranks of a stage: it is cut along some axes and copied along the others. Parameters of
@@ -34,6 +35,7 @@ AXIS_FAMILIES = {
     family.name: family
     for family in (
         AxisFamily("dense", ("tp",), ("cp", "dp_shard"), ("dp_replicate",)),
+        AxisFamily("adapter", ("tp",), ("cp", "dp_shard"), ("dp_replicate",)),
         AxisFamily("expert", ("etp", "ep"), ("edp_shard",), ("edp_replicate",)),
     )
 }

@@ -17,88 +17,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.config import Experts, ModelConfig, ParallelConfig
-from megalite.inventory.families import AXIS_FAMILIES
-from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape
+from megalite.inventory.adapters import with_adapters
+from megalite.inventory.parameter import Parameter, share
+from megalite.inventory.parameter_placement import Shape
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 FLOPS_CONVENTION = "model FLOPs, Megatron's convention: causal attention halved, no recomputation"
-
-
-def _share(extent: int, shards: int, multiple: int) -> int:
-    """What one of `shards` holds of an extent that is padded to a multiple of `multiple` in each."""
-    return -(-extent // (multiple * shards)) * multiple
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One logical tensor of a layer.
-
-    name: inside its layer; shape: without padding. cut: the dimension that the tensor axis (of experts: etp) cuts,
-    None: every rank holds all of it. dealt: dimension 0 is dealt out over the axis ep. wide: kept in fp32 (or wider)
-    whatever the others are in. multiple: each rank's part of that dimension is padded to it (vocabulary).
-    partial: what a rank sees only its share of, so that gradients must be summed over the tensor axis: `sequence` (its
-    tokens, under sequence parallelism), `heads` (its heads), or nothing.
-    decay, init_std, init_value, family: as in `ParameterPlacement`.
-    copy_of: name of the tensor of another layer that this is.
-    """
-
-    name: str
-    shape: Shape
-    cut: int | None = None
-    multiple: int = 1
-    partial: str = ""
-    decay: bool = True
-    init_std: float | None = None
-    init_value: float = 0.0
-    family: str = "dense"
-    dealt: bool = False
-    wide: bool = False
-    copy_of: str | None = None
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def local_shape(self, shards: int, ep: int = 1) -> Shape:
-        """What one of `shards` tensor-parallel ranks, and of `ep` that share the experts, holds in memory."""
-        local = list(self.shape)
-        if self.cut is not None:
-            local[self.cut] = _share(local[self.cut], shards, self.multiple)
-        if self.dealt:
-            local[0] //= ep
-        return tuple(local)
-
-    def local(self, parallel: ParallelConfig) -> Shape:
-        """What a rank of this layout holds in memory."""
-        return self.local_shape(self.shards(parallel), parallel.experts.expert_model_parallel_size)
-
-    def shards(self, parallel: ParallelConfig) -> int:
-        """Ranks of the tensor axis that cuts it."""
-        return parallel.expert_tensor_size if self.family == "expert" else parallel.tensor_model_parallel_size
-
-    def place(
-        self, shards: int, rank: int = 0, *, sequence_parallel: bool = False, ep: int = 1, ep_rank: int = 0
-    ) -> ParameterPlacement:
-        """Where the part of tensor-parallel rank `rank` of `shards`, and of rank `ep_rank` of `ep`, lies."""
-        offset = [0] * len(self.shape)
-        if self.cut is not None:
-            offset[self.cut] = rank * self.local_shape(shards)[self.cut]
-        if self.dealt:
-            offset[0] = ep_rank * (self.shape[0] // ep)
-        axes = frozenset(AXIS_FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
-        shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
-        dealt = frozenset({"ep"}) if self.dealt and ep > 1 else NO_AXES
-        return ParameterPlacement(
-            self.shape,
-            tuple(offset),
-            sharded=(NO_AXES if self.cut is None else axes) | dealt,
-            partial=axes if shared else NO_AXES,
-            decay=self.decay,
-            init_std=self.init_std,
-            init_value=self.init_value,
-            family=self.family,
-        )
 
 
 @dataclass(frozen=True)
@@ -122,8 +47,8 @@ class Product:
         if not self.cut:
             return self.n, self.k
         if self.cut == "n":
-            return _share(self.n, shards, self.multiple), self.k
-        return self.n, _share(self.k, shards, self.multiple)
+            return share(self.n, shards, self.multiple), self.k
+        return self.n, share(self.k, shards, self.multiple)
 
     def shards(self, parallel: ParallelConfig) -> int:
         """Ranks of the axis that cuts it."""
@@ -134,7 +59,7 @@ class Product:
         """Of one token forward, 2 per multiply-add. shards: with what `shards` tensor-parallel ranks pad."""
         n, k = self.n, self.k
         if shards is not None and self.cut:
-            n = _share(self.n, shards, self.multiple) * shards
+            n = share(self.n, shards, self.multiple) * shards
         return n * k if self.core else 2 * n * k
 
 
@@ -162,6 +87,11 @@ class Layer:
     def is_sparse(self) -> bool:
         """A block with experts."""
         return self.is_block and self.model.experts.num_experts is not None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing but adapters is trained."""
+        return any(p.frozen for p in self.parameters)
 
     @property
     def active(self) -> int:
@@ -231,7 +161,7 @@ def _embedding(model: ModelConfig) -> Layer:
         parameters.append(
             Parameter("position_embeddings.weight", shape, partial="sequence", init_std=model.init_method_std)
         )
-    return Layer("embedding", model, tuple(parameters), sums=1)
+    return Layer("embedding", model, tuple(with_adapters(parameters, model)), sums=1)
 
 
 @lru_cache(maxsize=256)
@@ -257,7 +187,7 @@ def _block(model: ModelConfig) -> Layer:
         Product("proj", h, q, "k"),
         *mlp_products,
     )
-    return Layer("block", model, tuple(parameters), products, gathers=2, sums=2)
+    return Layer("block", model, tuple(with_adapters(parameters, model)), products, gathers=2, sums=2)
 
 
 def _mlp(name: str, model: ModelConfig, f: int) -> tuple[list[Parameter], list[Product]]:
@@ -294,7 +224,7 @@ def _head(model: ModelConfig) -> Layer:
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     parameters = [*_norm("final_norm", model.hidden_size, model), _vocabulary("output.weight", model, tied)]
     output = Product("output", model.vocab_size, model.hidden_size, "n", model.make_vocab_size_divisible_by)
-    return Layer("head", model, tuple(parameters), (output,), gathers=1)
+    return Layer("head", model, tuple(with_adapters(parameters, model)), (output,), gathers=1)
 
 
 def block_models(model: ModelConfig) -> Sequence[ModelConfig]:
@@ -355,6 +285,11 @@ def count_parameters(model: ModelConfig) -> int:
     return sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is None)
 
 
+def count_trained_parameters(model: ModelConfig) -> int:
+    """Those that are not frozen."""
+    return sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is None and not p.frozen)
+
+
 def count_active_parameters(model: ModelConfig) -> int:
     """Elements of the parameters that a token meets: of the experts of a block, those that it takes."""
     copies = sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is not None)
@@ -371,7 +306,11 @@ def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model
 
         6*B*s * (L*h*f*c + L*h*(2q + 2k) + h*V) + 6*B*s*s*q*L
 
-    Of experts those count that a token takes, and the router.
+    Of experts those count that a token takes, and the router. A frozen matrix has no gradient; adapters have.
     """
-    per_token = sum(layer.flops(tensor_model_parallel_size) for layer in model_layers(model))
-    return 3 * global_batch_size * model.seq_length * per_token
+    layers = model_layers(model)
+    per_token = 3 * sum(layer.flops(tensor_model_parallel_size) for layer in layers)
+    if model.lora.lora_rank is not None:
+        per_token -= sum(layer.flops(tensor_model_parallel_size, core=False) for layer in layers)
+        per_token += sum(6 * p.numel for layer in layers for p in layer.parameters if not p.frozen)
+    return global_batch_size * model.seq_length * per_token

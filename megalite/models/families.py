@@ -10,7 +10,7 @@ from torch import nn
 
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError
-from megalite.inventory import block_models
+from megalite.inventory import block_models, placement_of
 from megalite.nn import Block, Embedding, Head, LayerStack, Rotary, initialize
 from megalite.parallel.tensor import LayerContext
 
@@ -52,6 +52,8 @@ def build_stack(
 ) -> LayerStack:
     """Builds a stage from its specs, filled from (`init_seed`, logical names); None: memory as it is."""
     stack = LayerStack(config, [(spec.name, spec.build(ctx)) for spec in specs])
+    for parameter in stack.parameters() if config.adapted_parts else ():  # beside adapters all is frozen
+        parameter.requires_grad_(placement_of(parameter).family == "adapter")
     if init_seed is not None:
         initialize(stack, seed=init_seed)
     return stack

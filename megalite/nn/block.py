@@ -30,7 +30,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
-from megalite.parallel.tensor import LayerContext
+from megalite.parallel.tensor import LayerContext, add_adapters
 
 BlockSegment = Callable[..., tuple[Any, ...]]
 """Takes what the segment before it returned."""
@@ -50,6 +50,7 @@ class Block(nn.Module):
         self.attention = Attention(config, index, ctx, rotary)
         self.mlp_norm = Norm(config.hidden_size, config, ctx, split_input=split)
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
+        add_adapters(self, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
             HiddenDropout(
                 config.hidden_dropout,

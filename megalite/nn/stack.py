@@ -65,7 +65,8 @@ class LayerStack(nn.Module):
             else:
                 x = run_layers(part, x, microbatch)
         assert x is not None
-        return x
+        trains = x.requires_grad or not torch.is_grad_enabled()  # a first stage with nothing to train has no graph
+        return x if trains else x.detach().requires_grad_()
 
     def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
         """All layers but the head, without recomputation. The micro-batch's tokens are added to `cache`, which has an

@@ -1,7 +1,8 @@
 """Update rules, learning-rate schedules, loss scaling.
 
 Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of consumed samples),
-`LossScaler`, `DynamicLossScaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients: `staleness.py`).
+`LossScaler`, `DynamicLossScaler`, `build_scaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients:
+`staleness.py`).
 
 To add one: a class beside these, a line of the table in `optimizers.py`, and what it keeps in `config/update_rules.py`
 (CONTRIBUTING, "Adding an optimizer").
@@ -10,7 +11,7 @@ Nothing here knows about ranks: `parallel/zero` shards, and gives an update rule
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """
 
-from megalite.optim.loss_scaler import DynamicLossScaler, LossScaler
+from megalite.optim.loss_scaler import DynamicLossScaler, LossScaler, build_scaler
 from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.optim.optimizers import OPTIMIZERS
 from megalite.optim.rule import UpdateRule

@@ -6,6 +6,8 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
+from megalite.config import TrainingConfig
+
 
 class LossScaler:
     """`scale` multiplies the loss. This one is constant; with 1 it is the scaler of bf16, fp32 and fp64.
@@ -103,3 +105,18 @@ class DynamicLossScaler(LossScaler):
         self.previous = float(state.get("previous", self.scale))
         self._good_steps = int(state["good_steps"])
         self._tolerance = int(state["tolerance"])
+
+
+def build_scaler(training: TrainingConfig) -> LossScaler:
+    """fp16: constant or dynamic scale; every other precision needs none."""
+    settings = training.loss_scaling
+    if not training.precision.fp16:
+        return LossScaler()
+    if settings.loss_scale is not None:
+        return LossScaler(settings.loss_scale, skips_non_finite=True)
+    return DynamicLossScaler(
+        initial_scale=settings.initial_loss_scale,
+        min_scale=settings.min_loss_scale,
+        window=settings.loss_scale_window,
+        hysteresis=settings.hysteresis,
+    )

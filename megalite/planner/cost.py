@@ -169,8 +169,9 @@ class Roofline:
         if model.position_embedding_type == "rope":
             width += 4 * (model.query_size + model.kv_size) / tp
         moved = e * tokens * (ours.residual * model.hidden_size / outer + width + ours.query * model.query_size / tp)
-        weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay)
+        weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay and not p.frozen)
         accumulate = weights * self._accumulated(size)
+        adapted = self._adapters(config, layer)
         again = model.recompute_granularity == "selective" and not ours.fused_attention
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
@@ -178,15 +179,21 @@ class Roofline:
         dispatched = self._expert_messages(config, layer)
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
-            matrices + attention + self.traffic(moved, ours.kernels) + forward,
+            matrices + adapted + attention + self.traffic(moved, ours.kernels) + forward,
             matrices
+            + adapted
             + attention_back
             + again * attention
             + self.traffic(ours.backward * moved, ours.kernels * 12 // 7)
             + backward,
-            matrices + self.traffic(accumulate, 8),
+            (0.0 if layer.is_frozen else matrices) + adapted + self.traffic(accumulate, 8),
             hidden,
         )
+
+    def _adapters(self, config: Config, layer: Layer) -> float:
+        """Seconds of the products with A and with B of all adapters of a block, in one direction."""
+        shapes = [p.local(config.parallel) for p in layer.parameters if p.family == "adapter"]
+        return sum(self.product(config, micro_tokens(config), math.prod(rows), k) for *rows, k in shapes)
 
     def _matrices(self, config: Config, layer: Layer, product: Product) -> float:
         """Seconds of a product of a block; of experts, of all that are on the rank, each with its share of the rows."""
@@ -279,7 +286,7 @@ class Roofline:
         return LayerTimes(
             self.traffic(4 * numbers * size.compute, 4) + forward,
             backward,
-            self.traffic(numbers * 3 * size.gradient, 4),
+            0.0 if layer.is_frozen else self.traffic(numbers * 3 * size.gradient, 4),
         )
 
     def _head(self, config: Config, layer: Layer) -> LayerTimes:
@@ -289,8 +296,9 @@ class Roofline:
         update = self.traffic(rows * h * size.wide * 2, 2)
         losses = CommGroup(self.hardware, tp).gather(tokens * 8 * tp)
         forward, backward, _ = self._messages(config, layer)
+        products, later = (2, 0.0) if layer.is_frozen else (3, self.traffic(rows * h * 4 * size.wide, 2))
         return LayerTimes(
-            3 * self.product(config, tokens, rows, h) + logits + update + losses + forward,
+            products * self.product(config, tokens, rows, h) + logits + update * (products > 2) + losses + forward,
             self.traffic(6 * tokens * h * size.compute, 6) + backward,
-            self.traffic(rows * h * 4 * size.wide, 2),
+            later,
         )

@@ -48,8 +48,10 @@ class StateBytes:
 
 
 def stage_elements(config: Config, items: range, family: str | None = None) -> int:
-    """Parameters of a stage on one rank, or those of a family. items: indices into [embedding, block 0, ..., head]."""
-    held = (p for _, p in stage_parameters(config.model, items) if family in (None, p.family))
+    """Parameters of a stage that a rank trains, or those of a family; of the family `frozen` those that it does not.
+    items: indices into [embedding, block 0, ..., head]."""
+    kinds = [("frozen" if p.frozen else p.family, p) for _, p in stage_parameters(config.model, items)]
+    held = (p for kind, p in kinds if kind == family or (family is None and not p.frozen))
     return sum(math.prod(p.local(config.parallel)) for p in held)
 
 
@@ -76,6 +78,8 @@ def families_of(config: Config, world_size: int) -> tuple[Copies, ...]:
     parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
     strides = {"dense": parallel.tensor_model_parallel_size}
     ranks = {"dense": config.gradient_ranks(world_size)}
+    if config.model.lora.lora_rank is not None:
+        strides["adapter"], ranks["adapter"] = strides["dense"], ranks["dense"]
     if config.model.experts.num_experts is not None:
         strides["expert"] = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
         ranks["expert"] = config.expert_copies(world_size)
@@ -101,13 +105,16 @@ def _state_bytes(
     config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
 ) -> StateBytes:
     total = StateBytes()
-    for family, wide in dict.fromkeys((p.family, p.wide) for _, p in stage_parameters(config.model, items)):
+    kinds = dict.fromkeys((p.family, p.wide, p.frozen) for _, p in stage_parameters(config.model, items))
+    for family, wide, frozen in kinds:
         size, copies = ElementBytes.of(config), config.gradient_ranks(world_size)
         size = ElementBytes(size.wide, size.wide, size.wide) if wide else size
         copies = config.expert_copies(world_size) if family == "expert" else copies
         shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
-        buckets = _buckets(config, items, num_stages, shards, on_cpu, (family, wide))
-        part = _family_bytes(config, buckets, size, shards, versions, num_gradients)
+        buckets = _buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
+        part = _family_bytes(config, buckets, size, shards, 1 if frozen else versions, num_gradients)
+        if frozen:
+            part = StateBytes(weights=part.weights, gathered=part.gathered)
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
         total = replace(total + part, scratch=scratch)
     return total
@@ -150,14 +157,15 @@ class _Bucket(NamedTuple):
 
 
 def _buckets(
-    config: Config, items: range, num_stages: int, shards: int, on_cpu: bool, of: tuple[str, bool]
+    config: Config, items: range, num_stages: int, shards: int, on_cpu: bool, of: tuple[str, bool, bool]
 ) -> list[_Bucket]:
-    """Of the parameters of one family and width, `of`."""
+    """Of the parameters of one family and width that are frozen or not, `of`."""
     model, parallel = config.model, config.parallel
     needs_whole, ep = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, parallel.experts.expert_model_parallel_size
-    apart = not model.untie_embeddings_and_output_weights and num_stages > 1
+    zero = 0 if of[2] and parallel.zero_stage < 3 else parallel.zero_stage  # frozen: nothing but weights to share
+    apart = not model.untie_embeddings_and_output_weights and num_stages > 1 and not of[2]
     entries = []
-    own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide) == of]
+    own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide, p.frozen) == of]
     for index, (name, parameter) in enumerate(own):
         shape = parameter.local(parallel)
         whole = needs_whole is not None and needs_whole(name, len(shape))
@@ -165,14 +173,14 @@ def _buckets(
         entries.append(BufferParameter(index, name, shape, place, whole))
     plans = plan_buckets(
         entries,
-        zero_stage=parallel.zero_stage,
+        zero_stage=zero,
         shards=shards,
         bucket_size=parallel.ddp_bucket_size,
         overlap=parallel.overlap_grad_reduce,
         on_cpu=on_cpu,
         tied=frozenset({WORD_EMBEDDINGS} if apart else ()),
     )
-    return [_bucket(config, plan, shards if parallel.zero_stage else 1) for plan in plans]
+    return [_bucket(config, plan, shards if zero else 1) for plan in plans]
 
 
 def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
@@ -202,6 +210,8 @@ def checkpoint_bytes(config: Config) -> int:
 
     total = 0
     for name, parameter in stage_parameters(config.model, range(config.model.num_layers + 2)):
+        if parameter.frozen:
+            continue
         shape = parameter.shape
         state = wide if rule.whole is not None and rule.whole(name, len(shape)) else flat
         total += math.prod(shape) * (wide + state)

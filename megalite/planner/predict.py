@@ -252,7 +252,8 @@ class _Stages:
         size = ElementBytes.of(self.config)
         groups = [(self.shard_group(copies), self.elements[copies.family][stage]) for copies in self.families]
         scatter = sum(group.gather(number * size.gradient) for group, number in groups)
-        weights = sum(group.gather(number * size.compute) for group, number in groups) if zero == 3 else 0.0
+        held = [(self.shard_group(self.families[0]), stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
+        weights = sum(group.gather(number * size.compute) for group, number in held) if zero == 3 else 0.0
         if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
             weights /= max(1, self.config.num_microbatches(self.world_size))
         hide = overlap if self.config.parallel.overlap_param_gather else 0.0

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.config import Config, ModelConfig, has_delay
-from megalite.inventory import FLOPS_CONVENTION, count_active_parameters, count_parameters, flops_per_iteration
+from megalite.inventory import (
+    FLOPS_CONVENTION,
+    count_active_parameters,
+    count_parameters,
+    count_trained_parameters,
+    flops_per_iteration,
+)
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.schedule import Program
 
@@ -71,7 +77,14 @@ def startup_rows(
 def _parameters(model: ModelConfig) -> str:
     total, active = count_parameters(model), count_active_parameters(model)
     text = f"{in_units(total)} ({total:,})"
+    if (trained := count_trained_parameters(model)) != total:
+        return f"{text}, of which {in_units(trained)} ({trained:,}) are trained: {_adapters(model)}"
     return text if active == total else f"{text}, of which a token meets {in_units(active)} ({active:,})"
+
+
+def _adapters(model: ModelConfig) -> str:
+    lora = model.lora
+    return f"adapters of rank {lora.lora_rank}, factor {lora.scale:g}, beside {', '.join(model.adapted_parts)}"
 
 
 def _experts(model: ModelConfig) -> str:

@@ -27,6 +27,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn import expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import build_program
+from megalite.testing.adapters import replace_adapters
 from megalite.testing.experts import PlainExperts
 from megalite.testing.float8 import PlainFloat8
 from megalite.testing.update_rules import RULES, decay_of, learning_rate
@@ -62,7 +63,8 @@ class Pupil:
         self.experts = PlainExperts(self.config.model)
         self.experts.replace(self.model)
         PlainFloat8.replace(self.model, self.config.training.float8)
-        self.parameters = dict(self.model.logical_parameters())
+        replace_adapters(self.model, self.config.model)
+        self.parameters = {name: p for name, p in self.model.logical_parameters() if p.requires_grad}
         self.biases = {bias.name: bias.values for bias in expert_biases(self.model)}
         named = self.model.named_parameters()
         self.paths = {name: path for path, p in named for name, q in self.parameters.items() if p is q}

@@ -297,7 +297,7 @@ def root_mean_square(x: Tensor) -> float:
 
 
 def is_blocks_matrix(name: str, p: Tensor) -> bool:
-    return name.startswith("layers.") and name.endswith(".weight") and p.dim() >= 2
+    return name.startswith("layers.") and name.endswith((".weight", ".lora_a", ".lora_b")) and p.dim() >= 2
 
 
 def matrices(x: Tensor) -> list[Tensor]:

@@ -27,5 +27,5 @@ from megalite.train.dry_run import dry_run
 from megalite.train.programs import ProgramCache
 from megalite.train.run import OpenRun, make_mesh, open_run, run_training
 from megalite.train.run_data import open_datasets, resolve_tokenizer
-from megalite.train.starting_point import config_of, offer_of
+from megalite.train.starting_point import config_of, load_model, offer_of
 from megalite.train.update import Hyperparameters, Updater

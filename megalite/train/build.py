@@ -23,8 +23,6 @@ from megalite.optim import (
     CORRECTIONS,
     OPTIMIZERS,
     Delay,
-    DynamicLossScaler,
-    LossScaler,
     UpdateRule,
 )
 from megalite.parallel.pipeline import SharedGradient, Stage, holders, replica_axes
@@ -90,7 +88,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     placement = program.placement
     rank = mesh.coordinate("pp")
     num_versions = program.weight_versions[rank]
-    tied_apart = not config.model.untie_embeddings_and_output_weights and len(cuts) > 1
+    tied_apart = config.model.trains_tied_embeddings and len(cuts) > 1
     copies = replica_axes(mesh, placement)
     families, boundary = _families(config, mesh), boundary_spec(config, device)
     stages: dict[StageKey, Stage] = {}
@@ -145,8 +143,8 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
 
 def _families(config: Config, mesh: ParallelMesh) -> dict[str, FamilyAxes]:
     """The axes of the families of parameters that the model has."""
-    sparse = config.model.experts.num_experts is not None
-    return {name: mesh.family(name) for name in (("dense", "expert") if sparse else ("dense",))}
+    more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
+    return {name: mesh.family(name) for name in ("dense", *(name for name, has in more.items() if has))}
 
 
 def _announced(specs: list[LayerSpec], mesh: ParallelMesh) -> list[LayerSpec]:
@@ -221,18 +219,3 @@ def optimizer_factory(config: Config, delay: Delay | None = None) -> MakeOptimiz
         return CORRECTIONS[correction.method](rule, delay, correction.lookahead)
 
     return make
-
-
-def build_scaler(config: Config) -> LossScaler:
-    """fp16: constant or dynamic scale; every other precision needs none."""
-    settings = config.training.loss_scaling
-    if not config.training.precision.fp16:
-        return LossScaler()
-    if settings.loss_scale is not None:
-        return LossScaler(settings.loss_scale, skips_non_finite=True)
-    return DynamicLossScaler(
-        initial_scale=settings.initial_loss_scale,
-        min_scale=settings.min_loss_scale,
-        window=settings.loss_scale_window,
-        hysteresis=settings.hysteresis,
-    )

@@ -21,12 +21,13 @@ from megalite.data import Survey, survey_differences
 from megalite.errors import DataError
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
+from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor
 from megalite.parallel.tensor import check_float8
 from megalite.planner import format_table, startup_rows
 from megalite.train import matmul_precision
 from megalite.train.batch_reader import BatchReader
-from megalite.train.build import build_model, build_scaler, wide_dtype
+from megalite.train.build import build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
 from megalite.train.matmul_precision import set_matmul_precision
@@ -101,10 +102,8 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         changed = changed_data(earlier.get("data", {}), data.datasets.surveys, config)
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device)
-        scaler = build_scaler(config)
-        state = RunState(
-            config, model, scaler, tokenizer, data.datasets, directory.checkpointer, settled.schedules, matmul
-        )
+        scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
+        state = RunState(config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base)
         progress, facts = TrainingProgress(), None
         if start is not None:
             world.report_phase(f"start-up: loading {start.path}")

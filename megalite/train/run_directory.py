@@ -20,9 +20,10 @@ from megalite.checkpoint import (
 )
 from megalite.comm import Axis, all_gather_json
 from megalite.config import Config, dump_yaml
+from megalite.convert import BaseModel
 from megalite.errors import CheckpointError
 from megalite.observe import METRICS_FILE
-from megalite.train.starting_point import StartingPoint, open_start
+from megalite.train.starting_point import StartingPoint, open_start, settle_base
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class RunDirectory:
 
     def __init__(self, config: Config, world: Axis) -> None:
         self.config = config
+        self.base: BaseModel | None = None
         self._world = world
         self._save = config.checkpoint.save
         writes = self._save is not None and not config.training.skip_train
@@ -73,10 +75,16 @@ class RunDirectory:
                 self._lock.release()
 
     def start(self) -> StartingPoint | None:
-        """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed.
+        """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed, `base` is the model
+        beside adapters.
 
         Raises CheckpointError; ConfigError for a Hugging Face model that we do not have.
         """
+        start = self._start()
+        self.base = settle_base(self.config, start, self._world)
+        return start
+
+    def _start(self) -> StartingPoint | None:
         checkpoint = self.config.checkpoint
         path = self.checkpointer.decide_start(
             save=checkpoint.save if not self.config.training.skip_train else None,
@@ -89,7 +97,8 @@ class RunDirectory:
         if self._goes_on(path):
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
-        start = open_start(path, finetune=checkpoint.finetune)
+        adapters = self.config.model.lora.lora_rank is not None
+        start = open_start(path, finetune=checkpoint.finetune, adapters=adapters)
         check_model(start.model, self.config.model, f"--load={path}")
         if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:
             check_state(start.saved, self.config, f"--load={path}")

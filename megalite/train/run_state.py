@@ -1,10 +1,11 @@
 """What a checkpoint of a run holds, and how a run resumes from it.
 
-    tensors   masters `<name>`, moments `optimizer/<moment>/<name>`; biases of experts `<name>`
+    tensors   masters `<name>` (with --lora-rank of adapters alone), moments `optimizer/<moment>/<name>`; biases of
+              experts `<name>`
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
-              samples asked for, surveys of the data, the precision of fp32 matmuls
+              samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters
     files     the tokenizer, config.yaml
 
 Everything is logical: no rank, stage or place in memory is written down, so any layout can resume from it.
@@ -20,13 +21,15 @@ from pathlib import Path
 from megalite.checkpoint import Checkpointer, Meta, read_manifest
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
+from megalite.convert import BASE_META, BaseModel
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
 from megalite.optim import LAST_STEP, LossScaler
+from megalite.parallel.zero import frozen_shards
 from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
-from megalite.train.starting_point import StartingPoint, load_weights
+from megalite.train.starting_point import StartingPoint, load_base, load_weights
 from megalite.train.trainer import TrainingProgress, progress_from_meta, progress_to_meta
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ class RunState:
     checkpointer: Checkpointer
     schedules: ParamSchedules
     products: MatmulChoice
+    base: BaseModel | None = None
 
     def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
@@ -63,6 +67,7 @@ class RunState:
             param_schedules.META: self.schedules.to_meta(),
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),
+            **({} if self.base is None else {BASE_META: self.base.to_meta()}),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
         shards, background = self._shards(self._version(progress)), self.config.checkpoint.async_save
@@ -94,7 +99,11 @@ class RunState:
         self._take_up_delay(progress, meta if with_state else None)
         stored = self._stored_older(start.path, version) if with_state else []
         shards += stored
-        if start.source is not None:
+        if self.base is not None and self.base.path is not None:
+            load_base(self.base, [*frozen_shards(model.optimizer.buffers)], self.checkpointer.world)
+        if self.base is not None and self.base.path == start.path.resolve():
+            pass  # the model alone: its adapters begin as they are
+        elif start.source is not None:
             load_weights(start.source, shards, self.checkpointer.world)
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
@@ -170,7 +179,7 @@ class RunState:
             for shard, next_newer in zip(older, newer, strict=True):
                 if shard.name not in loaded:
                     shard.local.copy_(next_newer.local)
-            for buffers in optimizer.buffers:
+            for buffers in (family for family in optimizer.buffers if not family.frozen):
                 buffers.weights.gather(old)
             newer = older
         if missing and version > 0:

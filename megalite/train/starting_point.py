@@ -17,6 +17,7 @@ from typing import Any
 
 from megalite.checkpoint import (
     COMMITTED,
+    Checkpointer,
     Manifest,
     bytes_text,
     check_tensors,
@@ -29,7 +30,7 @@ from megalite.checkpoint import (
 )
 from megalite.comm import Axis, TensorShard, all_gather_json
 from megalite.config import Config, ModelConfig, Offer, from_dict
-from megalite.convert import CONFIG, HuggingFaceSource
+from megalite.convert import BASE_META, CONFIG, BaseModel, CheckpointSource, HuggingFaceSource
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
 
@@ -53,13 +54,17 @@ class StartingPoint:
     source: HuggingFaceSource | None = None
 
 
-def open_start(path: Path, *, finetune: bool) -> StartingPoint:
-    """Reads what is there besides the tensors. Raises CheckpointError; ConfigError for a model that we do not have."""
+def open_start(path: Path, *, finetune: bool, adapters: bool = False) -> StartingPoint:
+    """Reads what is there besides the tensors. adapters: the run has them, so of a model without it takes the weights.
+
+    Raises CheckpointError; ConfigError for a model that we do not have.
+    """
     if is_huggingface(path):
         source = HuggingFaceSource(path)
         return StartingPoint(path, source.model, {}, weights_only=True, source=source)
     manifest = read_manifest(path)
     saved = config_of(path, manifest)
+    finetune = finetune or (adapters and saved.model.lora.lora_rank is None)
     if not finetune and "progress" not in manifest.meta:
         raise CheckpointError(f"--load={path}: holds weights and no run (it was converted); add --finetune")
     return StartingPoint(
@@ -97,6 +102,49 @@ def config_of(path: Path, manifest: Manifest) -> Config:
     config = from_dict(manifest.meta["config"], str(path))
     check_tensors(config.model, manifest.tensors, str(path))
     return config
+
+
+def settle_base(config: Config, start: StartingPoint | None, world: Axis) -> BaseModel | None:
+    """The frozen model of a run with adapters, found and compared; None for any other run. Collective.
+
+    Raises CheckpointError where it is not there or not the same.
+    """
+    seed, load = config.training.seed, config.checkpoint.load
+    if config.model.lora.lora_rank is None:
+        return None
+    if start is None:
+        return BaseModel(None, seed=seed)
+    if start.saved is None or start.saved.model.lora.lora_rank is None:
+        return BaseModel.at(start.path, world)
+    where = str(start.path)
+    recorded = BaseModel.of_meta(start.meta, where)
+    if recorded.path is None:
+        if recorded.seed != seed:
+            raise CheckpointError(f"{where}: adapters of the random weights of --seed={recorded.seed}; give that")
+        return recorded
+    elsewhere = None if load is None or recorded.path.is_dir() else Path(load).resolve()
+    own = start.path.resolve()
+    return recorded.found(where, world, None if elsewhere in (own, own.parent) else elsewhere)
+
+
+def load_base(base: BaseModel, shards: Sequence[TensorShard], world: Axis) -> None:
+    """Fills the shards with the weights of a frozen model, cast to their dtype. Collective. Raises CheckpointError."""
+    source = base.open()
+    if isinstance(source, HuggingFaceSource):
+        load_weights(source, shards, world)
+    elif isinstance(source, CheckpointSource):
+        Checkpointer(".", world=world).load(source.path, shards, cast=True)
+
+
+def load_model(path: Path, shards: Sequence[TensorShard], world: Axis) -> None:
+    """All weights of a checkpoint, adapters and their model included, cast to the shards' dtype. Collective. Raises
+    CheckpointError."""
+    manifest = read_manifest(path)
+    own = [shard for shard in shards if BASE_META not in manifest.meta or shard.name in manifest.tensors]
+    Checkpointer(path.parent, world=world).load(path, own, cast=True)
+    if len(own) < len(shards):
+        base = BaseModel.of_meta(manifest.meta, str(path)).found(str(path), world)
+        load_base(base, [shard for shard in shards if shard.name not in manifest.tensors], world)
 
 
 def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world: Axis) -> None:

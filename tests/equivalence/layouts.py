@@ -161,6 +161,9 @@ RAMPS = (
 """Learning rates and weight decays that no two of the first steps share."""
 
 
+ADAPTED = [[], ["--lora-targets", "linear_qkv", "linear_fc2"], ["--lora-targets", "linear_q", "linear_v", "linear_fc1"]]
+
+
 def draw(
     rng: random.Random, optimizer: str | None = None, want: Callable[[Layout], bool] = lambda case: True
 ) -> Layout:
@@ -213,6 +216,8 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
         *OPTIMIZERS[optimizer].split(),
         *pick([[], *(r.split() for r in RAMPS)]),
     ]
+    if not experts and rng.random() < 0.15:
+        model += ["--lora-rank", "3", "--lora-alpha", "5", *pick(ADAPTED)]
     if schedule != "pipedream":
         return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=int(schedule == "2bw"))
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]

@@ -21,6 +21,7 @@ from megalite.config.rules.layout import (
     warnings,
     world,
 )
+from megalite.config.rules.lora import lora
 from megalite.config.rules.run import float8, learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
@@ -38,6 +39,7 @@ LAYOUT_RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
 RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     model_shape,
     recompute,
+    lora,
     world,
     tensor_parallel,
     context_parallel,

@@ -231,6 +231,10 @@ def warnings(config: Config, world_size: int) -> list[str]:
         for count, _ in batches_in_micro_batches(config, world_size):
             pairs = parallel.chimera_pairs
             lines += schedules.schedule_warnings(parallel.schedule, size, count, chunks, num_pairs=pairs)
+    if config.model.lora.lora_rank is not None and config.checkpoint.load is None and not config.checkpoint.auto_resume:
+        lines.append(
+            f"--lora-rank={config.model.lora.lora_rank}: without --load the model beside the adapters is random"
+        )
     source = config.data
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
     if not any(named):

@@ -35,6 +35,7 @@ from megalite.comm import (
 )
 from megalite.gradient import GradSink, sink_of, sum_widened
 from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.products import Products
 
@@ -58,7 +59,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.products = ctx.products(outputs=ctx.tp)
+        self.products, self.adapters = ctx.products(outputs=ctx.tp), Adapters()
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
@@ -74,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
-        return _ColumnLinear.apply(x, self.weight, self.bias, self)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self, *self.adapters.weights())
 
 
 class RowParallelLinear(nn.Module):
@@ -103,7 +104,7 @@ class RowParallelLinear(nn.Module):
         self.activation_gradient = activation_gradient
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.products = ctx.products(inputs=ctx.tp)
+        self.products, self.adapters = ctx.products(inputs=ctx.tp), Adapters()
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = in_features // ctx.tp.size
         place = ParameterPlacement(
@@ -122,41 +123,45 @@ class RowParallelLinear(nn.Module):
         activation = self.activation
         if activation is not None and self.keeps_activated:
             x, activation = activation(x), None
-        return _RowLinear.apply(x, self.weight, self.bias, activation, self)
+        return _RowLinear.apply(x, self.weight, self.bias, activation, self, *self.adapters.weights())
 
 
 class _ColumnLinear(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear) -> Tensor:
-        _remember(ctx, x, weight, bias, layer)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear, *adapters: Tensor
+    ) -> Tensor:
+        _remember(ctx, weight, bias, layer)
         whole = all_gather(x, layer.tp) if ctx.sequence else x
         y, ctx.kept = layer.products.forward(whole, weight, bias)
+        ctx.save_for_backward(x, weight, bias, *adapters, *layer.adapters.add_to(y, whole, adapters))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias, *more = ctx.saved_tensors
         axis: Axis = ctx.layer.tp
         products: Products = ctx.layer.products
         products.begin_backward(dy, weight, ctx.kept)
         whole = x
         gathering: Handle = Done()
-        if ctx.sequence and ctx.needs_input_grad[1]:
+        if ctx.sequence and (ctx.needs_input_grad[1] or more):
             whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
             gathering = all_gather_into(whole, x, axis, async_op=True)
         dx = None
         reducing: Handle = Done()
-        if ctx.needs_input_grad[0]:
-            partial = products.input_gradient(dy, weight, ctx.kept)
+        partial = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
+        adapted = ctx.layer.adapters.backward(dy, more, partial)
+        if partial is not None:
             gathering.wait()
             dx, reducing = start_sum(partial, axis, sequence=ctx.sequence)
         gathering.wait()
-        dweight, dbias = weight_gradients(ctx, whole, dy, weight, bias)
+        gradients = *weight_gradients(ctx, whole, dy, weight, bias), None, *adapted.of_weights(whole)
         reducing.wait()
-        return dx, dweight, dbias, None
+        return dx, *gradients
 
 
 class _RowLinear(Function):
@@ -170,11 +175,13 @@ class _RowLinear(Function):
         bias: Tensor | None,
         activation: Activation | None,
         layer: RowParallelLinear,
+        *adapters: Tensor,
     ) -> Tensor:
-        _remember(ctx, x, weight, bias, layer)
-        ctx.activation = activation
+        _remember(ctx, weight, bias, layer)
+        ctx.activation, before = activation, x
         x = x if activation is None else activation(x)
         y, ctx.kept = layer.products.forward(x, weight, bias if layer.tp.rank == 0 else None)
+        ctx.save_for_backward(before, weight, bias, *adapters, *layer.adapters.add_to(y, x, adapters))
         if ctx.sequence:
             return reduce_scatter(y, layer.tp)
         all_reduce_(y, layer.tp)
@@ -183,7 +190,7 @@ class _RowLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias, *more = ctx.saved_tensors
         before = x
         if ctx.activation is not None:
             x = ctx.activation(before)
@@ -196,18 +203,17 @@ class _RowLinear(Function):
         products.begin_backward(dy, weight, ctx.kept)
         dx = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
+        adapted = ctx.layer.adapters.backward(dy, more, dx)
+        of_adapters = adapted.of_weights(x)
         if dx is not None and ctx.activation is not None:
             dx = ctx.layer.activation_gradient(before, dx)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, *of_adapters
 
 
-def _remember(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear | RowParallelLinear
-) -> None:
-    """What both backwards need."""
+def _remember(ctx: Any, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+    """What both backwards need besides tensors."""
     ctx.layer, ctx.sequence = layer, layer.sequence_parallel and layer.tp.size > 1
     ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
-    ctx.save_for_backward(x, weight, bias)
 
 
 def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, Handle]:

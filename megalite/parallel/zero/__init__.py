@@ -32,6 +32,7 @@ Where things are:
     bucket.py          one bucket: its plan, weights, sinks and gradients
     held_gradient.py, streamed_gradient.py
                        the gradient of a bucket in stages 0 and 1; in stages 2 and 3
+    frozen.py          weights that nothing trains, as rectangles to load
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
     sub_optimizers.py  the update rule over masters and moments on the device, and over those on the host
@@ -50,6 +51,7 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 
 from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.families import stage_buffers
+from megalite.parallel.zero.frozen import frozen_shards
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers

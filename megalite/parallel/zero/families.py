@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megalite.comm import FamilyAxes
 from megalite.inventory import AXIS_FAMILIES, placement_of
+from megalite.parallel.zero.frozen import share_frozen
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
 from megalite.parallel.zero.reducer import ReductionOrder
@@ -21,22 +23,24 @@ def stage_buffers(
     **more: Any,
 ) -> list[ParameterBuffers]:
     """One `ParameterBuffers` for each family and dtype of a stage, in the same order on every rank: that of the table
-    of families, narrow dtypes first.
+    of families, narrow dtypes first; those that require no gradient apart.
 
     versions: for each weight version the (logical name, parameter) in forward order.
     beside: the buffers of this rank's other stages.
     more: as in `ParameterBuffers`.
     """
-    grouped: dict[tuple[int, int, str], list[list[Any]]] = {}
+    grouped: dict[tuple[int, int, str, bool], list[list[Any]]] = {}
     order = list(AXIS_FAMILIES)
     for number, version in enumerate(versions):
         for name, parameter in version:
             family = placement_of(parameter).family
-            key = (order.index(family), parameter.dtype.itemsize, family)
+            key = (order.index(family), parameter.dtype.itemsize, family, not parameter.requires_grad)
             grouped.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
     made: list[ParameterBuffers] = []
     orders = {name: ReductionOrder(options) for name in families}
-    for (_, _, family), own in sorted(grouped.items(), key=lambda item: item[0]):
-        settings = {**more, "beside": [*beside, *made], "order": orders[family]}
-        made.append(ParameterBuffers(own, axes=families[family], options=options, **settings))
+    for (_, _, family, frozen), own in sorted(grouped.items(), key=lambda item: item[0]):
+        settings = {**more, "beside": [*beside, *made], "order": orders[family], "frozen": frozen}
+        shared = replace(options, stage=0) if frozen and options.stage < 3 else options  # nothing but weights to share
+        made.append(ParameterBuffers(own[:1] if frozen else own, axes=families[family], options=shared, **settings))
+        share_frozen(made[-1], own[1:])
     return made

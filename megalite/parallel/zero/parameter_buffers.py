@@ -47,6 +47,7 @@ class ParameterBuffers:
         order: starts the reductions, shared with other families of the stage over the same axes.
         fill: initialises a parameter that came without memory ('meta') once it has memory.
         device: where the buffers are (None: where the parameters are).
+        frozen: nothing trains them: `buckets` is empty, and those of `frozen` have weights alone.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ParameterBuffers:
         order: ReductionOrder | None = None,
         fill: Fill | None = None,
         device: torch.device | None = None,
+        frozen: bool = False,
     ) -> None:
         first = versions[0]
         assert all([n for n, _ in v] == [n for n, _ in first] for v in versions), "versions of a stage differ"
@@ -79,13 +81,14 @@ class ParameterBuffers:
             BufferParameter(i, name, tuple(p.shape), placement_of(p), whole is not None and whole(name, p.dim()))
             for i, (name, p) in enumerate(first)
         ]
-        self.buckets = self._make_buckets(entries, tied)
+        held: list[Bucket] = self._make_buckets(entries, tied)
+        self.buckets, self.frozen = ([], held) if frozen else (held, [])
         if options.stage >= 2:
             prefer_own_pages(self.device)
         pools = [b.scratch for b in beside if b.gradient_dtype == self.gradient_dtype]
         self.scratch: ScratchPool = pools[0] if pools else ScratchPool(self.gradient_dtype, self.device)
         self.weights: FlatWeights = FlatWeights(
-            self.buckets,
+            held,
             [[parameter for _, parameter in version] for version in versions],
             shard_axis=axes.shard,
             options=options,

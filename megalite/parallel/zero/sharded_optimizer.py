@@ -205,7 +205,7 @@ class ShardedOptimizer:
                 master.split()
                 continue
             self._sub_optimizer_of[id(master)].write_weights(master, version, as_masters=as_masters)
-        for buffers in self.buffers:
+        for buffers in (family for family in self.buffers if not family.frozen):
             buffers.weights.gather(version)
 
     @contextmanager

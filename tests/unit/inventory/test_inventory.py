@@ -12,6 +12,7 @@ import pytest
 
 from megalite.comm.mesh import Axis, ExpertAxes
 from megalite.config.experts import Experts
+from megalite.config.lora import Lora
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
 from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
@@ -43,13 +44,18 @@ OTHERS = [
     {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
 ]
+ADAPTED = [
+    {"lora": Lora(lora_rank=3)},
+    {**FAMILY_DEFAULTS["llama"], "model_type": "llama", "num_query_groups": 2, "lora": Lora(lora_rank=2)},
+    {"activation": "swiglu", "lora": Lora(lora_rank=5, lora_targets=("linear_q", "linear_v", "linear_fc1"))},
+]
 LAYOUTS = ((1, 0, True), (2, 0, False), (2, 1, True))  # tensor-parallel size, rank, sequence parallelism
 
 
 def _models() -> Iterator[ModelConfig]:
     for values in itertools.product(*CHOICES.values()):
         yield ModelConfig(**SHAPE, **dict(zip(CHOICES, values, strict=True)))
-    for changes in OTHERS:
+    for changes in (*OTHERS, *ADAPTED):
         yield ModelConfig(**{**SHAPE, **changes})
 
 
@@ -60,6 +66,8 @@ def _check(model: ModelConfig, items: range, size: int, rank: int, split: bool) 
     )
     stack = build_stack(model, layer_specs(model)[items.start : items.stop], ctx)
     built = [(name, tuple(p.shape), placement_of(p)) for name, p in stack.logical_parameters()]
+    frozen = [name for name, p in stage_parameters(model, items) if p.frozen]
+    assert frozen == [name for name, p in stack.logical_parameters() if not p.requires_grad]
     listed = [
         (name, p.local_shape(size, 2), p.place(size, rank, sequence_parallel=split, ep=2, ep_rank=1))
         for name, p in stage_parameters(model, items)

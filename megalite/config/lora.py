@@ -1,0 +1,78 @@
+"""Fine-tuning with low-rank adapters (LoRA, arXiv 2106.09685) in the model section.
+
+A linear layer consists of parts that may have an adapter each. Users know them by the names of Megatron's layers, or of
+those of Hugging Face's models, which `peft` takes:
+
+    query/key/value     linear_qkv, c_attn (one adapter for all rows); q_proj, k_proj, v_proj (one each)
+    MLP, up             linear_fc1, c_fc (one, with the gate); gate_proj, up_proj (one each)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megalite.config.schema import Spelled, option
+
+ALL_LINEAR = "all-linear"
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    ALL_LINEAR: (),  # every linear layer of a block, with as many adapters as it has parts in Hugging Face's models
+    "linear_qkv": ("qkv",),
+    "linear_q": ("q",),
+    "linear_k": ("k",),
+    "linear_v": ("v",),
+    "linear_proj": ("proj",),
+    "linear_fc1": ("fc1",),
+    "linear_fc1_gate": ("gate",),
+    "linear_fc1_up": ("up",),
+    "linear_fc2": ("fc2",),
+    "q_proj": ("q",),
+    "k_proj": ("k",),
+    "v_proj": ("v",),
+    "o_proj": ("proj",),
+    "gate_proj": ("gate",),
+    "up_proj": ("up",),
+    "down_proj": ("fc2",),
+    "c_attn": ("qkv",),
+    "c_proj": ("proj", "fc2"),
+    "c_fc": ("fc1",),
+    "query_key_value": ("qkv",),
+    "dense": ("proj",),
+    "dense_h_to_4h": ("fc1",),
+    "dense_4h_to_h": ("fc2",),
+}
+TOGETHER: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "fc1": ("gate", "up")}
+"""One adapter for a whole layer, and those of its parts, which exclude it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Spelled):
+    """Low-rank adapters (LoRA), which are trained in place of the model; they are saved apart."""
+
+    lora_rank: int | None = option(
+        None, "rank R of the adapters beside linear layers; all else is frozen; unset: the model is trained", ge=1
+    )
+    lora_alpha: float | None = option(
+        None, "what an adapter computes is multiplied by this / R; unset: R", gt=0, needs="lora_rank"
+    )
+    lora_targets: tuple[str, ...] = option(
+        (ALL_LINEAR,),
+        "layers with adapters, named as in Megatron (linear_qkv, linear_proj, linear_fc1, linear_fc2) or as peft takes "
+        "them (q_proj, v_proj, ...; c_attn, ...); all-linear: every one of the blocks",
+        metavar="NAME",
+        needs="lora_rank",
+    )
+
+    @property
+    def scale(self) -> float:
+        """alpha / R."""
+        return 1.0 if self.lora_alpha is None or self.lora_rank is None else self.lora_alpha / self.lora_rank
+
+    def parts(self, *, apart: bool) -> tuple[str, ...]:
+        """Parts that have an adapter, in order, without unknown names. apart: what `all-linear` means for queries,
+        keys and values, and for gate and value: one adapter each."""
+        every = ("q", "k", "v", "proj", "gate", "up", "fc2") if apart else ("qkv", "proj", "fc1", "fc2")
+        named = {
+            part for name in self.lora_targets for part in (every if name == ALL_LINEAR else TARGETS.get(name, ()))
+        }
+        return tuple(sorted(named)) if self.lora_rank is not None else ()

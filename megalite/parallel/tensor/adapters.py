@@ -1,0 +1,121 @@
+"""Low-rank adapters beside a frozen matrix (LoRA, arXiv 2106.09685): y += scale * (x A^T) B^T.
+
+    column parallel   A `[R, in]` whole on every rank, B `[out/t, R]`      dA: each rank computes a share
+    row parallel      A `[R, in/t]`, B `[out, R]` whole on every rank      dB: each rank computes a share
+
+No message is added: what a rank computes of y, and of dx, joins the sum that the layer makes anyway, and shares of
+gradients are summed with those of norms, after the reduction. As in the layers themselves, gradients of weights go to
+the parameters' sinks, at once or when the schedule says so. What is kept for backward is x A^T, `[tokens, R]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.gradient import sink_of
+from megalite.inventory import Adapter, adapters_of
+from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.parallel.tensor.products import PlainProducts, product_dtype
+
+
+class LowRank(nn.Module):
+    """The two matrices of one adapter on this rank."""
+
+    def __init__(self, adapter: Adapter, ctx: LayerContext) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.lora_a, self.lora_b = (
+            new_parameter(p.local_shape(ctx.tp.size), p.place(ctx.tp.size, ctx.tp.rank), ctx)
+            for p in (adapter.a, adapter.b)
+        )
+
+    def rows(self, y: Tensor) -> Tensor:
+        """Those of all outputs that it adds to, as a view, `[tokens, out]` -> `[tokens, n, units, width]`."""
+        its = self.adapter
+        width = its.width or y.shape[-1] // its.units
+        return y.view(-1, y.shape[-1] // (its.units * width), its.units, width)[:, :, its.begin : its.end]
+
+
+class Adapters(nn.Module):
+    """The adapters of one linear layer; most layers have none."""
+
+    def __init__(self, config: ModelConfig | None = None, linear: str = "", ctx: LayerContext | None = None) -> None:
+        super().__init__()
+        if config is None or ctx is None:
+            return
+        for adapter in adapters_of(config, linear):
+            self.add_module(adapter.name, LowRank(adapter, ctx))
+        self.scale, self.weight_grads = config.lora.scale, ctx.weight_grads
+        self.products = PlainProducts(product_dtype(ctx.dtype, torch.device(ctx.device).type))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def each(self) -> list[LowRank]:
+        return [module for module in self.children() if isinstance(module, LowRank)]
+
+    def weights(self) -> list[nn.Parameter]:
+        """A and B of one after the other."""
+        return list(self.parameters())
+
+    def add_to(self, y: Tensor, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Adds to y, in place, what they compute of x; returns scale * x A^T of each."""
+        kept = []
+        for module, a, b in zip(self.each(), weights[::2], weights[1::2], strict=True):
+            hidden = self.products.forward(x, a, None)[0].mul_(self.scale)
+            rows = module.rows(y)
+            rows.add_(self.products.forward(hidden, b, None)[0].view(rows.shape))
+            kept.append(hidden)
+        return kept
+
+    def backward(self, dy: Tensor, saved: Sequence[Tensor], dx: Tensor | None) -> AdapterGradients:
+        """Adds their part of the gradient of x to dx, in place. saved: the weights, and what `add_to` returned."""
+        dy = dy.reshape(-1, dy.shape[-1])
+        number = len(self)
+        weights, hidden = saved[: 2 * number], saved[2 * number :]
+        own, inner = [], []
+        for module, a, b in zip(self.each(), weights[::2], weights[1::2], strict=True):
+            own.append(module.rows(dy).flatten(1))
+            inner.append(self.products.input_gradient(own[-1], b, None).mul_(self.scale))
+            if dx is not None:
+                dx += self.products.input_gradient(inner[-1], a, None).view(dx.shape)
+        return AdapterGradients(self, weights, hidden, own, inner)
+
+
+@dataclass(frozen=True)
+class AdapterGradients:
+    """dy: of each adapter's own outputs. inner: scale * dy B of each, `[tokens, R]`. Sinks are those of `weights`."""
+
+    adapters: Adapters
+    weights: Sequence[Tensor]
+    hidden: Sequence[Tensor]
+    dy: Sequence[Tensor]
+    inner: Sequence[Tensor]
+
+    def of_weights(self, x: Tensor) -> list[Tensor | None]:
+        """dA and dB of each: added to the sinks (then None is returned), or returned for autograd."""
+        found: list[Tensor | None] = []
+        for index, inner in enumerate(self.inner):
+            x = x.detach().reshape(-1, x.shape[-1])
+            hidden = self.hidden[index].detach().flatten(0, -2)
+            pairs = zip(self.weights[2 * index : 2 * index + 2], ((inner, x), (self.dy[index], hidden)), strict=True)
+            found += [self._of_one(weight, rows, columns) for weight, (rows, columns) in pairs]
+        return found
+
+    def _of_one(self, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
+        sink, products = sink_of(weight), self.adapters.products
+        if sink is None:
+            return products.weight_gradient(rows, columns, weight, None)
+        self.adapters.weight_grads.put(lambda: products.add_weight_gradient(sink, rows, columns, None))
+        return None
+
+
+def add_adapters(block: nn.Module, config: ModelConfig, ctx: LayerContext) -> None:
+    """Gives the linear layers of a block the adapters that the configuration names."""
+    for linear in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2") if config.adapted_parts else ():
+        block.get_submodule(linear).adapters = Adapters(config, linear, ctx)

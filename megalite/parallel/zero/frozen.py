@@ -1,0 +1,29 @@
+"""Weights that nothing trains: no gradient, no master. They are loaded once: they are the model beside adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megalite.comm import TensorShard, shards_of_range
+from megalite.parallel.zero.flat_weights import move_parameter
+from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
+
+
+def frozen_shards(families: Sequence[ParameterBuffers]) -> Iterator[TensorShard]:
+    """The frozen weights among them that this rank owns, as rectangles to be written into."""
+    for bucket in (bucket for family in families for bucket in family.frozen):
+        values, first = bucket.weights[0].shard, bucket.owned_start
+        for range_ in bucket.plan.ranges:
+            start, stop, entry = max(range_.start, first), min(range_.stop, bucket.owned_stop), range_.entry
+            if start < stop:
+                part, at = values[start - first : stop - first], start - range_.start
+                yield from shards_of_range(entry.name, entry.placement, entry.shape, part, at, replica=0)
+
+
+def share_frozen(family: ParameterBuffers, versions: Sequence[NamedParameters]) -> None:
+    """Further versions of the frozen weights are the same memory."""
+    for bucket in family.frozen:
+        for range_ in bucket.plan.ranges:
+            place = slice(range_.start - bucket.plan.start, range_.stop - bucket.plan.start)
+            for version in versions:
+                move_parameter(version[range_.entry.index][1], bucket.weights[0].full[place])

@@ -1,0 +1,160 @@
+"""Fine-tuning with adapters: any layout is plain torch in one process, the base stays as it is and costs weights alone.
+
+`testing/adapters.py` says what an adapter is, in plain torch; `tests/unit/convert/test_adapters.py` asks `peft`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from equivalence.layouts import TINY, Layout, compare, draw, saved_tensors, train_body
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.convert import CheckpointSource, write_huggingface
+from megalite.gradient import sink_of
+from megalite.inventory.layers import count_parameters, count_trained_parameters
+from megalite.planner.model_states import state_bytes
+from megalite.testing import run_ranks
+from megalite.train.run import open_run
+
+LORA = "--lora-rank 3 --lora-alpha 5"
+GROUPED = "--model-type llama --num-query-groups 2"
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CASES = {
+    "tensor and pipeline parallel, split backward": (
+        f"{GROUPED} --qk-layernorm",
+        f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-h1",
+        4,
+    ),
+    "2bw": ("--optimizer muon --lora-targets c_attn c_proj", f"{PP} --pipeline-schedule 2bw --zero-stage 1", 2),
+    "ZeRO stage 3": (
+        "--swiglu --lora-targets linear_qkv linear_fc1_up linear_fc2",
+        "--zero-stage 3 --recompute-granularity full --recompute-method uniform",
+        2,
+    ),
+}
+
+
+def layout(model: str, flags: str, world_size: int) -> Layout:
+    where = ("--micro-batch-size", "1", *flags.split())
+    return Layout(("--num-layers", "4", *LORA.split(), *model.split()), where, world_size, delay=int("2bw" in flags))
+
+
+@pytest.mark.parametrize("name", [next(iter(CASES)), *(pytest.param(n, marks=pytest.mark.full) for n in [*CASES][1:])])
+def test_a_layout_is_plain_torch(name: str) -> None:
+    compare(layout(*CASES[name]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(24))
+def test_random_layouts_with_adapters(number: int) -> None:
+    seed = int(time.time()) % 1_000_000
+    rng = random.Random(f"{seed} {number}")
+    targets = rng.choice(["all-linear", "linear_qkv linear_fc1", "linear_q linear_v linear_fc2", "linear_proj"])
+    case = draw(rng, want=lambda case: "--num-experts" not in case.model)
+    adapted = replace(case, model=(*case.model, *LORA.split(), "--lora-targets", *targets.split()))
+    print(f"seed {seed}: {adapted.command}")
+    compare(adapted)
+
+
+def frozen_body(world: World, argv: list[str]) -> dict[str, object]:
+    """What a rank holds, and whether two steps have changed the bits of anything but adapters."""
+    config = parse(argv, world_size=world.size)
+    with open_run(config, world) as run:
+        model = run.state.model
+        modules = [module for stage in model.stages.values() for module in stage.modules]
+        named = [pair for module in modules for pair in module.logical_parameters()]
+        frozen = [p for name, p in named if ".adapters." not in name]
+        before = [p.detach().clone() for p in frozen]
+        for step in range(2):
+            run.trainer.train_step(drain=step == 1)
+        held = [family.memory() for stage in model.buffers.values() for family in stage]
+        return {
+            "unchanged": all(map(torch.equal, frozen, before)),
+            "gradients": sum(p.grad is not None or sink_of(p) is not None or p.requires_grad for p in frozen),
+            "memory": {key: sum(each[key] for each in held) for key in held[0]} | model.optimizer.memory(),
+            "masters": sum(b - a for m in model.optimizer.masters for _, a, b in m.pieces()),
+            "memories": len({p.data_ptr() for p in frozen}) - len({name for name, _ in named if ".ad" not in name}),
+            "trained": all(bool((p != 0).any()) for name, p in named if name.endswith("lora_b")),
+        }
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "versions"), [("--bf16", 1, 1), (f"{PP} --pipeline-schedule 2bw", 2, 2)]
+)
+def test_the_base_costs_its_weights_and_never_changes(flags: str, world_size: int, versions: int) -> None:
+    """No gradient, no master, no moment, one copy of its weights for all versions; to the byte what is predicted."""
+    argv = [*TINY, "--num-layers", "4", *LORA.split(), "--micro-batch-size", "1", *flags.split()]
+    argv = [flag for flag in argv if flag != "--fp64" or "--bf16" not in argv]
+    found = run_ranks(frozen_body, world_size, argv)
+    config = parse(argv, world_size=world_size)
+    model = config.model
+    assert sum(rank["masters"] for rank in found) == count_trained_parameters(model) < count_parameters(model) / 3
+    for rank, items in zip(found, [range(6)] if world_size == 1 else [range(3), range(3, 6)], strict=True):
+        assert rank["unchanged"] and rank["trained"] and not rank["gradients"] and not rank["memories"], rank
+        count = min(2, versions)
+        expected = state_bytes(
+            config, world_size, items, num_stages=world_size, versions=count, num_gradients=count, on_cpu=True
+        )
+        memory = rank["memory"]
+        assert (memory["weights"], memory["gradients"]) == (expected.weights, expected.gradients)
+        assert (memory["master"], memory["state"]) == (expected.master, expected.moments)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face model, which a run of ours has trained a little."""
+    folder = tmp_path_factory.mktemp("base")
+    argv = [*TINY, "--num-layers", "4", "--micro-batch-size", "1", *GROUPED.split(), "--save", str(folder / "run")]
+    run_ranks(train_body, 1, argv, 1)
+    write_huggingface(CheckpointSource(folder / "run"), folder / "model")
+    return folder / "model"
+
+
+def fine_tune(base: Path, save: Path, steps: int, world_size: int = 1, flags: str = "") -> object:
+    more = f"--micro-batch-size 1 --use-checkpoint-args --seq-length 16 --load {base} --save {save} {LORA} {flags}"
+    return run_ranks(train_with_offer, world_size, [*TINY, *more.split()], steps)
+
+
+def train_with_offer(world: World, argv: list[str], steps: int) -> tuple[list[float], list[float | None]]:
+    """As `train_body`; the model is that of --load."""
+    shape = "--num-layers 4 --max-position-embeddings 16".split() + GROUPED.split()
+    return train_body(world, [flag for flag in argv if flag != "--use-checkpoint-args"] + shape, steps)
+
+
+def test_a_run_is_stopped_and_goes_on_at_another_layout(base: Path, tmp_path: Path) -> None:
+    """Adapters alone are saved; their base is read again, and they go on: bitwise at the same layout."""
+    fine_tune(base, tmp_path / "whole", 4)
+    whole = saved_tensors(tmp_path / "whole")
+    assert {name.rpartition("/")[2] for name in whole} == {name for name in whole if "/" not in name}
+    assert all(".adapters." in name for name in whole)
+    for flags, world_size, exact in (("", 1, True), (f"{TP} {PP} --pipeline-schedule zb-h1", 4, False)):
+        save = tmp_path / f"parts{world_size}"
+        fine_tune(base, save, 2)
+        fine_tune(base, save, 2, world_size, f"--auto-resume {flags}")
+        for name, value in saved_tensors(save).items():
+            assert torch.equal(value, whole[name]) if exact else (value - whole[name]).abs().max() < 1e-11, name
+
+
+def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
+    """Not there, or with other bits: one line that says which and what to do. It may lie elsewhere."""
+    moved = tmp_path / "moved"
+    there = tmp_path / "there"
+    there.mkdir()
+    for file in base.iterdir():
+        (there / file.name).write_bytes(file.read_bytes())
+    fine_tune(there, tmp_path / "run", 1)
+    there.rename(moved)
+    with pytest.raises(Exception, match=f"adapters of the model {there}, which is not there"):
+        fine_tune(tmp_path / "run", tmp_path / "run", 1)
+    fine_tune(moved, tmp_path / "run", 1, flags="--auto-resume")
+    weights = moved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(Exception, match="adapters of another model than"):
+        fine_tune(moved, tmp_path / "run", 1, flags="--auto-resume")

@@ -1,0 +1,141 @@
+"""Adapters beside Hugging Face models: `peft` trains the same ones, loads ours; merged they are one model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence.layouts import TINY
+from safetensors.torch import load_file
+
+from megalite.comm.mesh import ParallelMesh
+from megalite.comm.world import World
+from megalite.config import Config
+from megalite.config.cli import parse
+from megalite.convert import AdaptedSource, open_checkpoint, write_huggingface, write_peft
+from megalite.train import offer_of
+from megalite.train.run import open_run
+from megalite.train.run_data import open_data, resolve_tokenizer
+from tests.unit.convert.test_families import S, V, our_logits, peer, tokens
+
+STEPS = 5
+SCALE = 7 / 3
+TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+
+
+def configuration(base: Path, case: str, *more: str) -> Config:
+    shape = ("--hidden-size", "--num-attention-heads", "--seq-length")
+    flags = [f for i, f in enumerate(TINY) if f not in shape and (i == 0 or TINY[i - 1] not in shape)]
+    flags += f"--micro-batch-size 8 --use-checkpoint-args --seq-length {S} --vocab-size {V} --load {base}".split()
+    flags += ["--lora-rank", "3", "--lora-alpha", "7", "--lora-targets", *TARGETS[case], *more]
+    return parse(flags, world_size=1, read_offer=offer_of)
+
+
+def fine_tune(base: Path, case: str, save: Path) -> AdaptedSource:
+    """Five steps of ours from the Hugging Face model."""
+    with open_run(configuration(base, case, "--save", str(save)), World()) as run:
+        for step in range(STEPS):
+            run.trainer.train_step(drain=step == STEPS - 1)
+        run.state.save(run.trainer.progress)
+    source = open_checkpoint(save)
+    assert isinstance(source, AdaptedSource)
+    return source
+
+
+def in_fp64(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers computes rotary angles and RMSNorms in fp32 whatever the model is in."""
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            monkeypatch.setattr(module, "forward", rms_norm(module))
+    model.config._attn_implementation = "sdpa"  # whose softmax is in the dtype of the rest
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    if rotary is not None:
+        monkeypatch.setattr(rotary, "forward", rotary_angles(model.config))
+    return model
+
+
+def rms_norm(module: Any) -> Any:
+    return lambda x: module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def rotary_angles(config: Any) -> Any:
+    d = config.hidden_size // config.num_attention_heads
+    rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+
+    def forward(x: Any, position_ids: Any, **_: Any) -> Any:
+        angles = torch.cat([position_ids[..., None] * rates] * 2, -1)
+        return angles.cos(), angles.sin()
+
+    return forward
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_five_steps_are_those_of_peft(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same initial values, data, clipping and AdamW: the same adapters, in fp64 to 1e-10."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    peer(case).save_pretrained(tmp_path / "base")
+    config = configuration(tmp_path / "base", case)
+    with open_run(configuration(tmp_path / "base", case, "--save", str(tmp_path / "start")), World()) as run:
+        run.state.save(run.trainer.progress)
+    write_peft(AdaptedSource(tmp_path / "start", base=None, dtype=None), tmp_path / "begin")
+    ours = fine_tune(tmp_path / "base", case, tmp_path / "run")
+    model = peft.PeftModel.from_pretrained(in_fp64(peer(case), monkeypatch), tmp_path / "begin", is_trainable=True)
+    model = model.double()
+    begin = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    train_there(model, config)
+    write_peft(ours, tmp_path / "end")
+    found = load_file(tmp_path / "end" / "adapter_model.safetensors")
+    there = {name.replace(".default", ""): (p, begin[name]) for name, p in model.named_parameters() if p.requires_grad}
+    assert there.keys() == found.keys()
+    for name, (value, before) in there.items():
+        assert (value - found[name]).abs().max() < 1e-10, name
+        assert (value - before).abs().max() > 1e-3, name
+
+
+def train_there(model: Any, config: Config) -> None:
+    config, tokenizer = resolve_tokenizer(config)
+    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    settings = config.optimizer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    betas = (settings.args.adam_beta1, settings.args.adam_beta2)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=settings.lr, betas=betas, eps=settings.args.adam_eps, weight_decay=settings.weight_decay
+    )
+    with data.train_loader(0) as loader:
+        for _ in range(STEPS):
+            (batch,) = loader.next_batch(config.global_batch_size(1))
+            loss = F.cross_entropy(model(input_ids=batch.tokens).logits.flatten(0, 1), batch.labels.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_merged_weights_are_base_and_adapters(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers with merged weights, and with base + scale * B A put together by their own names, is our model."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    peer(case).save_pretrained(tmp_path / "base")
+    source = fine_tune(tmp_path / "base", case, tmp_path / "run")
+    write_huggingface(source, tmp_path / "merged", dtype=torch.float64)
+    write_peft(source, tmp_path / "adapter")
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    by_hand = read(tmp_path / "base", dtype=torch.float64)
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert math.isclose(told["lora_alpha"] / told["r"], SCALE) and told["fan_in_fan_out"] == (case == "gpt2")
+    for name in (name for name in stored if "lora_A" in name):
+        weight = by_hand.get_submodule(name.split("base_model.model.")[1].split(".lora_")[0]).weight.data
+        change = SCALE * stored[name.replace("lora_A", "lora_B")] @ stored[name]
+        assert change.abs().max() > 1e-3, name
+        weight += change.t() if case == "gpt2" else change
+    expected, _ = our_logits(tmp_path / "run")
+    for model in (read(tmp_path / "merged", dtype=torch.float64), by_hand):
+        with torch.no_grad():
+            found = in_fp64(model.eval(), monkeypatch)(input_ids=tokens()).logits
+        assert (found - expected).abs().max() < 1e-11
