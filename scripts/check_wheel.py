@@ -12,6 +12,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
+from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
 
@@ -23,6 +24,8 @@ import megalite
 from megalite.config import parse
 from megalite.planner import available, load_hardware
 assert {load_hardware(name).name for name in available()}, "no hardware files"
+from megalite.commands import COMMANDS, script_of
+assert all(script_of(name).is_file() for name in COMMANDS), "no scripts"
 parse(["--mock-data", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
        "--vocab-size", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"])
 print(megalite.__version__, megalite.__file__)
@@ -40,9 +43,10 @@ def build(folder: Path) -> Path:
 
 
 def expected() -> set[str]:
-    """Files of the package that git knows."""
-    listed = subprocess.run(["git", "ls-files", "megalite"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(listed.stdout.split())
+    """Files of the package that git knows, and the scripts that its commands run."""
+    paths = ["megalite", "tools", "pretrain_gpt.py"]
+    listed = subprocess.run(["git", "ls-files", *paths], cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name if name.startswith("megalite/") else f"megalite/scripts/{name}" for name in listed.stdout.split()}
 
 
 def problems(wheel: Path, files: set[str]) -> list[str]:
@@ -51,6 +55,9 @@ def problems(wheel: Path, files: set[str]) -> list[str]:
         names = set(archive.namelist())
         (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
         metadata = message_from_string(archive.read(f"{info}/METADATA").decode())
+        commands = f"{info}/entry_points.txt"
+        points = ConfigParser()
+        points.read_string(archive.read(commands).decode() if commands in names else "")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     version = re.search(r'__version__ = "(.+)"', (ROOT / "megalite" / "__init__.py").read_text())
     inside = {name for name in names if ".dist-info/" not in name}
@@ -63,8 +70,9 @@ def problems(wheel: Path, files: set[str]) -> list[str]:
         found.append(f"asks for {sorted(core)}, pyproject.toml for {project['dependencies']}")
     if set(metadata.get_all("Provides-Extra", [])) != set(project["optional-dependencies"]):
         found.append("other extras than in pyproject.toml")
-    if f"{info}/entry_points.txt" in names:
-        found.append("has entry points, of which nothing is documented")
+    offered = dict(points["console_scripts"]) if "console_scripts" in points else {}
+    if offered != project["scripts"]:
+        found.append(f"other commands than in pyproject.toml: {', '.join(sorted(offered)) or 'none'}")
     if not any(name.endswith("LICENSE") for name in names):
         found.append("has no licence")
     return found

@@ -19,6 +19,7 @@ FLOORS = {
     "megalite.progress": 1,
     "megalite.scratch": 1,
     "megalite.host_memory": 1,
+    "megalite.commands": 0,
     "megalite.faults": 0,
     "megalite.streams": 0,
     "megalite.schedule": 1,

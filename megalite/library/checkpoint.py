@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megalite.comm import TensorShard
+from megalite.comm import Axis, TensorShard, all_gather_json, all_reduce_
 from megalite.errors import ConfigError
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
@@ -47,3 +47,20 @@ def write_weights(shards: list[TensorShard], values: Mapping[str, Tensor], alias
             raise ConfigError(f"weights: {shard.name} is {tuple(value.shape)}, the layers have {shard.global_shape}")
         part = tuple(slice(at, at + n) for at, n in zip(shard.offset, shard.local.shape, strict=True))
         shard.local.copy_(value[part])
+
+
+def collected(own: Mapping[str, Tensor], world: Axis, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of all ranks, on the CPU of each. The first rank that has one gives it; its bytes are added to
+    zeros, one tensor at a time."""
+    told = all_gather_json({name: [list(t.shape), str(t.dtype)] for name, t in own.items()}, world)
+    found: dict[str, Tensor] = {}
+    for rank, names in enumerate(told):
+        for name, (shape, dtype) in names.items():
+            if name not in found:
+                tensor = torch.zeros(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+                if rank == world.rank:
+                    tensor.copy_(own[name])
+                if tensor.numel():
+                    all_reduce_(tensor.view(-1).view(torch.uint8), world)
+                found[name] = tensor.cpu()
+    return found

@@ -15,7 +15,7 @@ from megalite.comm import all_gather_json
 from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig, bounds_problem, options_of
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.inventory import AXIS_FAMILIES
-from megalite.library.checkpoint import STATE, still_shards, write_weights
+from megalite.library.checkpoint import STATE, collected, still_shards, write_weights
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.optim import OPTIMIZERS
@@ -217,6 +217,11 @@ class ShardedOptimizer:
             for family in families:
                 family.weights.reshard()
         return found
+
+    def all_weights(self) -> dict[str, Tensor]:
+        """`weights()` of all ranks together, on the CPU of each: for layers from one module its whole state dict.
+        Collective."""
+        return collected(self.weights(), self._pipeline.mesh.world, self._pipeline.device)
 
 
 def _check_replicas(pipeline: Pipeline) -> None:

@@ -5,6 +5,7 @@ where there is a package index to build with.
 from __future__ import annotations
 
 import importlib.util
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import megalite
+from megalite.commands import COMMANDS, main, script_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("check_wheel", ROOT / "scripts" / "check_wheel.py")
@@ -31,6 +33,8 @@ def wheel(path: Path, *, version: str = megalite.__version__, extra: str = "", w
             if name and name != without:
                 archive.writestr(name, "")
         archive.writestr("megalite-0.1.0.dist-info/METADATA", "\n".join(metadata) + "\n")
+        commands = [f"{name} = {what}" for name, what in project["scripts"].items() if name != without]
+        archive.writestr("megalite-0.1.0.dist-info/entry_points.txt", "\n".join(["[console_scripts]", *commands]))
         if without != "LICENSE":
             archive.writestr("megalite-0.1.0.dist-info/licenses/LICENSE", "")
     return path
@@ -42,7 +46,7 @@ def wheel(path: Path, *, version: str = megalite.__version__, extra: str = "", w
         ({}, None),
         ({"version": "0.0.9"}, "version 0.0.9 is not that of"),
         ({"extra": "tests/test_docs.py"}, "should not be there: tests/test_docs.py"),
-        ({"extra": "megalite-0.1.0.dist-info/entry_points.txt"}, "has entry points"),
+        ({"without": "megalite-plan"}, "other commands than in pyproject.toml: megalite-convert, "),
         ({"without": "megalite/data.yaml"}, "missing: megalite/data.yaml"),
         ({"without": "torch>=2.11"}, "asks for"),
         ({"without": "LICENSE"}, "has no licence"),
@@ -57,4 +61,23 @@ def test_a_wheel_that_is_not_ours_is_named(changes: dict[str, str], problem: str
 def test_the_package_is_what_git_knows_of_it() -> None:
     files = check_wheel.expected()
     assert {"megalite/__init__.py", "megalite/planner/hardware/h100.yaml"} <= files
+    assert {"megalite/scripts/tools/plan.py", "megalite/scripts/pretrain_gpt.py"} <= files
     assert all(name.startswith("megalite/") for name in files)
+
+
+def test_every_command_has_its_script_and_its_entry_point() -> None:
+    offered = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert offered == {f"megalite-{name}": "megalite.commands:main" for name in COMMANDS}
+    assert all(script_of(name).is_file() for name in COMMANDS)
+
+
+def test_a_command_runs_its_script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megalite-show-schedule", "--schedule", "nonsense"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "nonsense" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["commands.py", "plam"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: plam: give one of pretrain, convert")

@@ -24,11 +24,18 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["custom_schedule", pytest.param("pipeline_my_model", marks=pytest.mark.full)])
+LONG = ["pipeline_my_model", "train_from_python", "resnet_pipeline", "huggingface_model"]
+
+
+@pytest.mark.parametrize("name", ["custom_schedule", *(pytest.param(name, marks=pytest.mark.full) for name in LONG)])
 def test_an_example_learns(name: str) -> None:
     lines = [line for line in run(f"examples/{name}.py").splitlines() if line.startswith("step")]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
-    assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.75 * losses[0]
+    assert len(losses) == 4 and max(losses[2:]) < 0.8 * losses[0]
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES} == {"custom_schedule", *LONG}
 
 
 def test_examples_are_short() -> None:
