@@ -4,6 +4,8 @@ python tools/evaluate.py --load DIR --text-file FILE                    loss, pp
 python tools/evaluate.py --load DIR --data-path PREFIX --split valid    a .bin/.idx pair, a text or JSONL file
 python tools/evaluate.py --load DIR --text-file wiki.valid.tokens --task wikitext --overlap 32
 python tools/evaluate.py --load DIR --text-file lambada.jsonl --task lambada
+
+`--nprocs` and sizes of parallel axes, as in training, spread the model and the samples over ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
+from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
-from megalite.progress import OnProgress, ProgressBar, untold
+from megalite.progress import LINES, OnProgress, ProgressBar, untold
 
 if TYPE_CHECKING:
+    from megalite.comm import World
     from megalite.inference import LoadedModel
     from megalite.observe import Record
 
@@ -59,10 +63,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--overlap", type=int, default=0, help="tokens of context that windows of --text-file share")
     parser.add_argument("--micro-batch-size", type=int, help="sequences scored at once; unset: about 8,192 tokens")
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is a GPU"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_layout_flags(parser)
     flags = parser.parse_args(argv)
     problems = problems_of(flags)
     if problems:
@@ -86,15 +88,26 @@ def problems_of(flags: argparse.Namespace) -> list[str]:
     return problems
 
 
-def main(argv: list[str]) -> None:
-    """Evaluate and print."""
-    flags = parse(argv)
+def main(argv: list[str]) -> int:
+    """Start the ranks."""
+    return run_on_ranks(evaluate_and_print, parse(argv))
+
+
+def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
+    """Every rank: load, evaluate; the first prints."""
     from megalite.inference import load_for_inference
 
-    loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
-    with ProgressBar("evaluating", "passages" if flags.task == "lambada" else "samples") as bar:
+    world.report_phase("loading")
+    loaded = load_for_inference(
+        flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
+    )
+    world.report_phase("evaluating")
+    unit = "passages" if flags.task == "lambada" else "samples"
+    with ProgressBar("evaluating", unit, lines=LINES if world.is_first else 0) as bar:
         record = evaluate(loaded, flags, bar)
     record |= {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
+    if not world.is_first:
+        return
     if flags.json:
         print(json.dumps(record))
         return

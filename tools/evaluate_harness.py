@@ -9,13 +9,17 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
+from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
+
+if TYPE_CHECKING:
+    from megalite.comm import World
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -28,21 +32,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-fewshot", type=int, help="examples in front of each question; unset: the task's own")
     parser.add_argument("--limit", type=int, help="questions of each task; unset: all")
     parser.add_argument("--micro-batch-size", type=int, default=16, help="questions scored at once")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: cuda if it is there")
+    add_layout_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
 
 
-def main(argv: list[str]) -> None:
-    """Evaluate and print each task's measures."""
+def main(argv: list[str]) -> int:
+    """Start the ranks."""
     flags = parse(argv)
     optional_package(f"--tasks={flags.tasks}", "lm_eval")  # before the model is read
+    return run_on_ranks(evaluate_and_print, flags)
+
+
+def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
+    """Every rank asks the same questions, and all of them answer together; the first prints each task's measures."""
     from lm_harness import harness_model
     from megalite.inference import load_for_inference
 
-    loaded = load_for_inference(flags.load, ckpt_step=flags.ckpt_step, device=flags.device)
+    loaded = load_for_inference(
+        flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
+    )
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
     results = run_tasks(model, flags)
+    if not world.is_first:
+        return
     if flags.json:
         print(json.dumps(results))
         return

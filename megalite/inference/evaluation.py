@@ -19,8 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalite.comm import all_reduce_, patiently
 from megalite.data import (
     BatchLoader,
+    Datasets,
     DocumentMasks,
     NullTokenizer,
     SampleSource,
@@ -30,6 +32,7 @@ from megalite.data import (
     utf8_length,
 )
 from megalite.errors import ConfigError, DataError
+from megalite.inference.forwards import at_once, run_forwards
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
@@ -121,35 +124,67 @@ def score_source(
     micro_batch_size: int | None = None,
     on_progress: OnProgress = untold,
 ) -> Score:
-    """Score every label of `source`; with `overlap`, of all samples but the first only labels from that one on."""
+    """Score every label of `source`; with `overlap`, of all samples but the first only labels from that one on.
+
+    Collective: the ranks share the samples, and all of them get the score.
+    """
     size = micro_batch_size or max(1, 8192 // source.seq_length)
-    data, eod_id = loaded.config.data, loaded.tokenizer.eod_id
-    token_bytes = loaded.tokenizer.token_bytes()
+    mesh, token_bytes = loaded.mesh, loaded.tokenizer.token_bytes()
     widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
-    loss_sum, num_tokens, num_bytes = 0.0, 0, 0
-    masks = DocumentMasks()
-    if eod_id is not None:
-        masks = DocumentMasks(
-            eod_id=eod_id,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
-    loader = BatchLoader(source, consumed_samples=0, micro_batch_size=size, dp_rank=0, dp_size=1, masks=masks)
-    for number, (microbatch,) in enumerate(loader.full_pass(size), 1):
-        mask = microbatch.loss_mask.clone()
-        mask[microbatch.sample_ids > 0, :overlap] = 0
-        losses = label_losses(loaded, microbatch).double().cpu()
-        loss_sum += float((losses * mask).sum())
-        num_tokens += int(mask.sum())
-        if widths is not None:
-            num_bytes += int((_widths_of(microbatch.labels, widths) * mask.bool()).sum())
-        on_progress(min(number * size, len(source)), len(source), "")
-    return Score(loss_sum, num_tokens, num_bytes if widths is not None else None)
+    together = size * mesh.size("dp") * at_once(loaded)
+    total = torch.zeros(3, dtype=torch.float64, device=loaded.device)  # loss, tokens, bytes
+    counts = loaded.parts.num_stages - 1 in loaded.parts.stages and mesh.coordinate("tp") == 0
+    loader = BatchLoader(
+        source,
+        consumed_samples=0,
+        micro_batch_size=size,
+        dp_rank=mesh.coordinate("dp"),
+        dp_size=mesh.size("dp"),
+        masks=_masks(loaded),
+    )
+    for number, given in enumerate(loader.full_pass(together), 1):
+        microbatches = [_without_overlap(microbatch, overlap) for microbatch in given]
+        sums = run_forwards(loaded, microbatches, _weighted_loss)
+        if counts:
+            cut = [loaded.parts.cut(microbatch) for microbatch in microbatches]
+            spelled = (
+                0
+                if widths is None
+                else sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
+            )
+            told = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
+            total += torch.cat((torch.stack(sums).sum()[None], torch.tensor(told, device=total.device)))
+        on_progress(min(number * together, len(source)), len(source), "")
+    all_reduce_(total, mesh.world)
+    loss_sum, num_tokens, num_bytes = total.tolist()
+    return Score(loss_sum, round(num_tokens), None if widths is None else round(num_bytes))
+
+
+def _masks(loaded: LoadedModel) -> DocumentMasks:
+    data, eod_id = loaded.config.data, loaded.tokenizer.eod_id
+    if eod_id is None:
+        return DocumentMasks()
+    return DocumentMasks(
+        eod_id=eod_id,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+
+
+def _without_overlap(microbatch: Microbatch, overlap: int) -> Microbatch:
+    """Labels that an earlier sample has counted weigh nothing."""
+    mask = microbatch.loss_mask.clone()
+    mask[microbatch.sample_ids > 0, :overlap] = 0
+    return dataclasses.replace(microbatch, loss_mask=mask)
+
+
+def _weighted_loss(head: Head, x: Tensor, microbatch: Microbatch) -> Tensor:
+    return (head.token_losses(x, microbatch).double() * microbatch.loss_mask).sum()
 
 
 def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_path: str | None = None) -> SampleSource:
-    """The samples of `--data-path`, once and in order.
+    """The samples of `--data-path`, once and in order. Collective: rank 0 tokenises what is not cached.
 
     split: None for the whole file; `train`, `valid` or `test` for that part by the weights of the run that saved the
         model; or weights `A,B,C` of its own, of which the validation part is taken.
@@ -169,8 +204,9 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     )
     wanted = {part: None if part == name else 0 for part in ("train", "valid", "test")}  # None: once, 0: not at all
     unusable = f"--split={split}: that part of {path} is empty or shorter than one sample; choose another"
-    try:
-        datasets = build_datasets(
+
+    def build() -> Datasets:
+        return build_datasets(
             section,
             seq_length=config.model.seq_length,
             train_samples=wanted["train"],
@@ -181,20 +217,17 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
             cache_dir=cache_directory(cache_path, None),
             vocab_size=config.model.vocab_size,
         )
+
+    world = loaded.mesh.world
+    try:
+        datasets = patiently(build if world.is_first else None, world)
+        datasets = patiently(build if datasets is None else None, world) or datasets
     except UnusableSplit as error:
         raise DataError(str(error) if split is None else unusable) from None
     dataset = getattr(datasets, name)
     if dataset is None:
         raise DataError(unusable)
     return cast(SampleSource, dataset.sequential())
-
-
-@torch.inference_mode()
-def label_losses(loaded: LoadedModel, microbatch: Microbatch) -> Tensor:
-    """Cross entropy of every label in nats, `[b, s]` on the model's device, masks not applied."""
-    microbatch = microbatch.to(loaded.device)
-    head = cast(Head, loaded.model.get_submodule("head"))
-    return head.token_losses(loaded.model.body(None, microbatch), microbatch)
 
 
 def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:

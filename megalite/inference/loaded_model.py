@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import Meta, copy_extras, read_manifest, resolve_checkpoint
-from megalite.comm import Channel, ExpertAxes, ParallelMesh, TensorShard, World
+from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError
@@ -62,6 +62,11 @@ class LoadedModel:
     def together(self) -> bool:
         """Whether replicas hold each other's experts, so that all must run their layers at the same time."""
         return self.mesh.size("ep") > 1
+
+    @property
+    def replicas_and_stages(self) -> Axis:
+        """The axis through the pipelines of all replicas, and the ranks that share sequences."""
+        return self.mesh.over("cp", "dp", "pp")
 
     @property
     def generator(self) -> Generator:
@@ -127,7 +132,7 @@ def load_for_inference(
         told.integer("iteration", 0),
         told.integer("consumed_samples", 0),
     )
-    _ = loaded.generator  # makes its communicators
+    _ = loaded.generator, loaded.replicas_and_stages  # makes their communicators
     mesh.complete()
     return loaded
 

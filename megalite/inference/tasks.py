@@ -11,14 +11,17 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
+from torch import Tensor
 
+from megalite.comm import all_reduce_
 from megalite.data import JSONL_SUFFIXES, read_jsonl
 from megalite.errors import DataError
+from megalite.generation import Sampling, pick_tokens
+from megalite.inference.forwards import at_once, run_forwards
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
@@ -40,11 +43,12 @@ def score_continuations(
 ) -> Iterator[Continuation]:
     """Score ids that follow a context, pair by pair; of a context that is too long the end is seen.
 
-    Raises DataError where a context is empty, or a continuation is empty or longer than the model's positions.
+    Collective: the ranks share the pairs, and all of them get all scores. Raises DataError where a context is empty, or
+    a continuation is empty or longer than the model's positions.
     """
-    limit = loaded.config.model.max_positions
+    limit, replicas = loaded.config.model.max_positions, loaded.mesh.size("dp")
     following = iter(pairs)
-    while chosen := list(itertools.islice(following, micro_batch_size)):
+    while chosen := list(itertools.islice(following, micro_batch_size * replicas * at_once(loaded))):
         rows = []
         for context, continuation in chosen:
             if not context or not 0 < len(continuation) <= limit:
@@ -53,34 +57,57 @@ def score_continuations(
                     f"the context needs at least 1 token, the continuation between 1 and {limit}"
                 )
             rows.append(([*context, *continuation][-(limit + 1) :], len(continuation)))
-        yield from _score_padded(loaded, rows)
+        yield from _score_rows(loaded, rows, micro_batch_size)
 
 
-@torch.inference_mode()
-def _score_padded(loaded: LoadedModel, rows: list[tuple[list[int], int]]) -> list[Continuation]:
-    """rows: (ids of context and continuation, length of the continuation), padded behind, where no token looks."""
-    length = max(len(ids) for ids, _ in rows) - 1
+def _score_rows(loaded: LoadedModel, rows: list[tuple[list[int], int]], size: int) -> list[Continuation]:
+    """rows: (ids of context and continuation, length of the continuation)."""
+    mesh, replicas = loaded.mesh, loaded.mesh.size("dp")
+    mine = range(mesh.coordinate("dp"), len(rows), replicas)
+    count = -(-len(rows) // (size * replicas))  # the same on all replicas, which may hold each other's experts
+    parts = [mine[first * size : (first + 1) * size] for first in range(count)]
+    filled = [[rows[place] for place in part] or [([0, 0], 0)] for part in parts]
+    found = run_forwards(loaded, [_padded(part, loaded.parts.unit) for part in filled], _likelihoods)
+    table = torch.zeros(len(rows), 2, dtype=torch.float64, device=loaded.device)
+    for part, scores in zip(parts, found, strict=False):
+        table[list(part)] = scores[: len(part)]
+    all_reduce_(table, loaded.replicas_and_stages)
+    return [
+        Continuation(likelihood, misses == 0, count)
+        for (likelihood, misses), (_, count) in zip(table.tolist(), rows, strict=True)
+    ]
+
+
+def _padded(rows: list[tuple[list[int], int]], unit: int) -> Microbatch:
+    """Padded behind, where no token looks; the loss mask says which labels are the continuation's."""
+    length = -(-(max(len(ids) for ids, _ in rows) - 1) // unit) * unit
     text = torch.zeros(len(rows), length + 1, dtype=torch.int64)
-    for row, (ids, _) in enumerate(rows):
+    mask = torch.zeros(len(rows), length)
+    for row, (ids, count) in enumerate(rows):
         text[row, : len(ids)] = torch.tensor(ids)
-    microbatch = Microbatch(
+        mask[row, len(ids) - 1 - count : len(ids) - 1] = 1
+    return Microbatch(
         tokens=text[:, :-1],
         labels=text[:, 1:],
         positions=torch.arange(length).expand(len(rows), -1),
-        loss_mask=torch.ones(len(rows), length),
+        loss_mask=mask,
         sample_ids=torch.arange(len(rows)),
-    ).to(loaded.device)
-    x = loaded.model.body(None, microbatch)
-    head = cast(Head, loaded.model.get_submodule("head"))
-    results = []
-    for row, (ids, count) in enumerate(rows):
-        places = slice(len(ids) - 1 - count, len(ids) - 1)
-        logits = head.logits(x[places, row : row + 1])[:, 0]
-        labels = microbatch.labels[row, places]
-        likelihoods = logits.double().log_softmax(-1).gather(1, labels[:, None])
-        greedy = bool((logits.argmax(-1) == labels).all())
-        results.append(Continuation(float(likelihoods.sum()), greedy, count))
-    return results
+    )
+
+
+def _likelihoods(head: Head, x: Tensor, microbatch: Microbatch) -> Tensor:
+    """(log-likelihood, labels that are not the most likely one) of this rank's part of each row, fp64 `[b, 2]`."""
+    wanted = microbatch.loss_mask.bool()
+    result = torch.zeros(len(wanted), 2, dtype=torch.float64, device=x.device)
+    labels, row = microbatch.labels[wanted], wanted.nonzero()[:, 0]
+    if len(row):
+        chosen = x.transpose(0, 1)[wanted][:, None]  # [n, 1, h]
+        losses = head.token_losses(chosen, replace(microbatch, labels=labels[None]))[0].double()
+        logits, zeros = head.local_logits(chosen)[:, 0], torch.zeros_like(row)
+        greedy = Sampling(greedy=True)
+        best = pick_tokens(logits, greedy, zeros, zeros, zeros, num_choices=head.vocab_size, axis=head.tp)
+        result.index_add_(0, row, torch.stack((-losses, (best != labels).double()), 1))
+    return result
 
 
 def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress: OnProgress = untold) -> Record:

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.comm import World
 from megalite.config import ContextParallelism, ModelConfig, ParallelConfig
 from megalite.config.experts import Experts
 from megalite.config.parallel import ExpertParallelism
 from megalite.generation import Sampling
-from megalite.inference import generate, load_for_inference
+from megalite.inference import generate, load_for_inference, score_continuations, score_text
+from megalite.microbatch import Microbatch
 from megalite.nn.stack import LayerStack
 from megalite.testing import run_ranks, run_single
-from tests.unit.inference.tiny_checkpoint import all_logits, tiny_model_config, write_checkpoint
+from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, tiny_model_config, write_checkpoint
 
 GPT = tiny_model_config(num_layers=4, num_attention_heads=4, vocab_size=257)
 LLAMA = replace(
@@ -37,6 +39,8 @@ MODELS = {"gpt": GPT, "llama": LLAMA, "windows": WINDOWS, "sinks": SINKS, "spars
 PROMPTS = [[72, 101, 108], [1], [5] * 9, list(range(60, 76)), list(range(40, 60)), [7, 8], [9, 9, 9, 9, 1]]
 GREEDY, DRAWN, FILTERED = Sampling(greedy=True), Sampling(seed=5), Sampling(top_k=9, top_p=0.9, temperature=1.5)
 
+PAIRS = [([72, 105], [33]), ([1, 2, 3], [4, 5, 6]), ([9], [8] * 15), ([5, 5], [1, 2]), ([7], [1])]
+
 Layout = dict[str, int | str]
 
 
@@ -56,6 +60,26 @@ def continued(world: World, directory: str, layout: Layout, sampling: list[Sampl
     loaded = load_for_inference(directory, device="cpu", world=world, parallel=parallel_of(layout))
     options = {"max_new_tokens": 12, "micro_batch_size": 2} | options
     return [generate(loaded, PROMPTS, how, **options) for how in sampling]
+
+
+def scored(world: World, directory: str, layout: Layout) -> Any:
+    """Loss of a text in windows, and the scores of continuations."""
+    loaded = load_for_inference(directory, device="cpu", world=world, parallel=parallel_of(layout))
+    whole = score_text(loaded, TEXT, overlap=3, micro_batch_size=2)
+    scores = list(score_continuations(loaded, PAIRS, micro_batch_size=2))
+    return [whole.loss_sum, whole.num_tokens, whole.num_bytes], [(s.log_likelihood, s.is_greedy) for s in scores]
+
+
+def training_loss(stack: LayerStack, context: list[int], continuation: list[int]) -> float:
+    """The loss of the continuation's labels, as a step of training computes it."""
+    ids = torch.tensor([[*context, *continuation]])
+    mask = torch.zeros(1, ids.shape[1] - 1)
+    mask[0, len(context) - 1 :] = 1
+    at = torch.arange(ids.shape[1] - 1)[None]
+    batch = Microbatch(ids[:, :-1], ids[:, 1:], at, mask, torch.zeros(1, dtype=torch.int64))
+    loss = stack.train()(None, batch)
+    assert loss.requires_grad
+    return float(loss.detach())
 
 
 def without_cache(stack: LayerStack, prompt: list[int], count: int) -> list[int]:
@@ -82,6 +106,19 @@ def equal_everywhere(tmp_path: Path, name: str, layout: Layout, ranks: int, **op
     assert expected[0] != expected[1] != expected[2]
     for found in run_ranks(continued, ranks, str(tmp_path), layout, how, **options):
         assert found == expected, layout
+
+
+def scores_are_equal(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
+    stack = checkpoint(tmp_path, MODELS[name])
+    (sums, scores) = run_single(scored, str(tmp_path), {})
+    assert [-score for score, _ in scores] == pytest.approx([training_loss(stack, *pair) for pair in PAIRS], rel=1e-12)
+    for found, others in run_ranks(scored, ranks, str(tmp_path), layout):
+        assert found == pytest.approx(sums, rel=1e-12), layout
+        assert others == [(pytest.approx(score, rel=1e-12), greedy) for score, greedy in scores], layout
+
+
+def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
+    scores_are_equal(tmp_path, "llama", {"tp": 2, "pp": 2}, 4)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +150,13 @@ MATRIX: list[tuple[Layout, int]] = [
 @pytest.mark.parametrize(("layout", "ranks"), MATRIX, ids=str)
 def test_every_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, name, layout, ranks, micro_batch_size=3)
+    scores_are_equal(tmp_path / "scores", name, layout, ranks)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [({"ep": 2}, 2), ({"ep": 2, "tp": 2}, 2), ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "pp": 1}, 4)]
+    ("layout", "ranks"), [({"ep": 2}, 2), ({"ep": 2, "tp": 2}, 4), ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "pp": 1}, 4)]
 )
 def test_experts_over_ranks_continue_as_one_process(tmp_path: Path, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, "sparse", layout, ranks, micro_batch_size=1)
+    scores_are_equal(tmp_path / "scores", "sparse", layout, ranks)

@@ -1,0 +1,77 @@
+"""Micro-batches through a loaded model, whichever ranks hold it: what evaluation is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megalite.comm import TensorSpec
+from megalite.generation import ModelParts
+from megalite.inference.loaded_model import LoadedModel
+from megalite.microbatch import Microbatch
+from megalite.nn import Head
+from megalite.parallel.pipeline import Events, Executor, Stage
+from megalite.schedule import StageKey, forward_program
+
+Score = Callable[[Head, Tensor, Microbatch], Tensor]
+"""(Head, what the last block made of the micro-batch `[s, b, h]`, the micro-batch) -> what is kept of it. `s` and the
+micro-batch are this rank's part where ranks share sequences."""
+
+
+@torch.inference_mode()
+def run_forwards(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Score) -> list[Tensor]:
+    """What `score` makes of each micro-batch, on the ranks of the last stage; nothing on the others. Collective."""
+    parts, rank = loaded.parts, loaded.mesh.coordinate("pp")
+    program = forward_program(loaded.placement, len(microbatches))
+    local = [parts.cut(microbatch.to(parts.device)) for microbatch in microbatches]
+    stages: dict[StageKey, Stage] = {
+        key: _Scoring(key[0], parts, local, score) for key in loaded.placement.stages_of(rank)
+    }
+    executor = Executor(rank, stages, loaded.placement, loaded.channel, Events())
+    updates = list(executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), _Given(local)))
+    assert not updates, "an evaluation changes no weights"
+    executor.finish()
+    found = executor.take_losses()
+    return [found[number] for number in sorted(found)]
+
+
+class _Scoring(Stage):
+    """A stage whose last ends in `score`."""
+
+    def __init__(self, number: int, parts: ModelParts, local: Sequence[Microbatch], score: Score) -> None:
+        self.is_first, self.is_last = number == 0, number == parts.num_stages - 1
+        self._stack, self._parts, self._local, self._score = parts.stages[number], parts, local, score
+
+    def arriving(self, number: int) -> TensorSpec:
+        b, s = self._local[number].shape
+        return TensorSpec((s, b, self._parts.config.hidden_size), self._parts.boundary, self._parts.device)
+
+    leaving = arriving
+
+    def forward(self, number: int, x: Tensor | None, microbatch: object, factor: Tensor, *, version: int) -> Tensor:
+        batch = self._local[number]
+        y = self._stack.body(x, batch)
+        return self._score(cast(Head, self._stack.get_submodule("head")), y, batch) if self.is_last else y
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A source of micro-batches for the executor."""
+
+    local: Sequence[Microbatch]
+
+    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
+        return self.local[microbatch], torch.ones(())
+
+
+def at_once(loaded: LoadedModel) -> int:
+    """Micro-batches of a replica that go through the pipeline together: idle for at most a fifth of the time."""
+    return 1 if loaded.parts.num_stages == 1 else 4 * loaded.parts.num_stages
