@@ -28,6 +28,7 @@ FLOORS = {
     "megalite.comm": 4,
     "megalite.gradient": 4,
     "megalite.expert_loads": 4,
+    "megalite.magnitudes": 4,
     "megalite.microbatch": 4,
     "megalite.visibility": 4,
     "megalite.planner": 4,

@@ -80,9 +80,13 @@ class Float8(Spelled):
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "what shares a scale: a tensor, a row, or a block of 128 (of weights 128 x 128)",
-        choices=("tensorwise", "rowwise", "blockwise"),
+        "what shares a scale: a tensor, a row, or a block of 128 (of weights 128 x 128); delayed: a tensor, by what it "
+        "was in updates before",
+        choices=("tensorwise", "rowwise", "blockwise", "delayed"),
         only_with="fp8_format",
+    )
+    fp8_amax_history_len: int = option(
+        1024, "updates that a delayed scale is the largest of", ge=1, only_with="fp8_format"
     )
 
 

@@ -62,7 +62,8 @@ class Pupil:
         self.model = build_stack(self.config.model, self.specs, context, init_seed=self.config.training.seed)
         self.experts = PlainExperts(self.config.model)
         self.experts.replace(self.model)
-        PlainFloat8.replace(self.model, self.config.training.float8)
+        self.float8 = PlainFloat8.replace(self.model, self.config.training.float8)
+        self.scales = {f"{name}.fp8": layer.past for name, layer in self.float8.items()}
         replace_adapters(self.model, self.config.model)
         self.parameters = {name: p for name, p in self.model.logical_parameters() if p.requires_grad}
         self.biases = {bias.name: bias.values for bias in expert_biases(self.model)}
@@ -81,12 +82,12 @@ class Pupil:
         return x[tuple(slice(0, extent) for extent in placement_of(self.parameters[name]).global_shape)]
 
     def weights(self) -> dict[str, Tensor]:
-        """What computes: the masters, padded and rounded, and the biases of experts."""
+        """What computes: the masters, padded and rounded, the biases of experts, and what makes scales of float8."""
         found = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
         away = self.config.optimizer.store_param_remainders
         for name, master in self.masters.items():
             self.logical(name, found[name]).copy_(halves_away_from_zero(master) if away else master)
-        return found | self.biases
+        return found | self.biases | self.scales
 
     def gradients(
         self, weights: dict[str, Tensor], batch: Sequence[Microbatch], part: slice = slice(None)
@@ -95,6 +96,8 @@ class Pupil:
         used = {name: self._leaf(weights[name]) for name in self.parameters}
         by_path: dict[str, Tensor] = {self.paths[name]: leaf for name, leaf in used.items()}
         by_path |= {name: weights[name] for name in self.biases}
+        for name, layer in self.float8.items():
+            layer.past = weights[f"{name}.fp8"]
         tokens = [float(sample.loss_mask.sum()) for sample in batch]
         per_token = self.config.training.calculate_per_token_loss
         total = 0.0
@@ -120,11 +123,13 @@ class Pupil:
         lr = learning_rate(settings, consumed, self.samples, self.whole)
         self.rule.step(gradients, lr, decay_of(settings, consumed, self.whole))
         self.experts.move(self.biases)
+        self.scales = {f"{n}.fp8": layer.after_batch(self.scales[f"{n}.fp8"]) for n, layer in self.float8.items()}
         return float(norm)
 
     def tensors(self) -> dict[str, Tensor]:
         """Under the names and in the shapes of a checkpoint."""
         moments = {f"optimizer/{label}/{name}": value.clone() for label, name, value in self.rule.moments()}
+        moments |= {f"optimizer/fp8/{name.removesuffix('.fp8')}": past for name, past in self.scales.items()}
         return {name: master.clone() for name, master in self.masters.items()} | self.biases | moments
 
 

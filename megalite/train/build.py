@@ -17,6 +17,7 @@ from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import AXIS_FAMILIES, boundary_shape
+from megalite.magnitudes import Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
 from megalite.optim import (
@@ -38,12 +39,11 @@ from megalite.parallel.zero import (
 )
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.expert_bias import ExpertBias
+from megalite.train.scale_history import ScaleHistory
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
-
 MANY_LAYERS = 1000
 """Building more than this takes seconds, which are announced."""
 
@@ -80,6 +80,7 @@ class Model:
     update_per_microbatch: bool
     delay: Delay
     expert_bias: ExpertBias
+    scales: ScaleHistory
 
 
 def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
@@ -90,16 +91,12 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
     num_versions = program.weight_versions[rank]
     tied_apart = config.model.trains_tied_embeddings and len(cuts) > 1
     copies = replica_axes(mesh, placement)
-    families, boundary = _families(config, mesh), boundary_spec(config, device)
+    families = _families(config, mesh)
     stages: dict[StageKey, Stage] = {}
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key in placement.stages_of(rank):
-        queue, loads = WeightGradQueue(), ExpertLoads()
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
-        modules = [_build_module(own, mesh, items, queue, loads, device) for _ in range(num_versions)]
-        stages[key] = Stage(
-            modules, queue, spec=boundary, is_first=key[0] == 0, is_last=key[0] == placement.num_stages - 1, loads=loads
-        )
+        stages[key], modules = _build_stage(own, mesh, items, key, program, device)
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
             families,
@@ -138,7 +135,27 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         program.update_per_microbatch,
         delay,
         ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), copies),
+        ScaleHistory(stages, mesh.over("tp", "cp", "dp"), copies),
     )
+
+
+def _build_stage(
+    config: Config, mesh: ParallelMesh, specs: list[LayerSpec], key: StageKey, program: Program, device: torch.device
+) -> tuple[Stage, list[LayerStack]]:
+    """A stage and its modules, one for each weight version; what they put aside and note is the stage's."""
+    notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
+    versions = range(program.weight_versions[mesh.coordinate("pp")])
+    modules = [_build_module(config, mesh, specs, notes, device) for _ in versions]
+    stage = Stage(
+        modules,
+        notes[0],
+        spec=boundary_spec(config, device),
+        is_first=key[0] == 0,
+        is_last=key[0] == program.placement.num_stages - 1,
+        loads=notes[1],
+        magnitudes=notes[2],
+    )
+    return stage, modules
 
 
 def _families(config: Config, mesh: ParallelMesh) -> dict[str, FamilyAxes]:
@@ -157,8 +174,7 @@ def _build_module(
     config: Config,
     mesh: ParallelMesh,
     specs: list[LayerSpec],
-    queue: WeightGradQueue,
-    loads: ExpertLoads,
+    notes: tuple[WeightGradQueue, ExpertLoads, Magnitudes],
     device: torch.device,
 ) -> LayerStack:
     context = LayerContext(
@@ -169,9 +185,10 @@ def _build_module(
         dtype=parameter_dtype(config),
         device=device,
         seed=config.training.seed,
-        weight_grads=queue,
+        weight_grads=notes[0],
         float8=config.training.float8,
-        loads=loads,
+        loads=notes[1],
+        magnitudes=notes[2],
         deferred=True,
     )
     stack = build_stack(config.model, specs, context)

@@ -4,6 +4,7 @@
               experts `<name>`
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
+              largest magnitudes of updates before `optimizer/fp8/<layer>`, where scales are made of them
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
               samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters
     files     the tokenizer, config.yaml
@@ -29,6 +30,7 @@ from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
+from megalite.train.scale_history import SCALES
 from megalite.train.starting_point import StartingPoint, load_base, load_weights
 from megalite.train.trainer import TrainingProgress, progress_from_meta, progress_to_meta
 
@@ -91,11 +93,12 @@ class RunState:
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
         with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
-        shards = [*model.optimizer.shards(), *model.expert_bias.shards(version)]
+        shards = [*model.optimizer.shards(), *model.expert_bias.shards(version), *model.scales.shards(version)]
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
-        elif not self._holds(start.path, STEPS):  # of a run that did not need them: as before its first step
-            shards = [shard for shard in shards if not shard.name.startswith(STEPS)]
+        else:  # what a run did not need is as before its first step
+            absent = tuple(prefix for prefix in (STEPS, SCALES) if not self._holds(start.path, prefix))
+            shards = [shard for shard in shards if not shard.name.startswith(absent)]
         self._take_up_delay(progress, meta if with_state else None)
         stored = self._stored_older(start.path, version) if with_state else []
         shards += stored
@@ -108,6 +111,7 @@ class RunState:
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
         model.optimizer.after_load(version)
+        model.scales.after_load(version)
         self._complete_older(version, {shard.name for shard in stored})
         if with_state:
             self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
@@ -130,6 +134,7 @@ class RunState:
         return [
             *self.model.optimizer.shards(),
             *self.model.expert_bias.shards(version),
+            *self.model.scales.shards(version),
             *self._older_shards(version),
         ]
 
@@ -137,6 +142,7 @@ class RunState:
         return [
             *self.model.optimizer.version_shards(version, prefix),
             *self.model.expert_bias.shards(version, prefix),
+            *self.model.scales.shards(version, prefix),
         ]
 
     def _older_versions(self, version: int) -> Iterator[tuple[int, list[TensorShard]]]:
@@ -175,12 +181,14 @@ class RunState:
             if not loaded:
                 optimizer.write_weights(old, as_masters=True)
                 self.model.expert_bias.copy(version, old)
+                self.model.scales.copy(version, old)
                 continue
             for shard, next_newer in zip(older, newer, strict=True):
                 if shard.name not in loaded:
                     shard.local.copy_(next_newer.local)
             for buffers in (family for family in optimizer.buffers if not family.frozen):
                 buffers.weights.gather(old)
+            self.model.scales.after_load(old)
             newer = older
         if missing and version > 0:
             schedule = self.config.parallel.schedule

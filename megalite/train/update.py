@@ -179,6 +179,7 @@ class Updater(Events):
             version=self._version + 1,
         )
         self._model.expert_bias.step(lambda number: self._update_of(number) == update, found_inf, self._version + 1)
+        self._model.scales.step(lambda number: self._update_of(number) == update, self._version + 1)
         self._version += 1
         shown: Tensor | float | None = norm
         skipped: Tensor | bool = found_inf

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from equivalence.layouts import Layout, compare, draw, train_body
+from equivalence.layouts import TINY, Layout, compare, draw, saved_tensors, train_body
 from megalite.comm.world import World
 from megalite.parallel.tensor import float8
+from megalite.testing import run_ranks
 
 LAYOUTS = {
     "one process": ((), 1),
@@ -40,6 +43,13 @@ def test_a_layout_equals_one_process(name: str) -> None:
     compare(case(name, "--fp8-format", "hybrid"))
 
 
+@pytest.mark.parametrize(
+    "name", [name if name == "2bw" else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+)
+def test_delayed_scales(name: str) -> None:
+    compare(case(name, "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "2"), steps=4)
+
+
 @pytest.mark.parametrize("name", ["tp2 sequence parallel", pytest.param("cp2", marks=pytest.mark.full)])
 def test_rows(name: str) -> None:
     compare(case(name, "--fp8-format", "e4m3", "--fp8-recipe", "rowwise", "--swiglu"))
@@ -57,7 +67,12 @@ def test_random_layouts(full: bool) -> None:
         found = draw(
             rng, "adam", lambda drawn: "--micro-batch-size 1" in " ".join(drawn.layout) and drawn.world_size <= 4
         )
-        kind = ["--fp8-format", rng.choice(["e4m3", "hybrid"]), "--fp8-recipe", rng.choice(["tensorwise", "rowwise"])]
+        kind = [
+            "--fp8-format",
+            rng.choice(["e4m3", "hybrid"]),
+            "--fp8-recipe",
+            rng.choice(["tensorwise", "rowwise", "delayed"]),
+        ]
         print(f"fresh seed {fresh}")
         compare(
             Layout((*found.model, *kind), found.layout, found.world_size, found.delay, found.stages, found.together)
@@ -72,3 +87,18 @@ def own_scales_body(world: World, argv: list[str], steps: int) -> Any:
 def test_a_scale_of_its_own_on_each_rank_is_seen() -> None:
     with pytest.raises(AssertionError, match="replay|disagree"):
         compare(case("tp2 sequence parallel", "--fp8-format", "e4m3"), body=own_scales_body)
+
+
+def test_delayed_scales_resume_bitwise(tmp_path: Path) -> None:
+    """2BW's older weights have scales of their own; the first of all has none yet."""
+    model = ("--num-layers", "2", "--fp8-format", "e4m3", "--fp8-recipe", "delayed", "--micro-batch-size", "1")
+    layout = ["--pipeline-schedule", "2bw", "--pipeline-model-parallel-size", "2"]
+    argv = [*TINY, *model, *layout, "--data-cache-path", str(tmp_path / "cache")]
+    run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "whole")], 4)
+    argv += ["--save", str(tmp_path / "parts")]
+    run_ranks(train_body, 2, argv, 1)
+    for steps in (1, 2):
+        run_ranks(train_body, 2, [*argv, "--load", str(tmp_path / "parts")], steps)
+    whole, parts = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "parts")
+    assert any(name.startswith("optimizer/fp8/") for name in whole)
+    assert [name for name, value in whole.items() if not torch.equal(value, parts[name])] == []

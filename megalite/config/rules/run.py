@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.rules.text import CP, TP
 from megalite.config.staleness import has_delay
-from megalite.config.training import TrainingLength
+from megalite.config.training import Float8, TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.schedule import find_schedule
@@ -41,6 +41,11 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
     flag, tp = f"--fp8-format={given.fp8_format}", config.parallel.tensor_model_parallel_size
     if config.training.precision.fp16:
         yield f"{flag}: not with --fp16, whose loss scale has no use for it; use --bf16"
+    if given.fp8_recipe != "delayed" and given.fp8_amax_history_len != Float8().fp8_amax_history_len:
+        yield (
+            f"--fp8-amax-history-len={given.fp8_amax_history_len}: --fp8-recipe={given.fp8_recipe} looks at the "
+            "numbers themselves; drop it, or use --fp8-recipe=delayed"
+        )
     if given.fp8_recipe != "blockwise":
         return
     sizes = {

@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.comm import TensorSpec
 from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
+from megalite.magnitudes import Magnitudes
 from megalite.microbatch import StageInput
 
 
@@ -48,6 +49,7 @@ class Stage:
     out_spec: what leaves; the same where it is not given.
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
     loads: where its routers note what they did; a forward says for which micro-batch.
+    magnitudes: where its products note the size of their operands, of forward and backward.
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Stage:
         is_first: bool,
         is_last: bool,
         loads: ExpertLoads | None = None,
+        magnitudes: Magnitudes | None = None,
     ) -> None:
         self.modules = list(modules)
-        self.loads = loads or ExpertLoads()
+        self.loads, self.magnitudes = loads or ExpertLoads(), magnitudes or Magnitudes()
         self.spec, self.out_spec = spec, out_spec or spec
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
@@ -80,7 +83,7 @@ class Stage:
         """
         if x is not None:
             x = microbatch.arranged(x).detach().requires_grad_()
-        with self.loads.of(number):
+        with self.loads.of(number), self.magnitudes.of(number):
             out: Tensor = self.module(version)(x, microbatch)
         if self.is_last:
             self._in_flight[number] = _InFlight(x, out * factor)
@@ -93,7 +96,8 @@ class Stage:
     def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
         """Whole backward; `dy` is None on the last stage. Returns the input's gradient, None on the first stage."""
         saved = self._in_flight.pop(number)
-        torch.autograd.backward(saved.end, dy if dy is None or saved.shape is None else dy.view(saved.shape))
+        with self.magnitudes.of(number):
+            torch.autograd.backward(saved.end, dy if dy is None or saved.shape is None else dy.view(saved.shape))
         return None if saved.x is None else saved.x.grad
 
     def backward_input(self, number: int, dy: Tensor | None) -> Tensor | None:

@@ -12,6 +12,8 @@ from megalite.config import Float8
 from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import ParameterPlacement
+from megalite.magnitudes import Magnitudes
+from megalite.parallel.tensor.delayed_scaling import DelayedProducts
 from megalite.parallel.tensor.float8 import Float8Products
 from megalite.parallel.tensor.products import PlainProducts, Products, product_dtype
 
@@ -29,6 +31,7 @@ class LayerContext:
     weight_grads: takes the computations of weight gradients, which run at once or (zero-bubble schedules) later.
     float8: the format and scales of linear layers' products.
     loads: where routers note what they did.
+    magnitudes: where products in float8 note the size of their operands.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
         sharded model is never whole on any rank.
     """
@@ -43,6 +46,7 @@ class LayerContext:
     weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
     float8: Float8 = Float8()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
+    magnitudes: Magnitudes = field(default_factory=Magnitudes)
     deferred: bool = False
 
     def products(self, *, inputs: Axis | None = None, outputs: Axis | None = None) -> Products:
@@ -52,6 +56,8 @@ class LayerContext:
         cuts = {"in": inputs, "out": outputs}
         axes = {dim: [] if axis is None else [axis] for dim, axis in cuts.items()}
         axes["tokens"] = [self.cp.heads, self.cp.ring]
+        if self.float8.fp8_recipe == "delayed":
+            return DelayedProducts(self.float8, axes, self.wide_dtype, self.magnitudes, self.device)
         return Float8Products(self.float8, axes, self.wide_dtype)
 
     @property

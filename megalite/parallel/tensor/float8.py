@@ -5,6 +5,7 @@
 
     recipe       one scale for                                                  largest magnitudes travel over
     tensorwise   each tensor                                                    the ranks that hold parts of it
+    delayed      each tensor, from updates before (`delayed_scaling`)           all ranks of a stage, at an update
     rowwise      each row of an operand, the contracted dimension along it      those that cut this dimension
     blockwise    128 numbers of a row; of a weight 128 x 128 (arXiv 2412.19437)  none: blocks end where ranks do
 
@@ -145,21 +146,22 @@ class Float8Products:
         return product(a, b, self.wide)
 
     def _operand(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Operand:
-        return rounded(x, self._scale(name, x, dims, kept), self._format(name))
+        return rounded(x, self._scale(name, x, dims, kept), self.format_of(name))
 
-    def _format(self, name: str) -> torch.dtype:
+    def format_of(self, name: str) -> torch.dtype:
+        """Of an operand: x, w or dy."""
         return self.gradients if name == "dy" else E4M3
 
     def _scale(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Tensor:
         """Of an operand whose last dimension is contracted; the same on all ranks that hold parts of what it scales."""
-        whole = self.recipe == "tensorwise"
+        whole = self.recipe in ("tensorwise", "delayed")
         key = name, "" if whole else dims[1]
         if key not in kept.scales:
             most = largest(x, self.recipe, square=name == "w").to(self.wide)
             for dim in dims if whole else dims[1:]:
                 for axis in self.cuts[dim] if self.recipe != "blockwise" else ():
                     all_reduce_(most, axis, op="max")
-            kept.scales[key] = most.clamp(min=TINY) / torch.finfo(self._format(name)).max
+            kept.scales[key] = most.clamp(min=TINY) / torch.finfo(self.format_of(name)).max
         return kept.scales[key]
 
 

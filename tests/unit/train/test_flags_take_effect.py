@@ -86,6 +86,7 @@ ROWS = [
     ("--bf16", "--fp8-format e4m3"),
     ("--fp8-format e4m3", "--fp8-format hybrid"),
     ("--fp8-format e4m3", "--fp8-recipe rowwise"),
+    ("--fp8-format e4m3 --fp8-recipe delayed", "--fp8-amax-history-len 1"),
     ("", "--micro-batch-size 4"),
     ("", "--global-batch-size 8"),
     ("--global-batch-size 8", "--rampup-batch-size 4 4 8"),

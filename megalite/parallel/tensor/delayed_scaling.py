@@ -1,0 +1,82 @@
+"""Scales of float8 operands from what they were in the updates before (`--fp8-recipe delayed`).
+
+    scale = largest of the history of magnitudes / the format's largest number
+
+So an operand is scaled and rounded in one pass, without looking at it first, and no message travels in a product. What
+an operand was is noted meanwhile, and every update appends the largest magnitude of its micro-batches, over all
+replicas (`train.scale_history`). A number that has outgrown its history becomes the largest of the format.
+
+Weights that have seen no update have no history: products with them take the scales of `tensorwise`. An operand that
+has only been zero is not scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import Axis
+from megalite.config import Float8
+from megalite.magnitudes import OPERANDS, Magnitudes
+from megalite.parallel.tensor.float8 import Float8Products, Kept
+
+
+class ScaleTable:
+    """Histories and scales of the layers of one weight version of a stage.
+
+    history: `[layers, 3, n]`, of x, w and dy, the newest first. scales: `[layers, 3, 1, 1]`. known: whether an update
+    has written them.
+    """
+
+    def __init__(self, layers: Sequence[DelayedProducts]) -> None:
+        first = layers[0]
+        self.history = torch.zeros(len(layers), len(OPERANDS), first.length, dtype=first.wide, device=first.device)
+        self.scales = torch.ones(len(layers), len(OPERANDS), 1, 1, dtype=first.wide, device=first.device)
+        highest = [torch.finfo(first.format_of(name)).max for name in OPERANDS]
+        self._highest = torch.tensor(highest, dtype=first.wide, device=first.device)
+        self.known = False
+        for number, products in enumerate(layers):
+            products.table, products.layer = self, number
+
+    def take_up(self) -> None:
+        """From now on scales are those of the history as it is now."""
+        most = self.history.amax(2)
+        self.scales.copy_(torch.where(most > 0, most / self._highest, 1.0)[..., None, None])
+        self.known = True
+
+
+class DelayedProducts(Float8Products):
+    """The products of one layer of one weight version.
+
+    table: of all layers of its stage, where it is number `layer`; None: scales are those of `tensorwise`.
+    """
+
+    def __init__(
+        self,
+        given: Float8,
+        cuts: Mapping[str, Sequence[Axis]],
+        wide: torch.dtype,
+        magnitudes: Magnitudes,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(given, cuts, wide)
+        self.magnitudes, self.length, self.device = magnitudes, given.fp8_amax_history_len, device
+        self.table: ScaleTable | None = None
+        self.layer = 0
+
+    def _scale(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Tensor:
+        key = name, ""
+        if key not in kept.scales:
+            if self.magnitudes.wanted:
+                self.magnitudes.note(self.layer, name, x.abs().amax().to(self.wide))
+            if self.table is not None and self.table.known:
+                kept.scales[key] = self.table.scales[self.layer, OPERANDS.index(name)]
+        return super()._scale(name, x, dims, kept)
+
+
+def delayed_products(module: nn.Module) -> dict[str, DelayedProducts]:
+    """Logical name of a layer (`layers.3.mlp.fc1`) -> its products, of all that have such ones, in their order."""
+    layers = ((path, getattr(layer, "products", None)) for path, layer in module.named_modules())
+    return {path: found for path, found in layers if isinstance(found, DelayedProducts)}
