@@ -146,15 +146,8 @@ def _build_stage(
     notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
     versions = range(program.weight_versions[mesh.coordinate("pp")])
     modules = [_build_module(config, mesh, specs, notes, device) for _ in versions]
-    stage = Stage(
-        modules,
-        notes[0],
-        spec=boundary_spec(config, device),
-        is_first=key[0] == 0,
-        is_last=key[0] == program.placement.num_stages - 1,
-        loads=notes[1],
-        magnitudes=notes[2],
-    )
+    spec, first, last = boundary_spec(config, device), key[0] == 0, key[0] == program.placement.num_stages - 1
+    stage = Stage(modules, notes[0], spec=spec, is_first=first, is_last=last, loads=notes[1], magnitudes=notes[2])
     return stage, modules
 
 

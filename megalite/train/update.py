@@ -28,7 +28,7 @@ from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Events
-from megalite.parallel.zero import PendingNorm
+from megalite.parallel.zero import PendingNorm, where_not_finite
 from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, StageKey
 from megalite.train.build import Model
 from megalite.train.late_reading import LateReading
@@ -242,8 +242,9 @@ class Updater(Events):
         self.stuck = self.stuck + self._scaler.at_minimum if skipped else 0
         self._scaler.update(found_non_finite=skipped)
         if skipped and not self._scaler.skips_non_finite and self._nonfinite == "stop":
+            where = where_not_finite(self._all_buffers, overwritten=self._late)
             raise RuntimeFailure(
-                f"update {latest.update + 1}: the gradient norm is {norm} ({self._where_not_finite()}); stopped before "
+                f"update {latest.update + 1}: the gradient norm is {norm} ({where}); stopped before "
                 "the update, the weights are as they were; look at the data and --lr, or continue with --nonfinite=skip"
             )
         if self.stuck >= self._max_skipped:
@@ -275,23 +276,6 @@ class Updater(Events):
             f"{self._scaler.scale:g} cannot fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "
             "the checkpoints before; continue from one of them with a lower --lr or --bf16, and look at the data"
         )
-
-    def _where_not_finite(self) -> str:
-        """Which of this rank's gradients are not finite, as text."""
-        if self._late:
-            return "of which tensor is not known: its gradients have been overwritten since"
-        found = []
-        for buffers in self._all_buffers:
-            for bucket in buffers.buckets:
-                for range_ in bucket.plan.ranges:
-                    begin = max(range_.start, bucket.owned_start) - bucket.owned_start
-                    end = min(range_.stop, bucket.owned_stop) - bucket.owned_start
-                    if begin < end and not bool(bucket.gradient.reduced[begin:end].isfinite().all()):
-                        found.append((range_.entry.index, range_.entry.name))
-        if not found:
-            return "from gradients of other ranks"
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        return f"here in the gradient of {min(found)[1]}{more}"
 
     def take_results(self) -> list[UpdateResult]:
         results, self.results = self.results, []

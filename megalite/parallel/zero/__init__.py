@@ -36,6 +36,7 @@ Where things are:
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
     sub_optimizers.py  the update rule over masters and moments on the device, and over those on the host
+    nonfinite.py       which gradients are not finite
     param_groups.py    what an update rule gets to know about its tensors
     param_remainders.py    masters of bf16 weights in 16 bits
     host_memory.py     returns freed memory of a CPU rank to the system (stages 2 and 3)
@@ -52,6 +53,7 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.families import stage_buffers
 from megalite.parallel.zero.frozen import frozen_shards
+from megalite.parallel.zero.nonfinite import where_not_finite
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
