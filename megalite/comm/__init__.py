@@ -27,11 +27,11 @@ from megalite.comm.collectives import (
     all_gather_json,
     all_reduce_,
     all_to_all,
-    all_to_all_rows,
     barrier,
     device_of,
     reduce_scatter,
     reduce_scatter_into,
+    start_all_to_all_rows,
 )
 from megalite.comm.mesh import Axis, ContextAxes, ExpertAxes, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec

@@ -152,15 +152,15 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+def start_all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> tuple[Tensor, Handle]:
     """`[sum(sent), ...]` -> `[sum(received), ...]`: `sent[j]` rows go to rank j, `received[i]` rows arrive from
-    rank i, rank after rank."""
+    rank i, rank after rank. Valid once the handle has been waited for."""
     if axis.size == 1:
-        return x
+        return x, Done()
     out, source = x.new_empty((sum(received), *x.shape[1:])), x.contiguous()
     with axis.waits:
-        dist.all_to_all_single(out, source, list(received), list(sent), group=axis.group)
-    return out
+        work = dist.all_to_all_single(out, source, list(received), list(sent), group=axis.group, async_op=True)
+    return out, _Timed(work, axis)
 
 
 def barrier(axis: Axis) -> None:

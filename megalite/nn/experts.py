@@ -19,11 +19,25 @@ from megalite.comm import all_gather, copy_to_axis, gather_sequence, reduce_from
 from megalite.config import ModelConfig
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
-from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.activation import ACTIVATIONS, GRADIENTS
 from megalite.nn.mlp import MLP, output_std
 from megalite.nn.router import Router, Routing
-from megalite.parallel.expert import GroupedProduct, Plan, combine, dispatch, plan_dispatch
+from megalite.parallel.expert import Dispatched, GroupedProduct, Plan, combine, plan_dispatch
 from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
+
+
+class Activation:
+    """An activation with its gradient, for rows that are computed group after group."""
+
+    def __init__(self, name: str) -> None:
+        self.of, self._gradient = ACTIVATIONS[name], GRADIENTS[name]
+
+    def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
+        """Returns `of(x)`; writes the gradient of x into dx, if it is given. dy: of the result; is overwritten."""
+        y = self.of(x)
+        if dx is not None:
+            dx.copy_(self._gradient(x, dy))
+        return y
 
 
 class StackedLinear(nn.Module):
@@ -63,7 +77,7 @@ class StackedExperts(nn.Module):
         std = config.init_method_std
         self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)
         self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=output_std(config), ctx=ctx)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = Activation(config.activation)
 
     def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
         up, down = self.fc1, self.fc2
@@ -85,26 +99,30 @@ class MoE(nn.Module):
         self.split, self.ep = ctx.sequence_split, ctx.experts.ep
 
     def segments(self, microbatch: Microbatch) -> list[Any]:
-        """Cut at its messages: routing and the way to the experts | their products | the way back and the sum."""
+        """Cut at its messages: routing and the way to the experts, the shared expert meanwhile | the products of the
+        others | the way back and the sum."""
         return [partial(self.send, microbatch), self.compute, self.receive]
 
-    def send(self, microbatch: Microbatch, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Plan]:
-        """(x, rows of the experts that are here, the weights of each token's experts, the way)."""
+    def send(self, microbatch: Microbatch, x: Tensor) -> tuple[Tensor, Tensor, Plan, torch.Size, Tensor | None]:
+        """(Rows of the experts that are here, the weights of each token's experts, the way, x's shape, the shared
+        expert's result: it is computed while tokens travel, as its backward is while their gradients do)."""
         tokens, routing = self._whole(x.flatten(0, 1), self.router(x, microbatch))
         experts, weights, kept = routing
         plan = plan_dispatch(experts, kept, self.router.num_experts, self.ep)
-        return x, dispatch(tokens, plan), weights, plan
+        travelling, shared = Dispatched(tokens, plan), None
+        if self.shared_experts is not None:
+            shared = self.shared_experts.fc2(self.shared_experts.fc1(x))
+        return travelling.wait(), weights, plan, x.shape, shared
 
-    def compute(self, x: Tensor, rows: Tensor, weights: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Plan]:
-        """(x, what all experts made of their rows, weights, plan)."""
-        return x, self.experts(rows, plan.counts), weights, plan
+    def compute(self, rows: Tensor, *rest: Any) -> tuple[Any, ...]:
+        """(What all experts made of their rows, the rest of what `send` returned)."""
+        return self.experts(rows, rest[1].counts), *rest
 
-    def receive(self, x: Tensor, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    def receive(self, rows: Tensor, weights: Tensor, plan: Plan, shape: torch.Size, shared: Tensor | None) -> Tensor:
         """`[s, b, h]`: the sum of what a token's experts, and the shared one, made of it."""
         y = combine(rows, weights, plan)
         y = scatter_sum_sequence(y, self.shares) if self.split else reduce_from_axis(y, self.shares)
-        y = y.view(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts.fc2(self.shared_experts.fc1(x))
+        return y.view(shape) if shared is None else y.view(shape) + shared
 
     def _whole(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
         """What this rank's part of an expert must see: the tokens of all ranks that share it."""

@@ -12,12 +12,13 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     plan.py         the plan of a micro-batch, the way there and the way back
     grouped.py      products of the experts of a rank
 
-Public names: `Plan`, `plan_dispatch`, `dispatch`, `combine`, `GroupedProduct`.
+Public names: `Plan`, `plan_dispatch`, `Dispatched`, `combine`, `GroupedProduct`,
+`ElementwiseFunction`.
 
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
 distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/test_expert_layers.py`,
 `tests/equivalence/test_experts.py`.
 """
 
-from megalite.parallel.expert.grouped import GroupedProduct
-from megalite.parallel.expert.plan import Plan, combine, dispatch, plan_dispatch
+from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
+from megalite.parallel.expert.plan import Dispatched, Plan, combine, plan_dispatch

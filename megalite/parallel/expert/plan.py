@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, all_to_all, all_to_all_rows
+from megalite.comm import Axis, Done, Handle, all_to_all, start_all_to_all_rows
+from megalite.gradient import WIDENED_ELEMENTS
 
 
 @dataclass(frozen=True)
 class Plan:
     """One micro-batch's way in one layer.
 
-    tokens, choices: n and k. order: int64 `[m]`, which of the n * k choices each row is that leaves here. places: int64
-    `[n * k]`, which row each choice is; None: some were dropped. sent,
+    tokens, choices: n and k. order: int64 `[m]`, which of the n * k choices each row is that leaves here. owners: int64
+    `[m]`, whose choice. places: int64 `[n, k]`, which row each choice is; None: some were dropped. sent,
     received: rows to and from each rank of the axis. arrangement: int64, which received row comes first, second ...;
     None: as they are. counts: rows of each expert that is here.
     """
@@ -35,6 +37,7 @@ class Plan:
     tokens: int
     choices: int
     order: Tensor
+    owners: Tensor
     places: Tensor | None
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -61,7 +64,8 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
         tokens=experts.shape[0],
         choices=experts.shape[1],
         order=order,
-        places=places if kept is None else None,
+        owners=order // experts.shape[1],
+        places=places.view_as(experts) if kept is None else None,
         sent=tuple(own),
         received=tuple(map(sum, table)),
         arrangement=arrangement,
@@ -70,29 +74,68 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
     )
 
 
-def dispatch(x: Tensor, plan: Plan) -> Tensor:
-    """Tokens `[n, h]` -> rows of the experts that are here, one expert after the other, `[sum(counts), h]`."""
-    return _Dispatch.apply(x, plan)
+class Dispatched:
+    """Tokens `[n, h]` on their way; other work may be done until they are waited for, and in backward until theirs are.
+
+    Backward runs what came later in forward first: what is computed in between hides both messages.
+    """
+
+    def __init__(self, x: Tensor, plan: Plan) -> None:
+        self._plan, self._trip = plan, _Trip()
+        self._rows = _Depart.apply(x, plan, self._trip)
+
+    def wait(self) -> Tensor:
+        """Rows of the experts that are here, one expert after the other, `[sum(counts), h]`."""
+        return self._rows if self._plan.axis.size == 1 else _Arrive.apply(self._rows, self._plan, self._trip)
 
 
 def combine(y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """The experts' results, in the order of `dispatch`, times `weights` `[n, k]`, added up: `[n, h]`."""
+    """The experts' results, in the order in which they came, times `weights` `[n, k]`, added up: `[n, h]`."""
     return _Combine.apply(y, weights, plan)
 
 
-class _Dispatch(Function):
+class _Trip:
+    """What is to be waited for, and where it arrives: the rows in forward, their gradients in backward."""
+
+    rows: Tensor
+    forward: Handle = Done()
+    backward: Handle = Done()
+
+
+class _Depart(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan) -> Tensor:
-        ctx.plan = plan
-        return _there(x.index_select(0, plan.order // plan.choices), plan)
+    def forward(ctx: Any, x: Tensor, plan: Plan, trip: _Trip) -> Tensor:
+        ctx.plan, ctx.trip = plan, trip
+        rows = x.index_select(0, plan.owners)
+        trip.rows, trip.forward = start_all_to_all_rows(rows, plan.sent, plan.received, plan.axis)
+        return rows  # as many as their gradients, which _Arrive returns
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        dx = _back(dy, ctx.plan)
-        return (dx[:, 0] + dx[:, 1] if dx.shape[1] == 2 else dx.sum(1)), None  # several times as fast, the same bits
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.trip.backward.wait()
+        return _sums(dy, None, ctx.plan), None, None
+
+
+class _Arrive(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: Plan, trip: _Trip) -> Tensor:
+        ctx.plan, ctx.trip = plan, trip
+        trip.forward.wait()
+        rows = _arranged(trip.rows, plan)
+        del trip.rows
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        plan: Plan = ctx.plan
+        rows, ctx.trip.backward = start_all_to_all_rows(_as_received(dy, plan), plan.received, plan.sent, plan.axis)
+        return rows, None, None
 
 
 class _Combine(Function):
@@ -103,38 +146,56 @@ class _Combine(Function):
         results = _back(y, plan)
         ctx.plan = plan
         ctx.save_for_backward(results, weights)
-        scale = weights.to(y.dtype)
-        total = results[:, 0] * scale[:, :1]
-        for choice in range(1, plan.choices):
-            total.addcmul_(results[:, choice], scale[:, choice : choice + 1])
-        return total
+        return _sums(results, weights.to(y.dtype), plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         results, weights = ctx.saved_tensors
         plan: Plan = ctx.plan
-        dweights = torch.stack(
-            [(results[:, choice] * dy).sum(-1, dtype=weights.dtype) for choice in range(plan.choices)], 1
-        )
-        rows = dy.index_select(0, plan.order // plan.choices)
+        rows = dy.index_select(0, plan.owners)
+        dweights = torch.zeros_like(weights)
+        dweights.view(-1)[plan.order] = _row_products(results, rows, weights.dtype)
         rows *= weights.to(dy.dtype).flatten()[plan.order, None]
         return _there(rows, plan), dweights, None
 
 
 def _there(rows: Tensor, plan: Plan) -> Tensor:
     """Rows in the order of this rank's choices -> rows in the order of the experts that are here."""
-    rows = all_to_all_rows(rows, plan.sent, plan.received, plan.axis)
-    return rows if plan.arrangement is None else rows.index_select(0, plan.arrangement)
+    rows, handle = start_all_to_all_rows(rows, plan.sent, plan.received, plan.axis)
+    handle.wait()
+    return _arranged(rows, plan)
 
 
 def _back(rows: Tensor, plan: Plan) -> Tensor:
-    """The inverse, `[n, k, h]`, zero where a choice was dropped."""
-    if plan.arrangement is not None:
-        rows = torch.empty_like(rows).index_copy_(0, plan.arrangement, rows)
-    rows = all_to_all_rows(rows, plan.received, plan.sent, plan.axis)
-    if plan.places is not None:
-        spread = rows.index_select(0, plan.places)
-    else:
-        spread = rows.new_zeros(plan.tokens * plan.choices, rows.shape[1]).index_copy_(0, plan.order, rows)
-    return spread.view(plan.tokens, plan.choices, rows.shape[1])
+    """The inverse."""
+    rows, handle = start_all_to_all_rows(_as_received(rows, plan), plan.received, plan.sent, plan.axis)
+    handle.wait()
+    return rows
+
+
+def _arranged(rows: Tensor, plan: Plan) -> Tensor:
+    """Rows as they arrive -> one expert after the other."""
+    return rows if plan.arrangement is None else rows.index_select(0, plan.arrangement)
+
+
+def _as_received(rows: Tensor, plan: Plan) -> Tensor:
+    """The inverse."""
+    return rows if plan.arrangement is None else torch.empty_like(rows).index_copy_(0, plan.arrangement, rows)
+
+
+def _sums(rows: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
+    """Of each token's rows (in the order in which they left), times its weights `[n, k]`: `[n, h]`. One pass over
+    memory; 16-bit rows are added in fp32."""
+    places = plan.places
+    if places is None:  # of a choice that was dropped: zeros
+        rows = rows.new_zeros(plan.tokens * plan.choices, rows.shape[1]).index_copy_(0, plan.order, rows)
+        places = torch.arange(len(rows), device=rows.device).view(plan.tokens, plan.choices)
+    return F.embedding_bag(places, rows.detach(), mode="sum", per_sample_weights=weights)
+
+
+def _row_products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[m, h]` twice -> `[m]`: the inner product of each pair of rows, in dtype; on a CPU in pieces that stay in its
+    cache."""
+    piece = max(1, WIDENED_ELEMENTS // a.shape[1]) if a.device.type == "cpu" else max(1, len(a))
+    return torch.cat([(x * y).sum(-1, dtype=dtype) for x, y in zip(a.split(piece), b.split(piece), strict=True)])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
-from megalite.parallel.expert import combine, dispatch, plan_dispatch
+from megalite.config.experts import Experts
+from megalite.config.model import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.nn.experts import MoE
+from megalite.parallel.expert import Dispatched, combine, plan, plan_dispatch
+from megalite.parallel.tensor import LayerContext
 from megalite.testing import run_ranks, run_single
 
 EXPERTS, WIDTH = 6, 5
@@ -31,14 +39,14 @@ def there_and_back(world: World, kind: str) -> tuple[list[Tensor], list[int]]:
     x, experts, weights, kept = case(world.rank, kind)
     x.requires_grad_()
     weights.requires_grad_()
-    plan = plan_dispatch(experts, kept, EXPERTS, mesh["ep"])
-    rows = dispatch(x, plan)
+    way = plan_dispatch(experts, kept, EXPERTS, mesh["ep"])
+    rows = Dispatched(x, way).wait()
     first = mesh["ep"].rank * (EXPERTS // mesh["ep"].size)
-    factors = torch.arange(first + 1, first + 1 + len(plan.counts)).repeat_interleave(torch.tensor(plan.counts))
-    y = combine(rows * factors[:, None], weights, plan)
+    factors = torch.arange(first + 1, first + 1 + len(way.counts)).repeat_interleave(torch.tensor(way.counts))
+    y = combine(rows * factors[:, None], weights, way)
     y.square().sum().backward()
     assert x.grad is not None and weights.grad is not None
-    return [y.detach(), x.grad, weights.grad], list(plan.counts)
+    return [y.detach(), x.grad, weights.grad], list(way.counts)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -59,3 +67,65 @@ def test_there_and_back(kind: str, size: int) -> None:
         chosen = experts if kept is None else experts[kept]
         expected += torch.bincount(chosen.flatten(), minlength=EXPERTS)
     assert counts == expected.tolist()
+
+
+class Recorded:
+    """A handle that tells when it is waited for."""
+
+    def __init__(self, handle: Any, seen: list[str]) -> None:
+        self.handle, self.seen = handle, seen
+
+    def wait(self) -> None:
+        self.seen.append("arrived")
+        self.handle.wait()
+
+
+def sparse_layer(world: World, hides: bool) -> tuple[list[str], list[Tensor]]:
+    """(What happened, in this order; result and gradients). hides: False waits for tokens before anything else."""
+    config = ModelConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, activation="swiglu", add_bias_linear=False,
+        experts=Experts(num_experts=4, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=12),
+    )  # fmt: skip
+    axes = ParallelMesh.build(rank=world.rank, size=world.size, ep=world.size).experts()
+    layer = MoE(config, 0, LayerContext(dtype=torch.float64, experts=axes))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64).requires_grad_()
+    seen: list[str] = []
+    start, begin, shared = plan.start_all_to_all_rows, Dispatched.__init__, layer.shared_experts
+    assert shared is not None
+
+    def started(*args: Any) -> tuple[Tensor, Any]:
+        seen.append("sent")
+        rows, handle = start(*args)
+        return rows, Recorded(handle, seen)
+
+    def waits_at_once(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        rows = Dispatched.wait(self)
+        self.wait = lambda: rows
+
+    for linear in (shared.fc1, shared.fc2):
+        linear.register_forward_hook(lambda *_: seen.append("shared"))
+        linear.weight.register_hook(lambda _: seen.append("shared"))
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    values: Any = (x,)
+    how = patch.object(Dispatched, "__init__", begin if hides else waits_at_once)
+    with patch.object(plan, "start_all_to_all_rows", started), how:
+        for segment in layer.segments(Microbatch(ids, ids, ids, torch.ones(2, 8), ids[:, 0])):
+            values = segment(*values)
+            values = values if isinstance(values, tuple) else (values,)
+        seen.append("backward")
+        values[0].square().sum().backward()
+    return seen, [values[0].detach(), *(t.grad for t in (x, *layer.parameters()) if t.grad is not None)]
+
+
+def test_the_shared_expert_is_computed_while_tokens_travel() -> None:
+    hiding, plain = (run_ranks(sparse_layer, 2, hides) for hides in (True, False))
+    for (seen, found), (others, expected) in zip(hiding, plain, strict=True):
+        there, back = ["sent", "shared", "shared", "arrived"], ["sent", "arrived"]
+        assert seen == [*there, *back, "backward", *back, *there]
+        assert others[:4] == ["sent", "arrived", "shared", "shared"]
+        assert len(found) == len(expected) == 7
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
