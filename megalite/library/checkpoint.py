@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, TensorShard, all_gather_json, all_reduce_
+from megalite.comm import Axis, TensorShard, all_gather_json, all_reduce_, shards_of_range
 from megalite.errors import ConfigError
+from megalite.inventory import placement_of
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 
@@ -31,8 +32,13 @@ def still_shards(pipeline: Pipeline) -> Iterator[TensorShard]:
                     continue
                 seen.add(name)
                 home = (stage_of[pipeline.names.layers_of[name][0]], 0)
-                copy = 0 if key == home and mesh.coordinate("dp") == 0 else 1 + mesh.rank
-                yield TensorShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach(), copy)
+                place = placement_of(tensor)
+                first = mesh.coordinate("dp") == 0 and (bool(place.sharded) or mesh.coordinate("tp") == 0)
+                copy, value = 0 if key == home and first else 1 + mesh.rank, tensor.detach()
+                if place.sharded:
+                    yield from shards_of_range(name, place, tuple(value.shape), value.view(-1), 0, replica=copy)
+                else:
+                    yield TensorShard(name, tuple(value.shape), (0,) * value.dim(), value, copy)
 
 
 @torch.no_grad()

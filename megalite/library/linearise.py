@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from megalite.errors import ConfigError
+from megalite.library.tensor_cut import TensorCut
 from megalite.library.tracing import Traced
 
 MOST_TENSORS = 8
@@ -43,16 +45,22 @@ class Line:
     everywhere: set[fx.Node]
 
 
-def linearise(traced: Traced) -> Line:
-    """Cuts the graph where the fewest tensors cross; finer only where a part would hold too much of the model."""
+def linearise(traced: Traced, cut: TensorCut) -> Line:
+    """Cuts the graph where the fewest tensors cross; finer only where a part would hold too much of the model. Never
+    where ranks hold parts of a tensor."""
     roots, written = _storages(traced)
     everywhere = _everywhere(traced, roots, written)
+    cut.follow(traced.graph, traced.states, everywhere)
+    if traced.result in cut.parts:
+        raise ConfigError("tensor_parallel: each rank would return a part of the result; a row is missing")
     chain = [node for node in traced.graph.nodes if node.op == "call_function" and node not in everywhere]
     crossing = _crossings(traced, chain, everywhere)
     order = {node: i for i, node in enumerate(traced.graph.nodes)}
     ends_at = {memory: order[node] for memory, node in written.items()}
     legal = [
-        _may_travel(values) and all(ends_at.get(roots[value], -1) <= order[chain[i]] for value in values)
+        _may_travel(values)
+        and cut.parts.isdisjoint(values)
+        and all(ends_at.get(roots[value], -1) <= order[chain[i]] for value in values)
         for i, values in enumerate(crossing)
     ]
     weight = [sum(_numel(traced.states[arg][1]) for arg in _states_of(node, traced)) for node in chain]

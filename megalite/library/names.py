@@ -56,6 +56,7 @@ class Names:
         copy = deepcopy(layer)
         for (_, old, _), (_, new, _) in zip(stored_tensors(layer, index), stored_tensors(copy, index), strict=True):
             self._of[id(new)] = self.of(old)
+            new.__dict__.update(old.__dict__)  # its placement
         return copy
 
     def tied(self, cuts: Sequence[range]) -> tuple[frozenset[str], list[int]]:

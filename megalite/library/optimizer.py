@@ -18,6 +18,7 @@ from megalite.inventory import AXIS_FAMILIES
 from megalite.library.checkpoint import STATE, collected, still_shards, write_weights
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
+from megalite.library.tensor_cut import whole as whole_tensor
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.pipeline import replica_axes
 from megalite.parallel.zero import ParameterBuffers, ZeroOptions, stage_buffers
@@ -213,7 +214,8 @@ class ShardedOptimizer:
                 family.weights.unshard()
             for index, layer in self._pipeline.layers(key):
                 for _, tensor, keys in stored_tensors(layer, index):
-                    found |= {name: tensor.detach().clone() for name in keys}
+                    value = whole_tensor(tensor, self._pipeline.mesh["tp"])
+                    found |= {name: value.detach().clone() for name in keys}
             for family in families:
                 family.weights.reshard()
         return found

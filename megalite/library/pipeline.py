@@ -62,7 +62,8 @@ class Pipeline:
         be on `meta`.
     schedule: a name of `megalite.SCHEDULES` that drains after every batch, or a program of your own (`parse_program`),
         which fixes the number of micro-batches; None: 1F1B.
-    mesh: the grid of ranks; tensor- and context-parallel sizes are 1. None: one process.
+    mesh: the grid of ranks; the context-parallel size is 1, the tensor-parallel one that of `layers_from_module`. None:
+        one process.
     chunks: stages of each rank, where the schedule leaves the choice (interleaved).
     sizes: number of layers of each stage; None: cut so that the fullest stage is as light as possible.
     balance: what a layer weighs: its 'operations' (the slowest stage is as fast as possible) or its 'parameters'.
@@ -91,7 +92,7 @@ class Pipeline:
         self.device = torch.device(device)
         layers, given = _listed(layers), _together(example)
         _check_free(layers)
-        self._check(balance)
+        self._check(layers, balance)
         self._programs: dict[int, Program] = {}
         self._batches = self._microbatches = 0
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
@@ -114,7 +115,7 @@ class Pipeline:
         self.optimizer: WeightEvents | None = None
         _take(layers)
 
-    def _check(self, balance: str) -> None:
+    def _check(self, layers: Sequence[nn.Module], balance: str) -> None:
         if balance not in (OPERATIONS, PARAMETERS):
             raise ConfigError(f"balance={balance!r}: {OPERATIONS!r} or {PARAMETERS!r}")
         if isinstance(self.schedule, Program):
@@ -129,9 +130,14 @@ class Pipeline:
                 f"schedule={self.schedule!r}: it never drains, and a step of the library ends with its batch; "
                 f"pretrain_gpt.py runs it; here use one of {names}"
             )
-        for axis in ("tp", "cp"):
-            if self.mesh.size(axis) > 1:
-                raise ConfigError(f"mesh: {axis}={self.mesh.size(axis)}: modules of your own are not cut; make it 1")
+        if self.mesh.size("cp") > 1:
+            raise ConfigError(f"mesh: cp={self.mesh.size('cp')}: sequences of your own are not cut; make it 1")
+        tp = self.mesh.size("tp")
+        if tp > 1 and {getattr(layer, "ranks", 1) for layer in layers} != {tp}:
+            raise ConfigError(
+                f"mesh: tp={tp}: modules of your own are not cut; make it 1, or give layers_from_module this mesh and "
+                "tensor_parallel"
+            )
 
     def _check_inputs(self, micro_batches: Sequence[tuple[Any, Any]]) -> None:
         if not micro_batches:
@@ -265,7 +271,8 @@ class Pipeline:
     def _mean(self, executor: Executor, micro_batches: Sequence[Any]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in executor.take_losses().values():
-            total += loss * self._share(micro_batches)
+            if self.mesh.coordinate("tp") == 0:  # tensor-parallel ranks hold the same
+                total += loss * self._share(micro_batches)
         all_reduce_(total, self.mesh.world)
         return total
 

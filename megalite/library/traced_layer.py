@@ -9,34 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from megalite.comm import Axis, ParallelMesh
 from megalite.errors import ConfigError
 from megalite.library.linearise import Line, Part, linearise
+from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
 from megalite.library.tracing import Traced, trace
 
 BODY = "body."
 """Before the names that parameters have in the module."""
 
 
-def layers_from_module(module: nn.Module, example: Tensor | Sequence[Tensor]) -> list[nn.Module]:
+def layers_from_module(
+    module: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    *,
+    mesh: ParallelMesh | None = None,
+    tensor_parallel: Table | None = None,
+) -> list[nn.Module]:
     """`module` as layers for a `Pipeline`, cut where one tensor crosses, or as few as possible.
 
     module: returns a tensor, or something with `.logits` (transformers' models, which are asked without a cache). It
         may be on `meta`. Its mode is kept: dropout of a module in training follows `layer.training`.
     example: what it is called with, one tensor or several, of the shapes that every micro-batch has.
+    mesh, tensor_parallel: the grid of ranks, and which linear layers its tensor-parallel ranks share: globs of their
+        names by 'col', 'row' and 'vocab' (tensor_cut.py says what these are). Collective over the mesh.
 
     The layers hold the module's own parameters, under its own names; the composition of the layers computes what
     `module(example)` computes. Raises ConfigError, with the line, for what depends on values of the input.
     """
-    traced = trace(module, (example,) if isinstance(example, Tensor) else tuple(example))
-    line = linearise(traced)
+    axis = mesh["tp"] if mesh is not None else Axis.single("tp")
+    cuts = cut_parameters(module, tensor_parallel or {}, axis) if axis.size > 1 else {}
+    traced = trace(module, (example,) if isinstance(example, Tensor) else tuple(example), cuts)
+    cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
+    line = linearise(traced, cut)
     keys: dict[int, tuple[str, ...]] = {}
     stored = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    for name, tensor in stored.items():
+    held = {id(parameter): cuts[name].local for name, parameter in module.named_parameters() if name in cuts}
+    for name, tensor in list(stored.items()):
+        stored[name] = tensor = held.get(id(tensor), tensor)
         keys[id(tensor)] = (*keys.get(id(tensor), ()), name)
     wants_device = {name for name, child in traced.root.named_children() if _takes_device(child)}
     layers: list[nn.Module] = []
     for number, part in enumerate(line.parts):
-        layers.append(TracedLayer(part, line, traced, keys, wants_device, first=number == 0).train(module.training))
+        layer = TracedLayer(part, line, traced, keys, wants_device, cut, first=number == 0)
+        layers.append(layer.train(module.training))
     used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
     for name, tensor in stored.items():
         if id(tensor) not in used:
@@ -51,6 +67,7 @@ class TracedLayer(nn.Module):
     keys: what the module's state dict calls each of its tensors; nothing for what it does not hold, or what a layer
         before this one answers for.
     reads: numbers of the module's inputs that it needs besides what arrives.
+    ranks: how many share the module's linear layers.
     """
 
     def __init__(
@@ -60,14 +77,16 @@ class TracedLayer(nn.Module):
         traced: Traced,
         keys: dict[int, tuple[str, ...]],
         wants_device: set[str],
+        cut: TensorCut,
         *,
         first: bool,
     ) -> None:
         super().__init__()
+        self.ranks = cut.axis.size if cut.kinds else 1
         needed = _closure(part, line.everywhere)
         inputs = [] if first else [node for node in traced.inputs if node in needed]
         self.reads = [traced.inputs.index(node) for node in inputs]
-        graph, held = _extract(part, [*part.arrives, *inputs], needed, traced, wants_device)
+        graph, held = _extract(part, [*part.arrives, *inputs], needed, traced, wants_device, cut)
         self.body = fx.GraphModule(held, graph)
         self.keys = {
             name: keys.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else keys.pop(id(tensor), ())
@@ -106,7 +125,12 @@ def _closure(part: Part, everywhere: set[fx.Node]) -> set[fx.Node]:
 
 
 def _extract(
-    part: Part, arguments: Sequence[fx.Node], needed: set[fx.Node], traced: Traced, wants_device: set[str]
+    part: Part,
+    arguments: Sequence[fx.Node],
+    needed: set[fx.Node],
+    traced: Traced,
+    wants_device: set[str],
+    cut: TensorCut,
 ) -> tuple[fx.Graph, dict[str, Any]]:
     """The part as a graph (*arguments, training, device) -> tuple of what leaves, and what its get_attr nodes name."""
     graph, held = fx.Graph(), dict[str, Any]()
@@ -121,13 +145,20 @@ def _extract(
         elif node.op == "get_attr":
             held[node.target], copies[node] = getattr(traced.root, node.target), graph.get_attr(node.target)
         elif node.op == "call_function":
-            made = copies[node] = graph.node_copy(node, lambda old: copies[old])
+            whole = {old: copies[old] for old in node.all_input_nodes}
+            read = {
+                old: entered(graph, copy, cut, held) if (node, old) in cut.entries else copy
+                for old, copy in whole.items()
+            }
+            made = copies[node] = graph.node_copy(node, lambda old, read=read: read[old])  # type: ignore[misc]  # lambda
             made.meta = {}
             made.args = fx.node.map_aggregate(made.args, lambda a: device if isinstance(a, torch.device) else a)
             made.kwargs = fx.node.map_aggregate(made.kwargs, lambda a: device if isinstance(a, torch.device) else a)
             if any(arg.op == "get_attr" and arg.target in wants_device for arg in node.all_input_nodes):
                 made.args = (*made.args, device)
             _follow_mode(graph, made, training)
+            if cut.kind(node):
+                copies[node] = rewritten(graph, node, made, cut, held)
     graph.output(tuple(copies[node] for node in part.leaves))
     return graph, held
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from megalite.errors import ConfigError
+from megalite.library.tensor_cut import CutParameter
 
 METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
 
@@ -56,12 +57,18 @@ class _Called(nn.Module):
         return logits
 
 
-def trace(module: nn.Module, example: tuple[Tensor, ...]) -> Traced:
-    """The operations of `module(*example)`. Raises ConfigError, which names the line, where they depend on values."""
+def trace(module: nn.Module, example: tuple[Tensor, ...], cuts: Mapping[str, CutParameter]) -> Traced:
+    """The operations of `module(*example)`, with these parts in place of parameters. Raises ConfigError,
+    with the line, where they depend on values."""
     own = dict(module.named_parameters()) | dict(module.named_buffers())
     home = next((t.device for t in own.values() if not t.is_meta), torch.device("cpu"))
     with FakeTensorMode():
-        state = [_like(tensor, home) for tensor in own.values()]
+        state = [
+            torch.empty(cuts[name].traced_as, dtype=tensor.dtype, device=home, requires_grad=tensor.requires_grad)
+            if name in cuts
+            else _like(tensor, home)
+            for name, tensor in own.items()
+        ]
         inputs = tuple(_like(tensor, home) for tensor in example)
     try:
         with _quietly(), _without_cache(module):
@@ -69,7 +76,8 @@ def trace(module: nn.Module, example: tuple[Tensor, ...]) -> Traced:
     except ConfigError:
         raise
     except Exception as error:  # whatever somebody's module raises, or torch.export about it
-        raise ConfigError(_reason(module, error)) from None
+        more = "; is a col or a row missing in tensor_parallel?" if cuts else ""
+        raise ConfigError(_reason(module, error) + more) from None
     graph = program.graph_module.graph
     for node in list(graph.nodes):
         if node.target is METADATA_CHECK and not node.users:
@@ -78,7 +86,8 @@ def trace(module: nn.Module, example: tuple[Tensor, ...]) -> Traced:
     given = len(own) + len(inputs)
     lifted = arguments[: len(arguments) - given]
     constants = {node: (f"constant_{i}", _constant(program, node)) for i, node in enumerate(lifted)}
-    states = dict(zip(arguments[len(lifted) :], own.items(), strict=False)) | constants
+    held = [(name, cuts[name].local if name in cuts else tensor) for name, tensor in own.items()]
+    states = dict(zip(arguments[len(lifted) :], held, strict=False)) | constants
     (result,) = graph.output_node().args[0]
     return Traced(graph, states, arguments[len(lifted) + len(own) :], result, program.graph_module)
 
