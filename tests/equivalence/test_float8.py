@@ -37,7 +37,7 @@ def case(name: str, *model: str) -> Layout:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("2bw", "tp2 pp2 dp2") else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+    "name", [name if name == "2bw" else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
 def test_a_layout_equals_one_process(name: str) -> None:
     compare(case(name, "--fp8-format", "hybrid"))
@@ -55,6 +55,7 @@ def test_rows(name: str) -> None:
     compare(case(name, "--fp8-format", "e4m3", "--fp8-recipe", "rowwise", "--swiglu"))
 
 
+@pytest.mark.full
 def test_blocks_end_where_ranks_do() -> None:
     model = ("--hidden-size", "256", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--seq-length", "48")
     compare(case("tp2 sequence parallel", *model), steps=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +35,18 @@ def without(*names: str) -> list[str]:
     return [token for at, token in enumerate(BASE) if token not in names and (at == 0 or BASE[at - 1] not in names)]
 
 
-@pytest.fixture
-def stopped(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 iterations that stopped after 2."""
-    assert main([*BASE, "--save", str(tmp_path / "run"), "--exit-interval", "2"]) == 0
-    return tmp_path / "run"
+    run = tmp_path_factory.mktemp("original") / "run"
+    assert main([*BASE, "--save", str(run), "--exit-interval", "2"]) == 0
+    return run
+
+
+@pytest.fixture
+def stopped(original: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
 
 
 def go_on(run: Path, *more: str) -> list[str]:
