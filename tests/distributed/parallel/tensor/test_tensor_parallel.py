@@ -176,7 +176,9 @@ def test_recomputation_under_sequence_parallelism(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, marks=pytest.mark.full, id="tp"), pytest.param(True, id="sp")]
+)
 def test_compiled_blocks_compute_the_same(sequence: bool, backend: str) -> None:
     """`--compile`; the C++ compiler behind it needs a minute on a new machine."""
     single = run_single(body_model, LLAMA, False, False)
