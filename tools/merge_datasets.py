@@ -45,6 +45,9 @@ def main(argv: list[str]) -> None:
     if Path(output).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
         raise DataError(f"--output-prefix={output}: is one of the inputs; name another file")
     parts = [IndexedDataset(prefix, flag="--input") for prefix in prefixes]
+    marked = [part.prefix for part in parts if part.marks is not None]
+    if marked:
+        raise DataError(f"--input={marked[0]}: is of --data-format chat, which is not merged; blend it by --data-path")
     for part in parts[1:]:
         if part.dtype != parts[0].dtype:
             raise DataError(

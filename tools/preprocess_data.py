@@ -14,12 +14,21 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
 from megalite.config import TOKENIZERS
-from megalite.data import Tokenizer, input_units, make_tokenizer, preprocess, read_unit
+from megalite.data import (
+    ChatTemplate,
+    Tokenizer,
+    input_units,
+    make_tokenizer,
+    preprocess,
+    preprocess_chat,
+    read_unit,
+)
 from megalite.errors import ConfigError
 from megalite.progress import LINES, ProgressBar
 
@@ -34,7 +43,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx"
     )
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="fields to tokenise, one output each"
+        "--data-format", choices=("text", "chat"), default="text",
+        help="chat: JSONL of conversations (field messages: role and content) by the tokenizer's own template; the "
+        "loss counts the assistant's answers only",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json-keys", nargs="+", metavar="KEY", help="fields to tokenise, one output each (unset: text, or messages)"
     )
     parser.add_argument("--tokenizer-type", choices=TOKENIZERS, default="ByteTokenizer", help="how text becomes ids")
     parser.add_argument(
@@ -52,6 +66,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--log-interval", type=float, default=LINES, help="seconds between progress lines in a log; 0: none, and no bar"
     )
     args = parser.parse_args(argv)
+    chat = args.data_format == "chat"
+    args.json_keys = args.json_keys or (["messages"] if chat else ["text"])
+    if chat and args.append_eod:
+        raise ConfigError("--append-eod: not with --data-format=chat, whose template ends a conversation; drop it")
+    if chat and len(args.json_keys) > 1:
+        raise ConfigError(f"--json-keys={' '.join(args.json_keys)}: one field holds the messages; name that")
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: must be at least 1")
     if len(set(args.json_keys)) < len(args.json_keys):
@@ -95,21 +115,22 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     tokenizer = tokenizer_of(args)
     print(f"{tokenizer.describe()}, {args.workers} workers", flush=True)
+    chat = args.data_format == "chat"
     with ProgressBar("tokenising", "B", lines=args.log_interval) as bar:
-        summary = preprocess(
-            args.input,
-            args.output_prefix,
-            tokenizer,
-            json_keys=args.json_keys,
-            append_eod=args.append_eod,
-            workers=args.workers,
-            skip_bad_lines=args.skip_bad_lines,
-            on_progress=bar,
-        )
+        more: dict[str, Any] = dict(workers=args.workers, skip_bad_lines=args.skip_bad_lines, on_progress=bar)
+        if chat:
+            template = ChatTemplate(tokenizer, args.tokenizer_model)
+            key = args.json_keys[0]
+            summary = preprocess_chat(args.input, args.output_prefix, tokenizer, template, key=key, **more)
+        else:
+            keys = args.json_keys
+            summary = preprocess(
+                args.input, args.output_prefix, tokenizer, json_keys=keys, append_eod=args.append_eod, **more
+            )
     print(summary.totals.line())
     if summary.totals.skipped:
         print(f"left out {summary.totals.skipped:,} broken lines")
-    if tokenizer.eod_id is not None and not args.append_eod:
+    if tokenizer.eod_id is not None and not args.append_eod and not chat:
         print("note: documents have no end-of-document token; --append-eod adds it")
     for prefix in summary.prefixes:
         print(f"wrote {prefix}.bin and .idx; train with --data-path {prefix}")

@@ -112,6 +112,10 @@ class BlendedDataset:
         part, number = self.source_of(sample)
         return part.fill(number, out)
 
+    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
+        part, number = self.source_of(sample)
+        return part.fill_marks(number, out)
+
     def source_of(self, sample: int) -> tuple[GPTDataset, int]:
         """The part that a sample comes from, and its number there."""
         if not 0 <= sample < len(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,8 +219,14 @@ def unit_digest(unit: InputUnit) -> str:
     return digest_of(content, unit.lines, unit.columns, unit.goes_on)
 
 
-def read_unit(unit: InputUnit, keys: Sequence[str], *, skip_bad_lines: bool) -> tuple[list[list[str]], int]:
-    """Texts of a unit, one list per key, and the lines that were left out."""
+def read_unit(
+    unit: InputUnit,
+    keys: Sequence[str],
+    *,
+    skip_bad_lines: bool,
+    parse: Callable[[str | bytes, Sequence[str], str], list[Any]] = parse_fields,
+) -> tuple[list[list[Any]], int]:
+    """Texts of a unit (or what `parse` makes of its lines), one list per key, and the lines that were left out."""
     if unit.columns is not None:
         return unit.columns, 0
     if unit.stop:
@@ -229,20 +235,20 @@ def read_unit(unit: InputUnit, keys: Sequence[str], *, skip_bad_lines: bool) -> 
             lines: Sequence[str | bytes] = file.read(unit.stop - unit.start).split(b"\n")
     else:
         lines = unit.lines
-    rows: list[list[str]] = []
+    rows: list[list[Any]] = []
     skipped = 0
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
-            rows.append(parse_fields(line, keys, ""))
+            rows.append(parse(line, keys, ""))
         except DataError:
             if skip_bad_lines:
                 skipped += 1
                 continue
             first = unit.first_line or _lines_before(unit) + 1
             # Once more, now that its number is worth counting.
-            parse_fields(line, keys, f"{unit.place}:{first + number}")
+            parse(line, keys, f"{unit.place}:{first + number}")
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped
 
 

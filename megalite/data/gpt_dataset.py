@@ -31,6 +31,10 @@ class SampleSource(Protocol):
         """Write a sample into `out`, `[S + 1]`; returns the tokens that are there (fewer at a partial tail)."""
         ...
 
+    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
+        """Write the marks of its tokens (`indexed.ANSWER`, `END`) into `out`; False where they have none."""
+        ...
+
 
 class GPTDataset:
     """One split of one token store.
@@ -122,14 +126,26 @@ class GPTDataset:
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         sequences, offset, stop = self.cut(sample)
+        at = self._copy(self.store, sequences, offset, stop, out)
+        check_ids(out, self, sequences, offset)
+        return at
+
+    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
+        marks = marks_of(self.store)
+        if marks is not None:
+            self._copy(marks, *self.cut(sample), out)
+        return marks is not None
+
+    def _copy(
+        self, store: TokenStore, sequences: Sequence[int], offset: int, stop: int, out: NDArray[np.integer]
+    ) -> int:
         at = 0
         for place, sequence in enumerate(sequences):
             last = place == len(sequences) - 1
-            tokens = self.store.get(sequence, offset if place == 0 else 0, stop + 1 if last else None)
+            tokens = store.get(sequence, offset if place == 0 else 0, stop + 1 if last else None)
             out[at : at + len(tokens)] = tokens
             at += len(tokens)
         assert at == self.seq_length + 1
-        check_ids(out, self, sequences, offset)
         return at
 
     def sequential(self) -> SequentialSource:
@@ -154,10 +170,28 @@ class SequentialSource:
         return int(self._stops[-1])
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        number, part = self._part(sample)
+        first, last, start, count = self._copy(part.store, sample, out)
+        begin = int(self._ends[number][first]) - int(part.store.lengths[part.begin + first])
+        check_ids(out[:count], part, range(part.begin + first, part.begin + last), start - begin)
+        return count
+
+    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
+        marks = marks_of(self._part(sample)[1].store)
+        if marks is not None:
+            self._copy(marks, sample, out)
+        return marks is not None
+
+    def _part(self, sample: int) -> tuple[int, GPTDataset]:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = bisect_right(self._stops, sample)
-        part, ends = self._parts[number], self._ends[number]
+        return number, self._parts[number]
+
+    def _copy(self, store: TokenStore, sample: int, out: NDArray[np.integer]) -> tuple[int, int, int, int]:
+        """(The part's first document of a sample, the one behind its last, its place in the part, its tokens)."""
+        number, part = self._part(sample)
+        ends = self._ends[number]
         start = (sample - (self._stops[number - 1] if number else 0)) * self.seq_length
         stop = min(start + self.seq_length + 1, int(ends[-1]))
         place = int(np.searchsorted(ends, start, side="right"))
@@ -166,12 +200,15 @@ class SequentialSource:
             length = int(part.store.lengths[part.begin + place])
             begin = int(ends[place]) - length
             take = min(stop, begin + length)
-            out[at - start : take - start] = part.store.get(part.begin + place, at - begin, take - begin)
+            out[at - start : take - start] = store.get(part.begin + place, at - begin, take - begin)
             at, place = take, place + 1
         out[stop - start :] = 0
-        begin = int(ends[first]) - int(part.store.lengths[part.begin + first])
-        check_ids(out[: stop - start], part, range(part.begin + first, part.begin + place), start - begin)
-        return stop - start
+        return first, place, start, stop - start
+
+
+def marks_of(store: TokenStore) -> IndexedDataset | None:
+    """The marks of its tokens; None where it has none."""
+    return store.marks if isinstance(store, IndexedDataset) else None
 
 
 def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:

@@ -9,7 +9,7 @@ documents + 1::
                                              34+4N     8N  i64 byte offset of each sequence in .bin
                                              34+12N    8D  i64 sequence at which each document begins; the last
                                                            entry is N
-                                             34+12N+8D  N  i8  mode of each sequence (optional, not used here)
+                                             34+12N+8D  N  i8  mode of each sequence (optional; see `MARKED`)
 
 A file of unknown origin is data, never trust: every count and offset is checked against the file sizes before it is
 used.
@@ -40,6 +40,10 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 FLOAT_CODES = (6, 7)
+MARKS, MARKED = "_marks", 77
+"""Of a pair whose sequences have this mode, the pair PREFIX_marks tells the marks of each token."""
+ANSWER, END = 1, 2
+"""Marks of a token: the loss counts it; a document ends with it."""
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 KNOWN_MAGIC = {
     b"PK\x03\x04": "a zip",
@@ -81,6 +85,7 @@ class IndexedDataset:
     lengths: tokens of every sequence, int32 `[N]`.
     document_indices: sequence at which every document begins, `[documents + 1]`, the last entry N.
     dtype: of the stored ids.
+    marks: for each token its marks (`megalite.data.chat`), None where there are none.
     Raises DataError where a file is missing, is not such an index, or contradicts the other one; `flag` named them.
     """
 
@@ -97,6 +102,13 @@ class IndexedDataset:
             self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self.dtype))
         except OSError as error:
             raise DataError(f"{flag}={self.prefix}: cannot be read ({error.strerror})") from None
+        self.marks: IndexedDataset | None = None
+        if self._marked:
+            self.marks = IndexedDataset(self.prefix + MARKS, flag=flag)
+            if not np.array_equal(self.marks.lengths, self.lengths):
+                raise DataError(
+                    f"{flag}={self.prefix}: {self.prefix}{MARKS} marks other tokens; run tools/preprocess_data.py again"
+                )
 
     def _check_files(self, flag: str) -> None:
         if self.prefix.endswith((".bin", ".idx")) and os.path.isfile(self.prefix):
@@ -130,6 +142,7 @@ class IndexedDataset:
                 f"{path}: {n} sequences and {max(d - 1, 0)} documents need {expected} bytes, the file has "
                 f"{raw.size}; write it again"
             )
+        self._marked = bool((raw[expected:] == MARKED).any())
         at = HEADER.size
         self.lengths = np.frombuffer(raw, "<i4", n, at)
         self._pointers = np.frombuffer(raw, "<i8", n, at + 4 * n)
@@ -251,6 +264,7 @@ class IndexedWriter:
         *,
         vocab_size: int | None = None,
         dtype: np.dtype[np.integer] | None = None,
+        marked: bool = False,
         partial: bool = False,
     ) -> None:
         assert (vocab_size is None) != (dtype is None), "give vocab_size or dtype"
@@ -259,7 +273,7 @@ class IndexedWriter:
         self._lengths: list[NDArray[np.int32]] = []
         self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
         self._sequences = 0
-        self.tokens = 0
+        self.tokens, self._marked = 0, marked
         self._partial = partial
         ending = "partial" if partial else f"tmp-{os.getpid()}"
         self._temporary = [f"{self.prefix}{suffix}.{ending}" for suffix in (".bin", ".idx")]
@@ -341,6 +355,7 @@ class IndexedWriter:
                 file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(documents)))
                 for array, form in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
                     file.write(np.ascontiguousarray(array, form).data)
+                file.write(bytes([MARKED]) * len(lengths) if self._marked else b"")
                 file.flush()
                 os.fsync(file.fileno())
         index, replaced = Path(self.prefix + ".idx"), os.path.exists(self.prefix + ".bin")

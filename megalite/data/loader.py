@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.data.gpt_dataset import SampleSource
+from megalite.data.indexed import ANSWER, END
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 
@@ -68,7 +69,11 @@ def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: in
 
 
 def make_microbatch(
-    text: NDArray[np.int64], valid: NDArray[np.int64], sample_ids: NDArray[np.int64], masks: DocumentMasks
+    text: NDArray[np.int64],
+    valid: NDArray[np.int64],
+    sample_ids: NDArray[np.int64],
+    masks: DocumentMasks,
+    marks: NDArray[np.uint8] | None = None,
 ) -> Microbatch:
     """Inputs, labels, positions and masks of samples.
 
@@ -78,15 +83,19 @@ def make_microbatch(
     text: tokens, int64 `[b, S + 1]`.
     valid: tokens of each row that are there, int64 `[b]`; labels beyond weigh nothing.
     sample_ids: int64 `[b]`.
+    marks: of the tokens, `[b, S + 1]`: which of them the loss counts as labels, and which end a document, where the
+        end-of-document token does not say it.
     """
     tokens, labels = text[:, :-1], text[:, 1:]
     b, s = tokens.shape
     index = np.arange(s, dtype=np.int64)
     loss_mask = (index[None, :] < valid[:, None] - 1).astype(np.float32)
+    if marks is not None:
+        loss_mask *= marks[:, 1:] & ANSWER
     positions = np.broadcast_to(index, (b, s))
     document_starts = None
     if masks.eod_id is not None:
-        is_end = tokens == masks.eod_id
+        is_end = tokens == masks.eod_id if marks is None else (marks[:, :-1] & END) > 0
         if masks.eod_mask_loss:
             loss_mask[is_end] = 0.0
         begins = np.zeros((b, s), np.int64)
@@ -189,13 +198,17 @@ class BatchLoader:
         b = self.micro_batch_size
         begin = first + self.dp_rank * b
         text = np.empty((b, self.source.seq_length + 1), np.int64)
-        valid = np.zeros(b, np.int64)
+        valid, marks, marked = np.zeros(b, np.int64), np.empty(text.shape, np.uint8), False
         for row in range(b):
-            if begin + row < len(self.source):
-                valid[row] = self.source.fill(begin + row, text[row])
+            there = begin + row < len(self.source)
+            valid[row] = self.source.fill(begin + row, text[row]) if there else 0
+            text[row, valid[row] :] = 0
+            if there and self.source.fill_marks(begin + row, marks[row]):
+                marked = True
             else:
-                text[row] = 0
-        made = make_microbatch(text, valid, np.arange(begin, begin + b, dtype=np.int64), self._masks)
+                marks[row] = ANSWER + END * (text[row] == self._masks.eod_id)
+        ids = np.arange(begin, begin + b, dtype=np.int64)
+        made = make_microbatch(text, valid, ids, self._masks, marks if marked else None)
         return made.map(Tensor.pin_memory) if self._pin else made
 
     def close(self) -> None:

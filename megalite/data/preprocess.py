@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -116,16 +116,13 @@ def write_units(
 
     source: what `--input` names, if it does: 0 tokens are an error then.
     """
-    settings = digest_of(
-        "preprocess", KEPT_VERSION, tokenizer_fingerprint(job.tokenizer), job.json_keys, job.append_eod
-    )
     with ExitStack() as stack:
         kept = stack.enter_context(
-            KeptUnits(prefixes, settings, skip_bad_lines=job.skip_bad_lines, advises=bool(source))
+            KeptUnits(prefixes, job.settings, skip_bad_lines=job.skip_bad_lines, advises=bool(source))
         )
         writers = [
-            stack.enter_context(IndexedWriter(prefix, vocab_size=job.tokenizer.vocab_size, partial=True))
-            for prefix in prefixes
+            stack.enter_context(IndexedWriter(prefix, dtype=dtype, partial=True, marked=job.marked and not i))
+            for i, (prefix, dtype) in enumerate(zip(prefixes, job.dtypes, strict=True))
         ]
         merge = _Merger(writers)
         for unit, result, written in _results(job, units, workers, kept, writers):
@@ -169,6 +166,20 @@ class UnitJob:
     json_keys: tuple[str, ...]
     append_eod: bool
     skip_bad_lines: bool
+
+    marked: ClassVar[bool] = False  # the fields after the first are marks of its tokens
+
+    @property
+    def dtypes(self) -> list[np.dtype[np.integer]]:
+        """On disk, of each field."""
+        return [token_dtype(self.tokenizer.vocab_size)] * len(self.json_keys)
+
+    @property
+    def settings(self) -> str:
+        """Digest of all that decides how text becomes tokens."""
+        return digest_of(
+            "preprocess", KEPT_VERSION, tokenizer_fingerprint(self.tokenizer), self.json_keys, self.append_eod
+        )
 
     def run(self, unit: InputUnit) -> UnitTokens:
         texts, skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines)

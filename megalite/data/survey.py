@@ -48,6 +48,8 @@ def survey(store: TokenStore, source: str) -> Survey:
     if isinstance(store, IndexedDataset):
         for _, tokens in _sampled(store):
             content.update(np.ascontiguousarray(tokens.astype("<i8")).data)
+        for _, marks in _sampled(store.marks) if store.marks is not None else ():
+            content.update(np.ascontiguousarray(marks).data)
     return Survey(
         source,
         len(lengths),

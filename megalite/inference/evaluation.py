@@ -79,6 +79,9 @@ class TextWindows:
     def __len__(self) -> int:
         return self._count
 
+    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
+        return False
+
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         start = sample * self._stride
         part = self._ids[start : start + self.seq_length + 1]

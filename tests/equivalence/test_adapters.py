@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from equivalence.layouts import TINY, Layout, compare, draw, saved_tensors, train_body
+from equivalence.layouts import (
+    TINY,
+    Layout,
+    assert_close,
+    assert_same_tensors,
+    compare,
+    draw,
+    saved_tensors,
+    train,
+    train_body,
+)
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.convert import CheckpointSource, write_huggingface
@@ -21,6 +31,7 @@ from megalite.gradient import sink_of
 from megalite.inventory.layers import count_parameters, count_trained_parameters
 from megalite.planner.model_states import state_bytes
 from megalite.testing import run_ranks
+from megalite.testing.oracle import reference
 from megalite.train.run import open_run
 
 LORA = "--lora-rank 3 --lora-alpha 5"
@@ -158,3 +169,28 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     with pytest.raises(Exception, match="adapters of another model than"):
         fine_tune(moved, tmp_path / "run", 1, flags="--auto-resume")
+
+
+NAMED = ("--mock-data", "--tokenizer-type", "--vocab-size")
+
+
+@pytest.mark.full
+def test_loss_on_answers_is_the_same_at_every_layout(tmp_path: Path) -> None:
+    """Conversations of unequal length, several in a sample."""
+    write = pytest.importorskip("tests.unit.data.test_chat", reason="transformers is not installed")
+    rng = random.Random(1)
+    talks = [
+        [{"role": role, "content": " small" * rng.randint(1, 9)} for role in ("user", "assistant") * rng.randint(1, 3)]
+        for _ in range(40)
+    ]
+    _, prefix = write.write(tmp_path, [{"messages": talk} for talk in talks])
+    model = f"--model-type llama --num-layers 4 {LORA} --reset-attention-mask --reset-position-ids"
+    data = f"--data-path {prefix} --split 100,0,0 --tokenizer-type HuggingFaceTokenizer --calculate-per-token-loss"
+    kept = [f for i, f in enumerate(TINY) if f not in NAMED and (i == 0 or TINY[i - 1] not in NAMED[1:])]
+    argv = [*kept, *model.split(), *data.split(), "--tokenizer-model", str(tmp_path / "tokenizer")]
+    argv += ["--micro-batch-size", "1"]
+    expected = reference(tuple(argv), 3)
+    for flags, world_size in (("", 1), (f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-h1", 4)):
+        found = train([*argv, *flags.split()], world_size, 3)
+        assert_close(found.losses, expected.losses, 1e-12, "loss")
+        assert_same_tensors(found.tensors, expected, 1e-11)

@@ -1,0 +1,151 @@
+"""Conversations by the tokenizer's template: ids and answers are transformers', and the loss counts answers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.data import ChatTemplate, IndexedDataset, make_tokenizer, preprocess_chat
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.indexed import ANSWER, END
+from megalite.data.loader import BatchLoader, DocumentMasks
+from megalite.errors import DataError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content + '<|im_end|>' }}{{ '\n' }}{% endfor %}"
+) + PROMPT
+TELLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+) + PROMPT
+TALKS = [
+    [
+        ("system", "Be short."),
+        ("user", "Hi, who?"),
+        ("assistant", "  A small model.\n"),
+        ("user", "é?"),
+        ("assistant", "日本"),
+    ],
+    [("user", "1 + 1"), ("assistant", "2")],
+    [("user", "Say nothing"), ("assistant", "")],
+    [("user", "and "), ("assistant", "so on, and so on, and so on " * 3)],
+]
+MESSAGES = [[{"role": role, "content": text} for role, text in talk] for talk in TALKS]
+
+
+def tokenizer_with(template: str | None, folder: Path) -> Any:
+    """Byte-level BPE of few merges, with ChatML's special tokens; `<|im_end|>` ends messages, and is the eos token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["assistant user system a small model and so on"] * 9, trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.mark.parametrize("template", [CHATML, TELLS], ids=["plain", "with generation blocks"])
+def test_ids_and_answers_are_those_of_transformers(template: str, tmp_path: Path) -> None:
+    """Also of a template that does not say what an answer is: it marks what the one that does would."""
+    theirs = tokenizer_with(TELLS, tmp_path / "tells")
+    tokenizer_with(template, tmp_path / "ours")
+    tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "ours"))
+    chat = ChatTemplate(tokenizer, str(tmp_path / "ours"))
+    for messages in MESSAGES:
+        expected = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, answers = chat.encode(messages)
+        assert ids == list(expected["input_ids"])
+        assert [int(answer) for answer in answers] == list(expected["assistant_masks"])
+        assert any(answers) and not all(answers)
+
+
+def write(tmp_path: Path, lines: list[Any], template: str | None = CHATML, **more: Any) -> tuple[Any, Path]:
+    tokenizer_with(template, tmp_path / "tokenizer")
+    tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer"))
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = ChatTemplate(tokenizer, str(tmp_path / "tokenizer"))
+    summary = preprocess_chat([str(file)], str(tmp_path / "chat"), tokenizer, chat, **more)
+    return tokenizer, Path(summary.prefixes[0])
+
+
+def test_the_loss_counts_answers_and_documents_end_with_conversations(tmp_path: Path) -> None:
+    """Every label with a loss is a token of an answer, whatever the end-of-document token ends besides."""
+    tokenizer, prefix = write(tmp_path, [{"messages": messages} for messages in MESSAGES], workers=2)
+    store = IndexedDataset(prefix)
+    assert store.marks is not None and len(store) == len(MESSAGES) and store.marks.dtype == np.uint8
+    stream, marks = store.stream(0, store.num_tokens), store.marks.stream(0, store.num_tokens)
+    assert (np.flatnonzero(marks & END) + 1).tolist() == np.cumsum(store.lengths).tolist()
+    source = GPTDataset(store, 0, len(store), seq_length=24, requests=(None,), seed=1).sequential()
+    masks = DocumentMasks(eod_id=tokenizer.eod_id, reset_position_ids=True, reset_attention_mask=True)
+    counted, at = [], 0
+    with BatchLoader(source, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, masks=masks) as loader:
+        for [batch] in loader.full_pass(1):
+            count = min(24, store.num_tokens - 1 - at)
+            expected = (marks[at + 1 : at + 1 + count] & ANSWER).astype(np.float32)
+            assert batch.loss_mask[0, :count].tolist() == expected.tolist() and not batch.loss_mask[0, count:].any()
+            counted += batch.labels[0][batch.loss_mask[0] > 0].tolist()
+            ends = np.cumsum(store.lengths)
+            assert batch.document_starts is not None
+            for place in range(count):
+                first = int(max([end for end in ends if end <= at + place], default=0))
+                assert int(batch.document_starts[0, place]) == max(first - at, 0)
+                assert int(batch.positions[0, place]) == at + place - max(first, at)
+            at += 24
+    assert counted == stream[(marks & ANSWER) > 0].tolist()
+    words = [m["content"] + "<|im_end|>" for messages in MESSAGES for m in messages if m["role"] == "assistant"]
+    assert tokenizer.backend.decode(counted, skip_special_tokens=False) == "".join(words)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ({"text": "a"}, "no list of messages in field 'messages'; name the field by --json-keys"),
+        ({"messages": [{"role": "user"}]}, "message 1 is not an object with a role and a content that are texts"),
+        ({"messages": MESSAGES[1], "tools": [{}]}, "has tools, which are not supported"),
+        ({"messages": MESSAGES[1][1:]}, "conversation 1 of a block: answer 1 is the first"),
+    ],
+)
+def test_a_broken_line_is_named_or_left_out(line: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=text):
+        write(tmp_path, [line, {"messages": MESSAGES[1]}])
+    _, prefix = write(tmp_path, [line, {"messages": MESSAGES[1]}], skip_bad_lines=True)
+    assert len(IndexedDataset(prefix)) == 1
+
+
+def test_marks_that_are_missing_or_of_other_tokens_are_refused(tmp_path: Path) -> None:
+    _, prefix = write(tmp_path, [{"messages": messages} for messages in MESSAGES])
+    other = tmp_path / "other"
+    other.mkdir()
+    _, fewer = write(other, [{"messages": MESSAGES[0]}])
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}_marks{suffix}").write_bytes(Path(f"{fewer}_marks{suffix}").read_bytes())
+    with pytest.raises(DataError, match="_marks marks other tokens"):
+        IndexedDataset(prefix)
+    Path(f"{prefix}_marks.idx").unlink()
+    with pytest.raises(DataError, match="_marks.idx not found"):
+        IndexedDataset(prefix)
+
+
+def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no chat template"):
+        write(tmp_path, [{"messages": MESSAGES[0]}], template=None)
