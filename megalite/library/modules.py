@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
 from megalite.library.cutting import Boundary, Tensors, call
+from megalite.library.traced_layer import Product, product
 from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -105,7 +106,10 @@ class _SplitLinear(Function):
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
         ctx.save_for_backward(x, weight, bias)
         y, ctx.kept = layer.products.forward(x, weight, bias)
-        return y
+        if y._base is None:
+            return y
+        # of a function of its own, a view must not be written into; an activation in place may come next
+        return torch.ops.aten._unsafe_view(y._base, y.shape) if y._base.numel() == y.numel() else y.clone()
 
     @staticmethod
     @once_differentiable
@@ -113,6 +117,46 @@ class _SplitLinear(Function):
         x, weight, bias = ctx.saved_tensors
         dx = ctx.layer.products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
         return dx, *weight_gradients(ctx, x, dy, weight, bias), None
+
+
+class _SplitTurned(Function):
+    """x weight + bias of `[n, in]` and `[in, out]`."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradQueue) -> Tensor:
+        ctx.queue, ctx.sinks = queue, (sink_of(weight), None if bias is None else sink_of(bias))
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, (weight_sink, bias_sink) = x.detach().t(), ctx.sinks
+        dx = dy @ weight.t() if ctx.needs_input_grad[0] else None
+        dweight = dbias = None
+        if weight_sink is not None:
+            ctx.queue.put(lambda: weight_sink.addmm(rows, dy))
+        elif ctx.needs_input_grad[1]:
+            dweight = rows @ dy
+        if bias_sink is not None:
+            ctx.queue.put(lambda: bias_sink.add(sum_widened(dy)))
+        elif ctx.needs_input_grad[2]:
+            dbias = dy.sum(0)
+        return dx, dweight, dbias, None
+
+
+def _split_product(
+    layer: _WholeLinear, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False
+) -> Tensor:
+    plain = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
+    if plain or (turned and layer.products.dtype != x.dtype):
+        return product(x, weight, bias, turned=turned)
+    if turned:
+        return _SplitTurned.apply(x, weight, bias, layer.weight_grads)
+    return _SplitLinear.apply(x, weight, bias, layer)
 
 
 def _split_linear(module: nn.Linear, layer: _WholeLinear, x: Tensor) -> Tensor:
@@ -132,7 +176,12 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
     that a micro-batch calls more than once."""
     owners = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
     for module in stage.modules():
-        if (
+        if isinstance(module, Product):
+            dtype = next(p.dtype for p in stage.parameters() if p.is_floating_point())
+            products = PlainProducts(product_dtype(dtype, device.type))
+            whole = _WholeLinear(queue, products, sum_widened)
+            module.forward = partial(_split_product, whole)  # type: ignore[method-assign]  # of this one module
+        elif (
             type(module) is nn.Linear
             and module.weight.requires_grad
             and owners[id(module.weight)] == calls[id(module)] == 1

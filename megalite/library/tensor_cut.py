@@ -219,7 +219,7 @@ def rewritten(graph: fx.Graph, node: fx.Node, made: fx.Node, cut: TensorCut, hel
         return _call(graph, held, f"logits_{columns}", Logits(cut.axis, columns), made)
     if kind == ROW:
         bias = made.args[2] if len(made.args) > 2 else None
-        made.args = made.args[:2]
+        made.args = made.args[:2]  # each rank would add the bias
         total = _call(graph, held, "sum", Sum(cut.axis), made)
         return total if bias is None else graph.call_function(torch.ops.aten.add.Tensor, (total, bias))
     return made

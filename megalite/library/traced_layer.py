@@ -15,6 +15,7 @@ from megalite.library.linearise import Line, Part, linearise
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
 from megalite.library.tracing import Traced, trace
 
+LINEAR, ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
 BODY = "body."
 """Before the names that parameters have in the module."""
 
@@ -111,6 +112,47 @@ class TracedLayer(nn.Module):
         self.keys[name] = keys
 
 
+class Product(nn.Module):
+    """A linear layer of a traced graph: `x weight^T + bias`, or with `turned` (transformers' Conv1D) `x weight + bias`.
+    A stage may replace how its gradients are computed."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False) -> Tensor:
+        return product(x, weight, bias, turned=turned)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, turned: bool) -> Tensor:
+    """As torch computes it, backward and all."""
+    if not turned:
+        return nn.functional.linear(x, weight, bias)
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _splits(node: fx.Node, traced: Traced, cut: TensorCut) -> bool:
+    """Whether nothing but this linear layer uses its weight and its bias."""
+    if node.target is LINEAR:
+        states = node.args[1:]
+    elif node.target is ADDMM and not node.kwargs:
+        states = (node.args[2], node.args[0])
+    else:
+        return False
+    for state in [state for state in states if state is not None]:
+        if not isinstance(state, fx.Node) or state not in traced.states or (node, state) in cut.entries:
+            return False
+        if len(state.users) > 1 or not isinstance(traced.states[state][1], nn.Parameter):
+            return False
+    return True
+
+
+def _as_module(graph: fx.Graph, made: fx.Node, name: str) -> fx.Node:
+    """The operation as a call of a `Product`."""
+    turned, args = made.target is ADDMM, made.args
+    if turned:
+        args = (args[1], args[2], args[0])
+    found = graph.call_module(name, args, {"turned": True} if turned else {})
+    graph.erase_node(made)
+    return found
+
+
 def _closure(part: Part, everywhere: set[fx.Node]) -> set[fx.Node]:
     """The operations of the part and what it repeats, with all that they read."""
     found: set[fx.Node] = set(part.arrives)
@@ -157,6 +199,10 @@ def _extract(
             if any(arg.op == "get_attr" and arg.target in wants_device for arg in node.all_input_nodes):
                 made.args = (*made.args, device)
             _follow_mode(graph, made, training)
+            if _splits(node, traced, cut):
+                name = f"product_{len(held)}"
+                held[name] = Product()
+                copies[node] = made = _as_module(graph, made, name)
             if cut.kind(node):
                 copies[node] = rewritten(graph, node, made, cut, held)
     graph.output(tuple(copies[node] for node in part.leaves))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megalite.comm import ParallelMesh, World
 from megalite.errors import ConfigError
 from megalite.library import Pipeline, ShardedOptimizer, layers_from_module
 from megalite.library.cutting import crossings, cut
+from megalite.library.modules import Sample
 from megalite.schedule import build_program
 from megalite.testing import run_ranks
 
@@ -170,6 +172,24 @@ def test_gradients_are_the_modules_own(kind: str, pp: int, dp: int, schedule: st
     assert seen == expected.keys()
 
 
+def postponed(world: World, kind: str) -> list[int]:
+    """Weight gradients that a micro-batch's first half of the backward leaves to the second."""
+    module, tokens = made(kind), batches(1)[0][0][0]
+    pipe = Pipeline(layers_from_module(module, tokens), loss=loss, example=tokens)
+    ShardedOptimizer(pipe, lr=0.1)
+    stage = pipe.stages[0, 0]
+    sample = Sample((tokens,), tokens)
+    stage.forward(0, None, sample, torch.ones(()), version=0)
+    stage.backward_input(0, None)
+    return [len(stage._deferred[0])]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("mixer", 12), pytest.param("gpt2", 16, marks=pytest.mark.full)])
+def test_linear_layers_split_their_backward(kind: str, number: int) -> None:
+    """Weights and biases of all linear layers; not a weight that is tied."""
+    assert run_ranks(postponed, 1, kind) == [[number]]
+
+
 class Chooses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # the line that is named
@@ -202,3 +222,49 @@ def test_the_cut_of_gpt2() -> None:
     held = [sum(numbers[i] for i in items) for items in cuts]
     assert sum(held) == sum(p.numel() for p in module.parameters()) + words  # the last stage has a copy
     assert [round(n / 1e6, 1) for n in held] == [41.7, 42.5, 40.2, 38.6]
+
+
+class Plain(nn.Module):
+    """Nothing tied, nothing skipped: what torch's own pipeline can run, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, VOCAB)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.blocks(self.words(tokens)))
+        return logits
+
+
+def beside_torch(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of this rank: ours, and those of torch.distributed.pipelining."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.manual_seed(6)
+    module = Plain().double()
+    theirs = copy.deepcopy(module)
+    pairs = batches(1)[0]
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
+    pipe = Pipeline(layers_from_module(module, pairs[0][0]), loss=loss, example=pairs[0][0], mesh=mesh)
+    pipe.step(pairs)
+    here = pipe.parameters((world.rank, 0))
+    ours = {name: parameter.grad for name, parameter in here if parameter.grad is not None}
+    halves = [
+        nn.Sequential(theirs.words, theirs.blocks[0], theirs.blocks[1]),
+        nn.Sequential(theirs.blocks[2], theirs.blocks[3], theirs.out),
+    ]
+    stage = PipelineStage(halves[world.rank], world.rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, MICRO_BATCHES, loss_fn=loss)
+    tokens, targets = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
+    schedule.step(tokens) if world.rank == 0 else schedule.step(target=targets)
+    return ours, {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.full
+def test_gradients_equal_those_of_torchs_pipeline() -> None:
+    found = run_ranks(beside_torch, 2)
+    ours, theirs = ({name: g for rank in found for name, g in rank[i].items()} for i in range(2))
+    assert ours.keys() == theirs.keys() == dict(Plain().named_parameters()).keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=1e-12)
