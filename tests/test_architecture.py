@@ -26,7 +26,7 @@ MAX_FIELDS = {
     "optimizer": 17,
     "data": 16,
     "checkpoint": 14,
-    "logging": 5,
+    "logging": 6,
 }
 
 NO_TORCH = (

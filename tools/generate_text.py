@@ -5,8 +5,8 @@
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 DIR is a run directory or one checkpoint in it, written at any layout; nothing else of the run is needed. FILE has a
-field `prompt` in each line; for each a line with `prompt`, `sample` and `text` is printed. The text does not depend on
-the layout.
+field `prompt` in each line, or is text with a prompt in each; for each a line with `prompt`, `sample` and `text` is
+printed. The text does not depend on the layout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from layout_flags import add_layout_flags, run_on_ranks
-from megalite.errors import ConfigError, DataError
+from megalite.errors import ConfigError
 
 if TYPE_CHECKING:
     from megalite.comm import World
@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: the beginning of a document")
-    parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt' in each line")
+    parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt', or a prompt in each line")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="tokens to generate at most")
     parser.add_argument("--num-samples", type=int, default=1, help="continuations, with seeds --seed, --seed + 1, ...")
     parser.add_argument("--micro-batch-size", type=int, default=8, help="texts that go through the model together")
@@ -61,7 +61,11 @@ def main(argv: list[str]) -> int:
 
 def continue_prompts(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, generate; the first prints."""
-    from megalite.generation import Sampling  # torch comes with it: not before the flags are known to be right
+    from megalite.generation import (  # torch comes with it: not before the flags are known to be right
+        Sampling,
+        prompt_ids,
+        read_prompts,
+    )
     from megalite.inference import generate, load_for_inference
 
     how = {name: getattr(flags, name) for name in ("greedy", "temperature", "top_k", "top_p")}
@@ -73,8 +77,8 @@ def continue_prompts(flags: argparse.Namespace, world: World) -> None:
     )
     world.report_phase("generating")
     tokenizer = loaded.tokenizer
-    texts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts)
-    prompts = [ids_of(tokenizer, text, "--prompt" if flags.prompts is None else "--prompts") for text in texts]
+    texts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts, "--prompts")
+    prompts = prompt_ids(tokenizer, texts, "--prompt" if flags.prompts is None else "--prompts")
     at_once = world.is_first and len(texts) == flags.num_samples == 1 and flags.prompts is None
     printer = Printer(tokenizer)
     if at_once:
@@ -96,24 +100,6 @@ def continue_prompts(flags: argparse.Namespace, world: World) -> None:
         for text, samples in zip(texts, found, strict=True):
             for number, ids in enumerate(samples):
                 print(json.dumps({"prompt": text, "sample": number, "text": tokenizer.decode(ids)}, ensure_ascii=False))
-
-
-def read_prompts(path: str) -> list[str]:
-    """The texts of `--prompts`. Raises DataError."""
-    from megalite.data import read_jsonl
-
-    texts = list(read_jsonl(path, "--prompts", "prompt"))
-    if not texts:
-        raise DataError(f'--prompts={path}: holds no prompt; write a line such as {{"prompt": "Once"}} for each')
-    return texts
-
-
-def ids_of(tokenizer: Tokenizer, text: str, flag: str) -> list[int]:
-    """An empty text begins a document. Raises ConfigError where there is no token for that."""
-    ids = tokenizer.encode(text)
-    if not ids and tokenizer.eod_id is None:
-        raise ConfigError(f"{flag}: is empty, and this tokenizer has no end-of-document token to begin after")
-    return ids or [tokenizer.eod_id or 0]
 
 
 class Printer:

@@ -91,6 +91,7 @@ def _tokenizer_files(config: Config) -> Iterator[str]:
 def _other_files(config: Config) -> Iterator[str]:
     files = {
         "--data-args-path": config.data.data_args_path,
+        "--sample-prompts": config.logging.samples.sample_prompts,
         "--pipeline-schedule-file": config.parallel.pipeline_schedule_file,
     }
     for flag, path in files.items():

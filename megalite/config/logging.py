@@ -30,6 +30,22 @@ class Profiling(Spelled):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Samples(Spelled):
+    """Texts that the model writes during the training."""
+
+    sample_interval: int | None = option(
+        None,
+        "iterations between continuations of the prompts, in the log and in samples.jsonl",
+        ge=1,
+        needs="sample_prompts",
+    )
+    sample_prompts: str | None = option(
+        None, "JSONL file with a field 'prompt', or a prompt in each line", metavar="FILE", needs="sample_interval"
+    )
+    sample_tokens: int = option(64, "new tokens of each", ge=1, only_with="sample_interval")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Trackers are optional packages and never stop a training."""
 
@@ -37,6 +53,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, "write TensorBoard events here", metavar="DIR")
     wandb: WandB = WandB()
     profiling: Profiling = Profiling()
+    samples: Samples = Samples()
     trace_pipeline: str | None = option(
         None,
         "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)",

@@ -7,6 +7,7 @@
                    +------------------------------- engine.py: episode after episode <---------------------------+
 
     sampling    how a token is chosen: keyed noise instead of a generator, over a vocabulary that ranks share
+    prompts     what is to be continued
     groups      sequences of different lengths side by side; how much of its text a sequence sees
     stages      what a stage of the model does with a group: prompt, then one token a round
     engine      slots that groups take and leave, what ranks tell each other
@@ -17,5 +18,6 @@ Proof: `tests/equivalence/test_generation_layouts.py`, `tests/unit/generation/`.
 
 from megalite.generation.engine import Generator, OnTokens
 from megalite.generation.groups import Request
+from megalite.generation.prompts import prompt_ids, read_prompts
 from megalite.generation.sampling import NO_NUMBER, Sampling, pick_tokens
 from megalite.generation.stages import ModelParts, part_of

@@ -23,7 +23,7 @@ from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
-from megalite.schedule import StagePlacement, forward_program
+from megalite.schedule import StagePlacement, forward_program, token_pairs
 from megalite.train import config_of, load_model, make_mesh, parameter_dtype
 
 
@@ -116,8 +116,8 @@ def load_for_inference(
     told, ranks = Meta(manifest.meta, str(path)), parallel.pipeline_model_parallel_size
     mesh = make_mesh(config, dataclasses.replace(world, device=target))
     placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
-    ends = {(0, ranks - 1)} if ranks > 1 else set()  # tokens come back
-    channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), placement.neighbours | ends)
+    pairs = placement.neighbours | token_pairs(placement)
+    channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), pairs)
     parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
     load_model(path, shards, mesh.world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -54,6 +55,12 @@ class ConsoleHook(Hook):
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         self._print(evaluation_line(record))
+
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
+        for record in records:
+            prompt, text = (json.dumps(record[key], ensure_ascii=False) for key in ("prompt", "text"))
+            text = "its logits are not numbers" if record["text"] is None else text
+            self._print(f" sample at iteration {record['iteration']} | {prompt} -> {text} |")
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         goodput = summary.get("goodput")

@@ -68,6 +68,9 @@ class Hook:
         """After every evaluation, with a `"valid"` or `"test"` record (`stats.evaluation_record`)."""
         self.on_losses(trainer, record)
 
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
+        """After every `--sample-interval`: a `"sample"` record for each prompt, with iteration, prompt and text."""
+
     def on_losses(self, trainer: TrainerView, record: Record) -> None:
         """After every log interval and every evaluation, for hooks that treat them alike."""
 
@@ -123,6 +126,10 @@ class Hooks:
         """The summary will have the last record of each kind."""
         self._tell("on_evaluation", trainer, record)
         self._last[record["kind"]] = record
+
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
+        """What the model has written."""
+        self._tell("on_samples", trainer, records)
 
     def on_save(self, trainer: TrainerView, *, iteration: int, path: str, seconds: float) -> None:
         """A checkpoint of `iteration` was written to `path`, for which training waited `seconds`."""

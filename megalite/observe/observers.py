@@ -30,6 +30,7 @@ from megalite.observe.stats import Record, StepStats
 from megalite.observe.tracking import TensorBoardHook, WandbHook
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 
 
 def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> Hooks:
@@ -44,6 +45,9 @@ def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> 
         if save is not None:
             path = Path(save) / METRICS_FILE
             hooks.append(guarded(JsonlHook(path, start_facts), str(path)))
+        if save is not None and logging.samples.sample_interval is not None:
+            path = Path(save) / SAMPLES_FILE
+            hooks.append(guarded(SamplesHook(path), str(path)))
         if logging.tensorboard_dir is not None:
             hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir), "TensorBoard"))
         if logging.wandb.wandb_project is not None:
@@ -106,6 +110,20 @@ class JsonlHook(Hook):
         line = {**record, "time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
         self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
         self._file.flush()
+
+
+class SamplesHook(Hook):
+    """Appends a line for each sample to `samples.jsonl`. Where an iteration is there twice, after a resume, the later
+    lines hold. They are written before the checkpoint of their iteration."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _end_torn_line(self._path)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -80,6 +80,11 @@ class TensorBoardHook(Hook):
                 self._writer.add_scalar(f"{tag} vs samples", value, trainer.consumed_samples)
         self._writer.flush()
 
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
+        for number, record in enumerate(records):
+            self._writer.add_text(f"sample {number}", f"{record['prompt']}**{record['text']}**", record["iteration"])
+        self._writer.flush()
+
 
 def _hide_tensorboards_threads() -> None:
     """No traceback where one of them ends: the writer's next call raises the same error again."""
@@ -97,12 +102,13 @@ class WandbHook(Hook):
 
     def __init__(self) -> None:
         self._run: Any = None
+        self._library: Any = None
         self._directory = "."
 
     def on_start(self, trainer: TrainerView) -> None:
         options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
         wandb = optional_package(f"--wandb-project={options.wandb_project}", "wandb")
-        directory = options.wandb_save_dir or save
+        self._library, directory = wandb, options.wandb_save_dir or save
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._directory = directory
@@ -129,6 +135,10 @@ class WandbHook(Hook):
         samples = {"consumed-samples": trainer.consumed_samples}
         self._run.log(tags(record) | samples, step=record["iteration"])
         self._stop_if_full()
+
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
+        table = self._library.Table(["prompt", "text"], [[record["prompt"], record["text"]] for record in records])
+        self._run.log({"samples": table}, step=records[0]["iteration"])
 
     def _stop_if_full(self) -> None:
         """wandb loses data on a full disk without a word, but for a traceback for each line of its own log."""

@@ -45,7 +45,7 @@ from megalite.schedule.action import (
     forward,
     parse_action,
 )
-from megalite.schedule.decode import forward_program
+from megalite.schedule.decode import forward_program, token_pairs
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg

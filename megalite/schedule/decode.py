@@ -22,7 +22,8 @@ from functools import cache
 
 from megalite.schedule.action import SEND_F, Action, forward
 from megalite.schedule.passes import insert_communication
-from megalite.schedule.program import BatchRange, PeakActivations, Program, Rounds
+from megalite.schedule.program import BatchRange, PeakActivations, Program
+from megalite.schedule.rounds import Rounds
 from megalite.schedule.stage_placement import StagePlacement
 
 
@@ -75,3 +76,9 @@ def forward_program(
         return [a for a in actions if not (a.kind == SEND_F and a.stage == ends and a.microbatch not in groups)]
 
     return lowered.with_order(without_tokens_of_chunks)
+
+
+def token_pairs(placement: StagePlacement) -> set[tuple[int, int]]:
+    """The ranks (lower, higher) between which tokens come back: of the first and the last stage, if they differ."""
+    first, last = placement.ranks[0][0], placement.ranks[0][-1]
+    return {(min(first, last), max(first, last))} if first != last else set()

@@ -27,6 +27,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megalite.schedule.action import OVERLAP, UPDATE_KINDS, Action, step
+from megalite.schedule.rounds import Rounds
 from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.template import Template
 
@@ -70,14 +71,6 @@ class PeakActivations(NamedTuple):
 
     full: int
     weight_only: int = 0
-
-
-class Rounds(NamedTuple):
-    """A program of forwards alone (`decode.py`): in round t stage s stands as stage t * S + s. The first `groups`
-    micro-batches go through all rounds, the others through the first."""
-
-    number: int
-    groups: int
 
 
 BatchSpec = int | Sequence[int] | Sequence[BatchRange]

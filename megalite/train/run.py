@@ -38,6 +38,7 @@ from megalite.train.resume_report import resume_report
 from megalite.train.run_data import RunData, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
+from megalite.train.samples import sample_writer, sending_pairs
 from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.update import Hyperparameters, Updater
 from megalite.train.validation import Validator
@@ -204,7 +205,7 @@ def assemble_trainer(
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
     down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
-    channel = Channel(down, up, model.placement.neighbours, headers=config.parallel.check_pipeline_messages)
+    channel = Channel(down, up, sending_pairs(config, model), headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
@@ -226,6 +227,7 @@ def assemble_trainer(
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         experts=ExpertReport(config, model, mesh, world.device),
         finish_save=state.checkpointer.wait,
+        sample=sample_writer(config, mesh, model, channel, state.tokenizer, updater.newest_version, world.device),
         evaluate=Validator(
             data, model, channel, updater.newest_version, lambda: data.evaluation_length(progress.consumed_samples)
         ),

@@ -76,6 +76,7 @@ class Trainer:
     report_phase: records what this rank is doing, for its supervisor.
     finish_save: waits for a save in the background.
     experts: ids of a batch's micro-batches -> what the routers did with them.
+    sample: iteration -> texts that the model writes; None: it writes none.
     """
 
     progress: TrainingProgress
@@ -96,6 +97,7 @@ class Trainer:
     report_phase: Callable[[str], None]
     finish_save: Callable[[], None] | None = None
     experts: Callable[[range], ExpertStats | None] = lambda microbatches: None
+    sample: Callable[[int], list[Record]] | None = None
     tracer: PipelineTracer | None = None
 
     def __post_init__(self) -> None:
@@ -151,13 +153,17 @@ class Trainer:
             stops = reason is not None or number == self.train_iters
             evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
-            stats = self.train_step(drain=stops or evaluates or saves)
-            if stops or evaluates or saves or number % self.config.logging.log_interval == 0:
+            samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
+            stats = self.train_step(drain=stops or evaluates or saves or samples)
+            if stops or evaluates or saves or samples or number % self.config.logging.log_interval == 0:
                 self.updater.resolve_pending()
             self.hooks.after_step(self, stats)
             gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
             if evaluates and number < self.train_iters:
                 self._evaluate(final=False)
+            if samples and self.sample is not None:
+                self.report_phase(f"samples after iteration {number}")
+                self.hooks.on_samples(self, self.sample(number))
             self._check_skips(number)
             if stops or (saves and not self._is_stuck()):
                 self._save()

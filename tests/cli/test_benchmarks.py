@@ -35,6 +35,7 @@ TINY = {
     "attention": "--lengths 16",
     "context": "--length 64",
     "experts": "--tokens 64",
+    "generation": "--model tiny --sequences 4 --prompt 4 --new 4",
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {
@@ -45,6 +46,7 @@ CHEAP = {
     "checkpoint": ("megalite",),
     "attention": ("megalite", "sdpa", "plain"),
     "context": ("megalite-one", "megalite-p2p", "torch"),
+    "generation": ("megalite-one", "megalite-pp"),
 }
 
 

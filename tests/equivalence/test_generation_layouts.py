@@ -123,7 +123,7 @@ def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("sparse", {"ep": 2, "pp": 2}, 4)],
+    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2)],
 )
 def test_a_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, name, layout, ranks)
@@ -155,7 +155,8 @@ def test_every_layout_continues_as_one_process(tmp_path: Path, name: str, layout
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [({"ep": 2}, 2), ({"ep": 2, "tp": 2}, 4), ({"ep": 2, "cp": 2}, 2), ({"ep": 4, "pp": 1}, 4)]
+    ("layout", "ranks"),
+    [({"ep": 2}, 2), ({"ep": 2, "tp": 2}, 4), ({"ep": 2, "cp": 2}, 2), ({"ep": 4}, 4), ({"ep": 2, "pp": 2}, 4)],
 )
 def test_experts_over_ranks_continue_as_one_process(tmp_path: Path, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, "sparse", layout, ranks, micro_batch_size=1)

@@ -172,6 +172,8 @@ ROWS = [
     ("--save-interval 1 --keep-last-n 1", "--save-retain-interval 2"),
     ("", "--log-interval 2"),
     ("", "--trace-pipeline RUN/pipeline.txt"),
+    ("", "--sample-interval 4 --sample-prompts TEXT --sample-tokens 1"),
+    ("--sample-interval 4 --sample-prompts TEXT --sample-tokens 1", "--sample-tokens 2"),
     ("", "--async-save --save-interval 1 --keep-last-n 1"),
     ("", "--profile --profile-step-start 1 --profile-step-end 2"),
 ]
@@ -230,6 +232,8 @@ def observe(flags: str, folder: Path, without: str = "") -> dict[str, Any]:
     metrics = [{key: value for key, value in line.items() if not TIMES.search(key)} for line in lines]
     for line in metrics:
         line.pop("config", None)
+    samples = save / "samples.jsonl"
+    metrics += [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
     files = sorted(re.sub(r"\d{6,}(?!\d*$)", "N", str(path.relative_to(save))) for path in save.rglob("*"))
     return {"end": end, "metrics": metrics, "files": files}
 

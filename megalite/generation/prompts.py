@@ -1,0 +1,33 @@
+"""Prompts of a file, and their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.data import JSONL_SUFFIXES, Tokenizer, read_jsonl
+from megalite.errors import ConfigError, DataError
+
+
+def read_prompts(path: str, flag: str) -> list[str]:
+    """The field `prompt` of each line of a JSONL file, or each line of another that is not empty. Raises DataError."""
+    if path.endswith(JSONL_SUFFIXES):
+        texts = list(read_jsonl(path, flag, "prompt"))
+    else:
+        try:
+            with open(path, encoding="utf-8") as file:
+                texts = [line.rstrip("\r\n") for line in file if line.strip()]
+        except OSError as error:
+            raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{flag}={path}: not UTF-8 text (byte {error.start}); convert it") from None
+    if not texts:
+        raise DataError(f"{flag}={path}: holds no prompt; write one in each line")
+    return texts
+
+
+def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], flag: str) -> list[list[int]]:
+    """An empty text begins a document. Raises ConfigError where there is no token for that."""
+    found = [tokenizer.encode(text) for text in texts]
+    if tokenizer.eod_id is None and not all(found):
+        raise ConfigError(f"{flag}: is empty, and this tokenizer has no end-of-document token to begin after")
+    return [ids or [tokenizer.eod_id or 0] for ids in found]

@@ -1,0 +1,133 @@
+"""`--sample-interval`: continuations of some prompts during a run, at whatever layout trains.
+
+The stages are built once more for generation, around the parameters that are there: without sequence parallelism (a
+token cannot be split), without recomputation or compilation, and without any copy. With ZeRO-3 a stage's weights are
+whole on each rank meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from megalite.comm import Channel, ExpertAxes, ParallelMesh, all_gather_json, patiently
+from megalite.config import Config
+from megalite.data import Tokenizer
+from megalite.generation import Generator, ModelParts, Request, Sampling, prompt_ids, read_prompts
+from megalite.models import LayerSpec, build_stack, layer_specs
+from megalite.nn import LayerStack
+from megalite.observe import Record
+from megalite.parallel.tensor import LayerContext
+from megalite.schedule import token_pairs
+from megalite.train.build import Model, boundary_spec, parameter_dtype
+
+
+class SampleWriter:
+    """Continues the prompts of `--sample-prompts`. Made and called by all ranks of the run.
+
+    newest_version: which weight version to use; its values are the masters', which a checkpoint would hold.
+    Raises DataError and ConfigError for prompts that cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: ParallelMesh,
+        model: Model,
+        channel: Channel,
+        tokenizer: Tokenizer,
+        newest_version: Callable[[], int],
+        device: torch.device,
+    ) -> None:
+        path = config.logging.samples.sample_prompts or ""
+        texts = patiently((lambda: read_prompts(path, "--sample-prompts")) if mesh.world.is_first else None, mesh.world)
+        self._texts: list[str] = all_gather_json(texts, mesh.world)[0]
+        self._ids = prompt_ids(tokenizer, self._texts, "--sample-prompts")
+        self._config, self._mesh, self._model, self._channel = config, mesh, model, channel
+        self._tokenizer, self._newest_version, self._device = tokenizer, newest_version, device
+        self._specs = {spec.name: spec for spec in layer_specs(config.model)}
+        self._together = mesh.size("ep") > 1
+        self._stages, self._replicas = mesh.over("dp", "pp") if self._together else mesh["pp"], mesh["dp"]
+        self._context = LayerContext(
+            tp=mesh["tp"],
+            cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
+            experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
+            dtype=parameter_dtype(config),
+            device=device,
+            deferred=True,
+        )
+
+    def __call__(self, iteration: int) -> list[Record]:
+        """A `"sample"` record for each prompt; its text is None where the logits were not numbers. Collective."""
+        generator = Generator(
+            self._parts(),
+            self._mesh.coordinate("pp"),
+            self._model.placement,
+            self._channel,
+            self._stages,
+            self._replicas,
+            self._together,
+            num_choices=self._tokenizer.vocab_size,
+        )
+        with self._model.optimizer.masters_as_weights(self._newest_version()), self._whole_weights():
+            found = generator.run(
+                [Request(number, tuple(ids)) for number, ids in enumerate(self._ids)],
+                Sampling(seed=self._config.training.seed),
+                max_new_tokens=self._config.logging.samples.sample_tokens,
+                eod_id=self._tokenizer.eod_id,
+                micro_batch_size=self._config.training.micro_batch_size,
+            )
+        texts = [None if ids is None else self._tokenizer.decode(ids) for ids in found]
+        return [
+            {"kind": "sample", "iteration": iteration, "prompt": prompt, "text": text}
+            for prompt, text in zip(self._texts, texts, strict=True)
+        ]
+
+    def _parts(self) -> ModelParts:
+        version, config = self._newest_version(), self._config
+        stages = {}
+        for (stage, replica), trained in self._model.stages.items():
+            if replica == 0:
+                stack = cast(LayerStack, trained.module(version))
+                stages[stage] = share_weights(stack, [self._specs[name] for name in stack.names], self._context)
+        boundary = boundary_spec(config, self._device).dtype
+        count = self._model.placement.num_stages
+        return ModelParts(stages, count, config.model, self._context.cp, boundary, self._device)
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Within the context no part of a weight is with other ranks only."""
+        weights = [made.weights for buffers in self._model.buffers.values() for made in buffers]
+        for family in weights:
+            family.unshard()
+        try:
+            yield
+        finally:
+            for family in weights:
+                family.reshard()
+
+
+def sample_writer(config: Config, *others: Any) -> SampleWriter | None:
+    """None where the run writes no samples. others: what `SampleWriter` takes."""
+    return None if config.logging.samples.sample_interval is None else SampleWriter(config, *others)
+
+
+def sending_pairs(config: Config, model: Model) -> frozenset[tuple[int, int]]:
+    """Pipeline ranks that send to each other: neighbours, and where tokens are generated the ends."""
+    back = set() if config.logging.samples.sample_interval is None else token_pairs(model.placement)
+    return model.placement.neighbours | back
+
+
+def share_weights(trained: LayerStack, specs: list[LayerSpec], ctx: LayerContext) -> LayerStack:
+    """The layers of `trained` once more, built with another context, around the same parameters and buffers."""
+    stack = build_stack(trained.config, specs, ctx)
+    for path, module in stack.named_modules():
+        twin = trained.get_submodule(path)
+        for name in list(module._parameters):
+            module._parameters[name] = twin._parameters[name]
+        for name in list(module._buffers):
+            module._buffers[name] = twin._buffers[name]
+    return stack.eval()
