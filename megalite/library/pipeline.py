@@ -17,6 +17,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import Boundary, Crossing, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, Sample, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
+from megalite.library.traced_layer import BODY
 from megalite.library.words import in_words
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient, Stage
 from megalite.schedule import (
@@ -106,6 +107,7 @@ class Pipeline:
         self.cuts, self.names = cut(self.placement, costs, sizes), Names(layers)
         self.tied, self._tied_stages = self.names.tied(self.cuts)
         self._given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given))
+        _check_values(layers)
         self.stages = self._make_stages(layers, loss, found)
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         self._channel = Channel(down, up, self.placement.neighbours)
@@ -340,6 +342,16 @@ def _check_free(layers: Sequence[nn.Module]) -> None:
     for index, layer in enumerate(layers):
         if any(hasattr(part, TAKEN) for part in [layer, *layer.parameters()]):
             raise ConfigError(f"layers[{index}]: another pipeline has it; make the layers again for this one")
+
+
+def _check_values(layers: Sequence[nn.Module]) -> None:
+    for index, layer in enumerate(layers):
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"layers[{index}]: {name.removeprefix(BODY)} is on meta, without values; build the modules on a "
+                    "device (the example may be on meta)"
+                )
 
 
 def _take(layers: Sequence[nn.Module]) -> None:

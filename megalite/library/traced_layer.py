@@ -30,7 +30,8 @@ def layers_from_module(
     """`module` as layers for a `Pipeline`, cut where one tensor crosses, or as few as possible.
 
     module: returns a tensor, or something with `.logits` (transformers' models, which are asked without a cache). It
-        may be on `meta`. Its mode is kept: dropout of a module in training follows `layer.training`.
+        may be on `meta`, to look at the cut; a pipeline wants values. Its mode is kept: dropout of a module in training
+        follows `layer.training`.
     example: what it is called with, one tensor or several, of the shapes that every micro-batch has.
     mesh, tensor_parallel: the grid of ranks, and which linear layers its tensor-parallel ranks share: globs of their
         names by 'col', 'row' and 'vocab' (tensor_cut.py says what these are). Collective over the mesh.

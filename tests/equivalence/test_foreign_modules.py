@@ -100,7 +100,7 @@ def logits(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(y.flatten(0, 1), target.flatten())
+    return nn.functional.cross_entropy(y.flatten(0, -2), target.flatten())
 
 
 def batches(replicas: int) -> list[list[tuple[Tensor, Tensor]]]:
@@ -188,6 +188,52 @@ def postponed(world: World, kind: str) -> list[int]:
 def test_linear_layers_split_their_backward(kind: str, number: int) -> None:
     """Weights and biases of all linear layers; not a weight that is tied."""
     assert run_ranks(postponed, 1, kind) == [[number]]
+
+
+class Several(nn.Module):
+    """Integers are needed late, a mask by all blocks, and the floating input by the first and the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kinds, self.last = nn.Linear(6, 8), nn.Embedding(5, 8), nn.Linear(14, 3)
+        self.blocks, self.gain = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, kind: Tensor, mask: Tensor) -> Tensor:
+        y = self.first(x)
+        for block in self.blocks[:2]:
+            y = torch.where(mask[:, None], torch.tanh(block(y)) * self.gain, y)
+        for block in self.blocks[2:]:
+            y = torch.where(mask[:, None], torch.tanh(block(y)), y)
+        out: Tensor = self.last(torch.cat([y + self.kinds(kind), x], -1))
+        return out
+
+
+def several(world: World) -> float:
+    """By how much gradients differ from the module's own."""
+    torch.manual_seed(0)
+    module = Several().double()
+    inputs = torch.randn(4, 6).double(), torch.tensor([0, 3, 3, 1]), torch.tensor([True, False, True, True])
+    loss(module(*inputs), torch.tensor([0, 1, 2, 0])).backward()
+    own = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
+    pipe = Pipeline(layers_from_module(module, inputs), loss=loss, example=inputs, mesh=mesh)
+    pipe.step([(inputs, torch.tensor([0, 1, 2, 0]))] * 2)
+    here = pipe.parameters((world.rank, 0))
+    assert len(here) > 4
+    return max(float((p.grad - own[name]).abs().max()) for name, p in here if p.grad is not None)
+
+
+@pytest.mark.full
+def test_several_inputs() -> None:
+    assert max(run_ranks(several, 2)) < 1e-12
+
+
+def test_values_are_wanted() -> None:
+    with torch.device("meta"):
+        layers = [nn.Linear(2, 2)]
+    with pytest.raises(ConfigError, match=r"layers\[0\]: weight is on meta, without values; build the modules on"):
+        Pipeline(layers, loss=loss, example=torch.empty(1, 2))
 
 
 class Chooses(nn.Module):
