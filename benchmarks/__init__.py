@@ -8,6 +8,7 @@
     tokens.py       tokenising, the sample index, the loader: tokenizers, datasets, NumPy, torch's DataLoader
     attention.py    the attention core: torch's fused attention, plain products
     context.py      a sequence shared by ranks: one process, torch's ring attention
+    generation.py   texts of many sequences: a pipeline of groups beside one process
     experts.py      the sparse MLP of a block: a dense one of equal active FLOPs, transformers' Mixtral, one process
 
     harness.py      command line, records, ratios, the baseline; turns.py: ranks and timing

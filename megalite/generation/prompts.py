@@ -11,7 +11,10 @@ from megalite.errors import ConfigError, DataError
 def read_prompts(path: str, flag: str) -> list[str]:
     """The field `prompt` of each line of a JSONL file, or each line of another that is not empty. Raises DataError."""
     if path.endswith(JSONL_SUFFIXES):
-        texts = list(read_jsonl(path, flag, "prompt"))
+        try:
+            texts = list(read_jsonl(path, flag, "prompt"))
+        except DataError as error:
+            raise DataError(f'{flag}: {str(error).split(";")[0]}; a line is such as {{"prompt": "Once"}}') from None
     else:
         try:
             with open(path, encoding="utf-8") as file:

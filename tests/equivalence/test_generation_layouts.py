@@ -13,7 +13,7 @@ from megalite.comm import World
 from megalite.config import ContextParallelism, ModelConfig, ParallelConfig
 from megalite.config.experts import Experts
 from megalite.config.parallel import ExpertParallelism
-from megalite.generation import Sampling
+from megalite.generation import Request, Sampling
 from megalite.inference import generate, load_for_inference, score_continuations, score_text
 from megalite.microbatch import Microbatch
 from megalite.nn.stack import LayerStack
@@ -59,6 +59,11 @@ def continued(world: World, directory: str, layout: Layout, sampling: list[Sampl
     """What every rank was told."""
     loaded = load_for_inference(directory, device="cpu", world=world, parallel=parallel_of(layout))
     options = {"max_new_tokens": 12, "micro_batch_size": 2} | options
+    # Prompts in pieces of two tokens and rounds of three between agreements: nothing may depend on either.
+    requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(PROMPTS)]
+    pieces = replace(loaded.generator, least_chunk=2, rounds=3)
+    cut = pieces.run(requests, sampling[0], eod_id=loaded.tokenizer.eod_id, **options)
+    assert cut == [ids for (ids,) in generate(loaded, PROMPTS, sampling[0], **options)]
     return [generate(loaded, PROMPTS, how, **options) for how in sampling]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import resource
 import shutil
@@ -22,6 +23,7 @@ def _train(trainer: FakeTrainer, hooks: Hooks) -> None:
     for _ in range(2):
         hooks.after_step(trainer, trainer.step())
     hooks.on_evaluation(trainer, evaluation_record("valid", trainer.iteration, loss_sum=3.0, num_tokens=2))
+    hooks.on_samples(trainer, [{"kind": "sample", "iteration": trainer.iteration, "prompt": "On", "text": "ce"}])
     hooks.on_end(trainer, "completed")
 
 
@@ -57,6 +59,8 @@ def test_tensorboard_holds_the_values(tmp_path: Path) -> None:
     assert [e.step for e in events.Scalars("lm loss vs samples")] == [3, 6, 9, 12]
     assert events.Scalars("lm loss validation")[-1].value == 1.5
     assert events.Scalars("learning-rate")[0].value == pytest.approx(1e-3)
+    assert [event.step for event in events.Tensors("sample 0/text_summary")] == [2, 4]
+    assert b"On**ce**" in events.Tensors("sample 0/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_tensorboard_on_a_full_disk_is_one_line(
@@ -94,6 +98,8 @@ def test_wandb_without_a_key_works_offline(tmp_path: Path, monkeypatch: pytest.M
     trainer = FakeTrainer(tiny_config(log_interval=1, wandb_project="tiny", wandb_save_dir=str(tmp_path / "w")))
     _train(trainer, Hooks([WandbHook()]))
     assert list((tmp_path / "w" / "wandb").glob("offline-run-*/run-*.wandb"))
+    (table,) = (tmp_path / "w" / "wandb").glob("offline-run-*/files/media/table/samples*.json")
+    assert json.loads(table.read_text())["data"] == [["On", "ce"]]
 
 
 @pytest.mark.parametrize("full_from", ["start", "first log"])
