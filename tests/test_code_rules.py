@@ -42,7 +42,7 @@ UNSAFE_CALLS = re.compile(
 )
 # Megatron-LM's checkpoints are pickles: a program of its own opens them, weights-only, and nothing imports that.
 UNPICKLER = "megalite.convert.megatron_unpickle"
-PICKLES = {(UNPICKLER, "torch.load"), ("megalite.convert.megatron_files", "torch.save")}
+PICKLES = {(UNPICKLER, "torch.load"), ("megalite.convert.megatron_writing", "torch.save")}
 
 
 def test_no_global_statement_and_no_mutable_class_state() -> None:

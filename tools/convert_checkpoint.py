@@ -45,6 +45,8 @@ TARGET_SIDES = (*SIDES, "peft")
 TARGETS = {
     "tensor_parallel": "target_tensor_model_parallel_size",
     "pipeline_parallel": "target_pipeline_model_parallel_size",
+    "expert_parallel": "target_expert_model_parallel_size",
+    "expert_tensor_parallel": "target_expert_tensor_parallel_size",
     "implementation": "target_transformer_impl",
 }
 # Those of megalite.convert.megatron.
@@ -77,6 +79,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     group.add_argument("--target-tensor-model-parallel-size", type=int, help="to megatron: ranks of a layer; unset: 1")
     group.add_argument("--target-pipeline-model-parallel-size", type=int, help="to megatron: stages; unset: 1")
+    group.add_argument("--target-expert-model-parallel-size", type=int, help="to megatron: ranks of experts; unset: 1")
+    group.add_argument(
+        "--target-expert-tensor-parallel-size", type=int,
+        help="to megatron: ranks of an expert, 1 or as many as of a layer (unset)",
+    )  # fmt: skip
     group.add_argument(
         "--target-transformer-impl", choices=IMPLEMENTATIONS,
         help="to megatron: names of megatron.core with Transformer Engine (unset), without, or from before it",
@@ -130,10 +137,10 @@ class Watched:
     """A `ModelSource` that reports how much of it has been read (writers may read a tensor more than once)."""
 
     def __init__(self, source: ModelSource, on_progress: OnProgress) -> None:
-        from megalite.inventory import parameter_shapes
+        from megalite.convert import stored_shapes
 
         self._source, self._on_progress = source, on_progress
-        self._left = {name: math.prod(shape) for name, shape in parameter_shapes(source.model).items()}
+        self._left = {name: math.prod(shape) for name, shape in stored_shapes(source.model).items()}
         self._total = sum(self._left.values())
 
     def __getattr__(self, name: str) -> Any:

@@ -14,8 +14,9 @@
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
     base_model.py, adapters.py   the model beside adapters (LoRA); merged with it, or as peft keeps them
     tokenizer_files.py  the tokenizer's files of either side
-    megatron.py         Megatron-LM: names of both generations, cuts over ranks, `args`
-    megatron_files.py   its mp_rank_XX/model_optim_rng.pt: read rank by rank, written file by file
+    megatron.py         Megatron-LM: names of both generations, `args`; megatron_cuts.py: cuts over ranks
+    megatron_experts.py its experts: three ways to name them, dealt out over ranks
+    megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
 To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
@@ -34,6 +35,7 @@ from megalite.convert.base_model import BASE_META, BaseModel
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
-from megalite.convert.megatron_files import MegatronSource, write_megatron
+from megalite.convert.megatron_files import MegatronSource
+from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.registry import FAMILIES, family_of
-from megalite.convert.source import ModelSource
+from megalite.convert.source import ModelSource, stored_shapes

@@ -33,10 +33,10 @@ from megalite.checkpoint import (
 )
 from megalite.config import ModelConfig, from_dict, to_dict
 from megalite.convert.registry import config_around
-from megalite.convert.source import ModelSource, Origin, staged
+from megalite.convert.source import ModelSource, Origin, converted, staged, stored_shapes
 from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
-from megalite.inventory import layer_of, parameter_shapes
+from megalite.inventory import layer_of
 
 
 class CheckpointSource:
@@ -81,7 +81,7 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
 
     dtype: of the stored weights; None keeps each as it is. Raises CheckpointError.
     """
-    shapes = parameter_shapes(source.model)
+    shapes = stored_shapes(source.model)
     save_id, name = uuid.uuid4().hex[:12], directory_name(0)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, StoredFile] = {}
@@ -104,7 +104,7 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
 def _part(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> TensorPart:
     if tuple(values.shape) != shape:
         raise CheckpointError(f"{name}: shape {list(values.shape)}, the model has {list(shape)}")
-    return TensorPart(name, shape, Box((0,) * len(shape), shape), values if dtype is None else values.to(dtype))
+    return TensorPart(name, shape, Box((0,) * len(shape), shape), converted(name, values, dtype))
 
 
 def _meta(source: ModelSource, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,56 +9,20 @@ with Transformer Engine's, whose linear layers hold the norm before them (`trans
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, RopeScaling
 from megalite.convert.fields import Fields
+from megalite.convert.megatron_cuts import COLUMNS, GATED_ROWS, ROWS, VOCABULARY, WHOLE, RankCut
+from megalite.convert.megatron_experts import check_expert_cut, extra_states, read_experts, write_experts
 from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError
 
 IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
-
-
-@dataclass(frozen=True)
-class RankCut:
-    """How tensor-parallel ranks share values; `to_ours` is the inverse of `to_theirs`."""
-
-    to_theirs: Callable[[ModelConfig, Tensor, int], Sequence[Tensor]]
-    to_ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
-
-
-def _padded_rows(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
-    padding = model.padded_vocab_size(ranks) - model.vocab_size
-    return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]).chunk(ranks)
-
-
-def _columns(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
-    return [values] * ranks if values.dim() == 1 else values.chunk(ranks, 1)
-
-
-def _gated_rows(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
-    """`[2, f, ...]` -> on every rank its gates above its values, `[2 f / ranks, ...]`."""
-    return [part.flatten(0, 1) for part in values.chunk(ranks, 1)] if model.gated else values.chunk(ranks)
-
-
-def _join_gated_rows(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.unflatten(0, (2, -1)) for part in parts], 1) if model.gated else torch.cat(list(parts))
-
-
-# The same values on every rank.
-WHOLE = RankCut(lambda model, t, ranks: [t] * ranks, lambda model, parts: parts[0])
-# Rows; queries, keys and values too, since their rows are grouped by key/value head on both sides.
-ROWS = RankCut(lambda model, t, ranks: t.chunk(ranks), lambda model, parts: torch.cat(list(parts)))
-# Rows of the vocabulary, padded with zeros until all ranks have the same number.
-VOCABULARY = RankCut(_padded_rows, lambda model, parts: torch.cat(list(parts))[: model.vocab_size])
-# Columns; the bias is whole.
-COLUMNS = RankCut(_columns, lambda model, parts: parts[0] if parts[0].dim() == 1 else torch.cat(list(parts), 1))
-GATED_ROWS = RankCut(_gated_rows, _join_gated_rows)
 
 
 @dataclass(frozen=True)
@@ -75,11 +39,13 @@ class MegatronRule:
     cut: RankCut = WHOLE
     older: tuple[str, ...] = ()
 
-    def written(self, implementation: str) -> str:
-        """The name in files for `implementation`; empty where it has no such layer."""
+    def written(self, implementation: str, sparse: bool) -> str:
+        """The name in files for `implementation`; empty where it has no such layer. sparse: the block has experts, so
+        the norm before them is in no linear layer."""
         if implementation == "legacy":
             return self.legacy
-        return (self.transformer_engine if implementation == "transformer_engine" else "") or self.local
+        alone = implementation != "transformer_engine" or (sparse and self.ours.endswith(".mlp_norm"))
+        return self.local if alone else self.transformer_engine or self.local
 
 
 ENCODER, DECODER = "language_model.encoder.", "decoder."
@@ -113,6 +79,9 @@ RULES = (
     ),
     MegatronRule("layers.{i}.mlp.fc1", BLOCK + "mlp.dense_h_to_4h.", CORE + "mlp.linear_fc1.", cut=GATED_ROWS),
     MegatronRule("layers.{i}.mlp.fc2", BLOCK + "mlp.dense_4h_to_h.", CORE + "mlp.linear_fc2.", cut=COLUMNS),
+    MegatronRule("layers.{i}.mlp.router", "", CORE + "mlp.router."),
+    MegatronRule("layers.{i}.mlp.shared_experts.fc1", "", CORE + "mlp.shared_experts.linear_fc1.", cut=GATED_ROWS),
+    MegatronRule("layers.{i}.mlp.shared_experts.fc2", "", CORE + "mlp.shared_experts.linear_fc2.", cut=COLUMNS),
     MegatronRule(
         "head.final_norm", ENCODER + "final_norm.", DECODER + "final_layernorm.", older=(ENCODER + "final_layernorm.",)
     ),
@@ -125,9 +94,9 @@ RULES = (
 # Tied embeddings: the last of several stages holds a copy of the first one's.
 COPY = {"legacy": "word_embeddings_for_head.weight", "local": "output_layer.weight"}
 # Written with nothing in them, because Transformer Engine's layers miss them in a file.
-EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 # Buffers that are computed anew.
-IGNORED = ("_extra_state", "inv_freq")
+IGNORED = ("_extra_state", "inv_freq", "local_tokens_per_expert")
 
 
 def rule_of(ours: str) -> tuple[MegatronRule, str]:
@@ -138,10 +107,17 @@ def rule_of(ours: str) -> tuple[MegatronRule, str]:
     return next(rule for rule in RULES if rule.ours == template), index
 
 
-def name_of(ours: str, implementation: str, layer: int) -> str:
-    """The name of a logical tensor in the file of its stage, where its block is number `layer`."""
+def name_of(ours: str, implementation: str, layer: int, *, sparse: bool) -> str:
+    """The name of a logical tensor in the file of its stage, where its block is number `layer`; sparse: has experts."""
     rule, _ = rule_of(ours)
-    return rule.written(implementation).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
+    return rule.written(implementation, sparse).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
+
+
+def empty_entries(model: ModelConfig, layer: int, *, sparse: bool) -> list[str]:
+    """Names that Transformer Engine's layers look for, of the block that is number `layer` in a file."""
+    mlp = extra_states(model) if sparse else ("linear_fc1", "linear_fc2")
+    before = CORE.replace("{i}", str(layer))
+    return [f"{before}{name}._extra_state" for name in (*EXTRA_STATES, *(f"mlp.{each}" for each in mlp))]
 
 
 def megatron_names() -> Mapping[str, str]:
@@ -149,7 +125,7 @@ def megatron_names() -> Mapping[str, str]:
     table: dict[str, str] = {}
     for rule in RULES:
         for before in filter(None, (rule.legacy, rule.local, rule.transformer_engine, *rule.older)):
-            table |= {before + kind: f"{rule.ours}.{kind}" for kind in ("weight", "bias")}
+            table |= {before + kind: f"{rule.ours}.{kind}" for kind in ("weight", "bias", "expert_bias")}
     return table
 
 
@@ -176,8 +152,6 @@ def untangle(model: ModelConfig, qkv: Tensor, version: float) -> Tensor:
 
 # What changes the function of the weights in a way that we do not have -> the values that leave it as it is.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (0,),
-    "expert_model_parallel_size": (1,),
     "multi_latent_attention": (False,),
     "is_hybrid_model": (False,),
     "hybrid_override_pattern": (None,),
@@ -238,6 +212,7 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
         init_method_std=fields.number("init_method_std", 0.02),
         vocab_size=size,
         make_vocab_size_divisible_by=fields.integer("make_vocab_size_divisible_by", 128),
+        experts=read_experts(fields, legacy),
         **_read_positions(fields),
     )
     check_shape(model, where)
@@ -353,7 +328,7 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         "init_method_std": model.init_method_std,
         "true_vocab_size": model.vocab_size,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-        "num_experts": None,
+        **write_experts(model, implementation),
     }
     rows = model.padded_vocab_size(1)
     lost = list(lost_settings(model, lambda: read_args(args, "args", legacy=legacy, rows=rows, vocab_size=None)))
@@ -371,16 +346,17 @@ def _whole(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
-def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
-    """Raises ConfigError where Megatron-LM cannot cut this model so."""
+def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int, experts: int, within: int) -> None:
+    """Raises ConfigError where Megatron-LM cannot cut this model so. experts, within: ranks that share the experts, and
+    one expert."""
     tensor, pipeline = "--target-tensor-model-parallel-size", "--target-pipeline-model-parallel-size"
     cuts = (
         (tensor, tensor_parallel, model.num_attention_heads, "attention heads"),
         (tensor, tensor_parallel, model.query_groups, "query groups"),
-        (tensor, tensor_parallel, model.ffn_size, "MLP channels"),
+        *([] if all(model.sparse_layers) else [(tensor, tensor_parallel, model.ffn_size, "MLP channels")]),
         (pipeline, pipeline_parallel, model.num_layers, "layers"),
     )
-    problems = []
+    problems = check_expert_cut(model, tensor_parallel, experts, within)
     for flag, parts, size, what in cuts:
         if parts < 1 or size % parts:
             problems.append(f"{flag}={parts}: does not divide {size} {what}")

@@ -1,14 +1,13 @@
-"""Megatron-LM's `torch` checkpoints on disk: read rank by rank through another process, written file by file.
+"""Megatron-LM's `torch` checkpoints on disk, read rank by rank through another process.
 
 latest_checkpointed_iteration.txt                 100, or release
-iter_0000100/mp_rank_00/model_optim_rng.pt        tensor-parallel rank; of a pipeline mp_rank_00_000, with the stage
+iter_0000100/mp_rank_00/model_optim_rng.pt        tensor-parallel rank; of a pipeline mp_rank_00_000, with the stage;
+                                                  where ranks share experts the expert rank comes last
     args, checkpoint_version, iteration, model (virtual stages: model0, model1, ...), optimizer, ...
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,58 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import TRACKER, directory_name, fsync_directory, read_small
+from megalite.checkpoint import TRACKER, directory_name, read_small
 from megalite.config import ModelConfig
-from megalite.convert.megatron import (
-    COPY,
-    CORE,
-    EXTRA_STATES,
-    IGNORED,
-    check_cut,
-    megatron_names,
-    name_of,
-    plain_name,
-    read_args,
-    rule_of,
-    untangle,
-    write_args,
-)
+from megalite.convert.megatron import IGNORED, megatron_names, plain_name, read_args, rule_of, untangle
+from megalite.convert.megatron_experts import ExpertName, ExpertParts
 from megalite.convert.megatron_process import Listing, Unpickler
-from megalite.convert.source import ModelSource, Origin, staged
+from megalite.convert.source import Origin, stored_shapes
 from megalite.convert.tokenizer_files import read_tokenizer
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
-from megalite.inventory import parameter_shapes
 
 RELEASE, VERSION = "release", 3.0
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?", re.ASCII)
+RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?", re.ASCII)
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "head.output.weight"
-# Dictionaries in dictionaries before megatron.core, whose own names have dots in them.
-NESTED = (
-    "language_model.embedding.word_embeddings.",
-    "language_model.embedding.position_embeddings.",
-    "language_model.encoder.",
-    "language_model.output_layer.",
-    "word_embeddings_for_head.",
-)
-
-# What Megatron-LM's loader looks at besides the model.
-RUN_ARGS: Mapping[str, Any] = {
-    "expert_model_parallel_size": 1,
-    "consumed_train_samples": 0,
-    "skipped_train_samples": 0,
-    "consumed_valid_samples": 0,
-    "iteration": 0,
-    "no_save_optim": True,
-    "no_save_rng": True,
-    "sequence_parallel": False,
-    "data_parallel_random_init": False,
-    "bert_binary_head": False,
-    "tokenizer_type": None,
-    "ckpt_format": "torch",
-    "use_dist_ckpt": False,
-}
 
 
 @dataclass(frozen=True)
@@ -81,6 +42,27 @@ class ShardLocation:
     model: int
     name: str
     entry: tuple[str, tuple[int, ...]]
+
+
+Places = list[ShardLocation] | ExpertParts[ShardLocation]
+"""Of a logical tensor: over tensor-parallel ranks, or its experts."""
+
+
+def _first(places: Places) -> ShardLocation:
+    return places.ranks[0][0][0] if isinstance(places, ExpertParts) else places[0]
+
+
+def _meta(place: ShardLocation) -> Tensor:
+    return torch.empty(place.entry[1], device="meta")
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The files. stages: of each stage, tensor rank by tensor rank (whole tensors and cut ones are the same in all of
+    its expert ranks); experts: of each stage, expert rank by expert rank, the files that share its experts."""
+
+    stages: list[list[Path]]
+    experts: list[list[list[Path]]]
 
 
 class MegatronSource:
@@ -98,23 +80,29 @@ class MegatronSource:
     ) -> None:
         self.directory = _iteration(Path(directory), ckpt_step)
         self.origin = Origin()
-        stages = _stages(self.directory)
+        directories = _directories(self.directory)
         self._unpickler = Unpickler()
-        listings = {path: self._unpickler.open(path) for ranks in stages for path in ranks}
-        first = listings[stages[0][0]]
-        where = f"{stages[0][0]}: args"
+        listings = {path: self._unpickler.open(path) for path in map(_file, directories.values())}
+        path, first = next(iter(listings.items()))
+        where = f"{path}: args"
         if first.args is None:
-            raise CheckpointError(f"{stages[0][0]}: holds no args, so the number of attention heads is unknown")
-        _check_grid(first, stages, where)
-        for path, listing in listings.items():
+            raise CheckpointError(f"{path}: holds no args, so the number of attention heads is unknown")
+        grid = _grid(self.directory, directories, first.args)
+        _check_grid(first, grid, where)
+        for other, listing in listings.items():
             if (listing.version, listing.iteration) != (first.version, first.iteration):
                 raise CheckpointError(
-                    f"{path}: iteration {listing.iteration}, version {listing.version}; {stages[0][0].parent.name} has "
+                    f"{other}: iteration {listing.iteration}, version {listing.version}; {path.parent.name} has "
                     f"{first.iteration} and {first.version}: files of two checkpoints"
                 )
         self._version = first.version
-        self._places = dict(_places(stages, listings))
-        rows = sum(place.entry[1][0] for place in self._places.get(EMBEDDING, []) if place.entry[1])
+        self._places: dict[str, Places] = {}
+        for name, places in _places(grid, listings):
+            if name in self._places:
+                raise CheckpointError(f"{_first(places).path}: {_first(places).name[:80]} appears twice")
+            self._places[name] = places
+        embedding = self._places.get(EMBEDDING, [])
+        rows = sum(place.entry[1][0] for place in embedding if place.entry[1]) if isinstance(embedding, list) else 0
         legacy = any(name.startswith("language_model.") for name in first.models[0])
         rows = max(1, rows)
         self.model: ModelConfig = read_args(first.args, where, legacy=legacy, rows=rows, vocab_size=true_vocab_size)
@@ -127,33 +115,41 @@ class MegatronSource:
 
     def read(self, name: str) -> Tensor:
         places = self._places[name]
-        parts = [self._unpickler.read(place.path, place.model, place.name, place.entry) for place in places]
+        if isinstance(places, ExpertParts):
+            return places.join(self.model, self._read)
+        parts = [self._read(place) for place in places]
         if ".attention.qkv." in name:
             parts = [untangle(self.model, part, self._version) for part in parts]
         return rule_of(name)[0].cut.to_ours(self.model, parts)
 
+    def _read(self, place: ShardLocation) -> Tensor:
+        return self._unpickler.read(place.path, place.model, place.name, place.entry)
+
     def _check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
-        shapes = parameter_shapes(self.model)
+        shapes = stored_shapes(self.model)
         missing = sorted(shapes.keys() - self._places.keys())
         if missing:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
         tied = OUTPUT in self._places and OUTPUT not in shapes
         for name, places in self._places.items():
             expected = shapes.get(name) or (shapes[EMBEDDING] if tied and name == OUTPUT else None)
+            one = _first(places)
             if expected is None:
-                raise CheckpointError(f"{places[0].path}: a model of these args has no {places[0].name}")
-            parts = [torch.empty(place.entry[1], device="meta") for place in places]
+                raise CheckpointError(f"{one.path}: a model of these args has no {one.name}")
             try:
-                found = tuple(rule_of(name)[0].cut.to_ours(self.model, parts).shape)
+                if isinstance(places, ExpertParts):
+                    found = tuple(places.join(self.model, _meta).shape)
+                else:
+                    found = tuple(rule_of(name)[0].cut.to_ours(self.model, [_meta(place) for place in places]).shape)
             except (IndexError, RuntimeError):
                 found = ()
             if found != expected:
-                what = f"shape {list(places[0].entry[1])}, args say a part of {list(expected)}"
-                raise CheckpointError(f"{places[0].path}: {places[0].name}: {what}")
+                what = f"shape {list(one.entry[1])}, args say a part of {list(expected)}"
+                raise CheckpointError(f"{one.path}: {one.name}: {what}")
         if tied and not torch.equal(self.read(EMBEDDING), self.read(OUTPUT)):
             raise CheckpointError(
-                f"{self.directory}: {self._places[OUTPUT][0].name} differs from the embedding, though args tie them"
+                f"{self.directory}: {_first(self._places[OUTPUT]).name} differs from the embedding, but args tie both"
             )
 
 
@@ -191,20 +187,52 @@ def _has_ranks(directory: Path) -> bool:
     return any(directory.glob("mp_rank_*"))
 
 
-def _stages(directory: Path) -> list[list[Path]]:
-    """The files, by stage and tensor-parallel rank. Raises CheckpointError where one is missing."""
-    grid: dict[tuple[int, int], Path] = {}
-    for found in sorted(directory.glob("mp_rank_*")):
-        match = RANK.fullmatch(found.name)
-        if match is None:
-            raise CheckpointError(f"{found}: not mp_rank_TT or mp_rank_TT_PPP (experts are not supported)")
-        grid[int(match[2] or 0), int(match[1])] = found
-    stages, ranks = (max(place[i] for place in grid) + 1 for i in (0, 1))
-    missing = [(t, p) for p in range(stages) for t in range(ranks) if (p, t) not in grid]
+def _directories(directory: Path) -> dict[tuple[int, ...], Path]:
+    """The numbers in a rank's name -> its directory, in their order. Raises CheckpointError."""
+    found: dict[tuple[int, ...], Path] = {}
+    for path in sorted(directory.glob("mp_rank_*")):
+        match = RANK.fullmatch(path.name)
+        numbers = () if match is None else tuple(int(number) for number in match.groups() if number is not None)
+        if match is None or (found and len(numbers) != len(next(iter(found)))):
+            raise CheckpointError(f"{path}: not mp_rank_TT, mp_rank_TT_PPP or mp_rank_TT_PPP_EEE, as all should be")
+        found[numbers] = path
+    return dict(sorted(found.items()))
+
+
+def _grid(directory: Path, directories: Mapping[tuple[int, ...], Path], said: Mapping[str, Any]) -> RankGrid:
+    """Raises CheckpointError where a file is missing."""
+    # mp_rank_TT_NNN: of a pipeline, unless there is none and experts are dealt out
+    experts_only = said.get("pipeline_model_parallel_size", 2) == 1 and _experts_said(said) > 1
+    grid: dict[tuple[int, int, int], Path] = {}  # stage, tensor rank, expert rank
+    for (rank, *rest), path in directories.items():
+        place = (0, rest[0]) if len(rest) == 1 and experts_only else (*rest, 0, 0)[:2]
+        grid[place[0], rank, place[1]] = _file(path)
+    stages, ranks, experts = (max(place[i] for place in grid) + 1 for i in range(3))
+    dense: dict[tuple[int, int], Path] = {}
+    for (stage, rank, _), path in grid.items():
+        dense.setdefault((stage, rank), path)
+    missing = [(t, p) for p in range(stages) for t in range(ranks) if (p, t) not in dense]
     if missing:
         what = f"tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}"
         raise CheckpointError(f"{directory}: {what} is missing ({ranks} x {stages} expected)")
-    return [[_file(grid[p, t]) for t in range(ranks)] for p in range(stages)]
+    within = said.get("expert_tensor_parallel_size") or ranks
+    if within not in (1, ranks):
+        raise CheckpointError(f"{directory}: expert_tensor_parallel_size {within} not supported (1 or {ranks})")
+    sharing = []
+    for stage in range(stages):
+        sharing.append(
+            [[grid[stage, t, e] for t in range(ranks) if (stage, t, e) in grid][:within] for e in range(experts)]
+        )
+        short = [e for e, files in enumerate(sharing[-1]) if len(files) < within]
+        if short:
+            raise CheckpointError(f"{directory}: files of expert rank {short[0]} of stage {stage} are missing")
+    return RankGrid([[dense[p, t] for t in range(ranks)] for p in range(stages)], sharing)
+
+
+def _experts_said(said: Mapping[str, Any]) -> int:
+    """Ranks that share the experts, by `args`."""
+    size = said.get("expert_model_parallel_size")
+    return size if type(size) is int and said.get("num_experts") else 1
 
 
 def _file(directory: Path) -> Path:
@@ -214,42 +242,70 @@ def _file(directory: Path) -> Path:
     raise CheckpointError(f"{directory}: holds no {FILES[0]}")
 
 
-def _check_grid(first: Listing, stages: list[list[Path]], where: str) -> None:
+def _check_grid(first: Listing, grid: RankGrid, where: str) -> None:
     """Raises CheckpointError where `args` name other sizes than the directories."""
     assert first.args is not None
-    said = first.args
-    tensor = said.get("tensor_model_parallel_size", said.get("model_parallel_size", len(stages[0])))
-    pipeline = said.get("pipeline_model_parallel_size", len(stages))
-    if (tensor, pipeline) != (len(stages[0]), len(stages)):
-        raise CheckpointError(
-            f"{where}: say {tensor} x {pipeline} ranks (tensor x pipeline), {len(stages[0])} x {len(stages)} are there"
-        )
+    said, there = first.args, (len(grid.stages[0]), len(grid.stages), len(grid.experts[0]))
+    tensor = said.get("tensor_model_parallel_size", said.get("model_parallel_size", there[0]))
+    expected = (tensor, said.get("pipeline_model_parallel_size", there[1]), _experts_said(said))
+    if expected != there:
+        sizes = [
+            " x ".join(map(str, size if max(expected[2], there[2]) > 1 else size[:2])) for size in (expected, there)
+        ]
+        kinds = "tensor x pipeline x expert" if max(expected[2], there[2]) > 1 else "tensor x pipeline"
+        raise CheckpointError(f"{where}: say {sizes[0]} ranks ({kinds}), {sizes[1]} are there")
     if first.version not in (0, 1) and first.version < 2:
         raise CheckpointError(f"{where}: checkpoint_version {first.version} not supported (0, 1 and 2 or later)")
 
 
-def _places(stages: list[list[Path]], listings: Mapping[Path, Listing]) -> Iterator[tuple[str, list[ShardLocation]]]:
-    """Logical name -> its parts over tensor-parallel ranks, layers counted through all stages."""
-    known, seen, before = megatron_names(), set(), 0
+def _places(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[str, Places]]:
+    """Logical name -> its parts, layers counted through all stages."""
+    known, before = megatron_names(), 0
     for virtual in range(max(len(listing.models) for listing in listings.values())):
-        for ranks in stages:
+        for ranks, sharing in zip(grid.stages, grid.experts, strict=True):
             own = set()
             for name in _names(listings[ranks[0]], virtual, ranks[0]):
                 plain = plain_name(name)
                 index = re.search(r"\.layers\.(\d{1,6})\.", plain)
+                if index:
+                    own.add(int(index[1]))
+                if ExpertName.of(plain) is not None:
+                    continue
                 ours = known.get(plain.replace(f".{index[1]}.", ".{i}.", 1) if index else plain)
                 if ours is None:
                     raise CheckpointError(f"{ranks[0]}: no supported model has {name[:80]}")
                 if index:
-                    own.add(int(index[1]))
                     ours = ours.replace("{i}", str(before + int(index[1])))
-                if ours in seen:
-                    raise CheckpointError(f"{ranks[0]}: {name[:80]} appears twice")
-                seen.add(ours)
                 yield ours, [_place(path, listings[path], virtual, name) for path in ranks]
             if own != set(range(len(own))):
                 raise CheckpointError(f"{ranks[0]}: its layers are not numbered 0, 1, ...")
+            yield from _expert_places(sharing, listings, virtual, before).items()
             before += len(own)
+
+
+def _expert_places(
+    sharing: list[list[Path]], listings: Mapping[Path, Listing], virtual: int, before: int
+) -> dict[str, Places]:
+    """Those of a stage's experts, whose first layer is number `before`."""
+    found: dict[str, Places] = {}
+    for ranks in sharing:
+        here: dict[str, dict[int | None, list[ShardLocation]]] = {}
+        for name in _names(listings[ranks[0]], virtual, ranks[0]):
+            said = ExpertName.of(plain_name(name))
+            if said is not None:
+                ours = f"layers.{before + said.layer}.mlp.experts.{said.part}.{said.kind}"
+                experts = here.setdefault(ours, {})
+                if said.number in experts:
+                    raise CheckpointError(f"{ranks[0]}: {name[:80]} appears twice")
+                experts[said.number] = [_place(path, listings[path], virtual, name) for path in ranks]
+        for ours, experts in here.items():
+            whole = None in experts
+            if not whole and set(experts) != set(range(len(experts))) or whole and len(experts) > 1:
+                raise CheckpointError(f"{ranks[0]}: the experts of {ours} are not numbered 0, 1, ...")
+            parts = found.setdefault(ours, ExpertParts(ours.split(".")[4], whole))
+            assert isinstance(parts, ExpertParts)
+            parts.ranks.append([experts[None]] if whole else [experts[number] for number in range(len(experts))])
+    return found
 
 
 def _names(listing: Listing, virtual: int, path: Path) -> list[str]:
@@ -262,94 +318,3 @@ def _place(path: Path, listing: Listing, virtual: int, name: str) -> ShardLocati
     if virtual >= len(listing.models) or name not in listing.models[virtual]:
         raise CheckpointError(f"{path}: {name[:80]} is missing")
     return ShardLocation(path, virtual, name, listing.models[virtual][name])
-
-
-def write_megatron(
-    source: ModelSource,
-    directory: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    implementation: str = "transformer_engine",
-) -> Path:
-    """A `release` checkpoint that Megatron-LM loads with these sizes; returns its directory.
-
-    dtype: of the stored weights; None keeps each as it is. implementation: whose names they get (IMPLEMENTATIONS).
-    Raises ConfigError where Megatron-LM has no such model or cannot cut it so, CheckpointError where it cannot be
-    written. Memory: one file.
-    """
-    model = source.model
-    check_cut(model, tensor_parallel, pipeline_parallel)
-    args = write_args(model, implementation)
-    args |= {
-        "tensor_model_parallel_size": tensor_parallel,
-        "pipeline_model_parallel_size": pipeline_parallel,
-        "virtual_pipeline_model_parallel_size": None,
-        "padded_vocab_size": model.padded_vocab_size(tensor_parallel),
-        **RUN_ARGS,
-    }
-    with staged(directory, model=model, dtype=dtype) as staging:
-        for stage in range(pipeline_parallel):
-            for rank in range(tensor_parallel):
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipeline_parallel > 1 else "")
-                (staging / RELEASE / name).mkdir(parents=True)
-                weights = _rank_weights(source, (stage, pipeline_parallel), (rank, tensor_parallel), implementation)
-                stored = {n: None if t is None else t.to(dtype or t.dtype) for n, t in weights}
-                _write_file(staging / RELEASE / name / FILES[0], stored, args, implementation)
-        (staging / TRACKER).write_text(RELEASE)
-        fsync_directory(staging / RELEASE)
-    return directory
-
-
-def _rank_weights(
-    source: ModelSource, stage: tuple[int, int], rank: tuple[int, int], implementation: str
-) -> Iterator[tuple[str, Tensor | None]]:
-    """Names and values of one file; stage and rank are (number, how many)."""
-    model = source.model
-    layers = model.num_layers // stage[1]
-    last, first = stage[0] == stage[1] - 1, stage[0] == 0
-    for ours in parameter_shapes(model):
-        rule, index = rule_of(ours)
-        here = int(index) // layers == stage[0] if index else (first if ours.startswith("embedding.") else last)
-        if not here:
-            continue
-        part = rule.cut.to_theirs(model, source.read(ours), rank[1])[rank[0]]
-        # memory of its own: torch.save stores the whole of what a tensor is a view of
-        yield name_of(ours, implementation, int(index or 0) % layers), part.clone(memory_format=torch.contiguous_format)
-    if last and not first and not model.untie_embeddings_and_output_weights:
-        part = rule_of(EMBEDDING)[0].cut.to_theirs(model, source.read(EMBEDDING), rank[1])[rank[0]]
-        yield COPY["legacy" if implementation == "legacy" else "local"], part.clone()
-    if implementation == "transformer_engine":
-        for layer in range(layers):
-            yield from ((f"{CORE.replace('{i}', str(layer))}{name}._extra_state", None) for name in EXTRA_STATES)
-
-
-def _write_file(path: Path, stored: Mapping[str, Tensor | None], args: Mapping[str, Any], implementation: str) -> None:
-    dtype = next(values.dtype for values in stored.values() if values is not None)
-    named = argparse.Namespace(**args, params_dtype=dtype, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
-    content = {
-        "args": named,
-        "checkpoint_version": VERSION,
-        "iteration": 0,
-        "model": _nested(stored) if implementation == "legacy" else dict(stored),
-    }
-    with path.open("wb") as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:  # of a full disk it only tells that its own count is off
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_directory(path.parent)
-
-
-def _nested(stored: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, values in stored.items():
-        prefix = next(prefix for prefix in NESTED if name.startswith(prefix))
-        inner = tree
-        for key in prefix.rstrip(".").split("."):
-            inner = inner.setdefault(key, {})
-        inner[name.removeprefix(prefix)] = values
-    return tree

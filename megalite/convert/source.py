@@ -22,6 +22,7 @@ from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
+EXPERT_BIAS = ".expert_bias"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -63,6 +64,21 @@ class ModelSource(Protocol):
     def read(self, name: str) -> Tensor:
         """A logical tensor as it is stored, on the CPU."""
         ...
+
+
+def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Logical tensors of a model's checkpoint, layer by layer: parameters, and the biases that choose experts."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(model).items():
+        found[name] = shape
+        if model.experts.moe_router_enable_expert_bias and name.endswith(".mlp.router.weight"):
+            found[name.replace(".weight", EXPERT_BIAS)] = shape[:1]
+    return found
+
+
+def converted(name: str, values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor in the dtype in which weights are to be stored; the biases of experts stay as exact as they are."""
+    return values if dtype is None or name.endswith(EXPERT_BIAS) else values.to(dtype)
 
 
 @contextmanager
