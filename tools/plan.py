@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--write-config", metavar="FILE", help="the first candidate as a configuration that runs as it is")
     p.add_argument(
-        "--explain", action="store_true", help="also the first candidate's model, data and domain terms in closed form"
+        "--explain",
+        action="store_true",
+        help="also the first candidate's model, data, domain and expert terms in closed form",
     )
     p.add_argument("--allow-2bw", action="store_true", help="also schedules with one-step-old gradients")
     p.add_argument(

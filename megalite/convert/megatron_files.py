@@ -87,8 +87,9 @@ class MegatronSource:
         where = f"{path}: args"
         if first.args is None:
             raise CheckpointError(f"{path}: holds no args, so the number of attention heads is unknown")
-        grid = _grid(self.directory, directories, first.args)
-        _check_grid(first, grid, where)
+        grid = _grid(self.directory, directories, first.args, where)
+        if first.version not in (0, 1) and first.version < 2:
+            raise CheckpointError(f"{where}: checkpoint_version {first.version} not supported (0, 1 and 2 or later)")
         for other, listing in listings.items():
             if (listing.version, listing.iteration) != (first.version, first.iteration):
                 raise CheckpointError(
@@ -199,8 +200,10 @@ def _directories(directory: Path) -> dict[tuple[int, ...], Path]:
     return dict(sorted(found.items()))
 
 
-def _grid(directory: Path, directories: Mapping[tuple[int, ...], Path], said: Mapping[str, Any]) -> RankGrid:
-    """Raises CheckpointError where a file is missing."""
+def _grid(
+    directory: Path, directories: Mapping[tuple[int, ...], Path], said: Mapping[str, Any], where: str
+) -> RankGrid:
+    """Raises CheckpointError where a file is missing, or `args` name other sizes."""
     # mp_rank_TT_NNN: of a pipeline, unless there is none and experts are dealt out
     experts_only = said.get("pipeline_model_parallel_size", 2) == 1 and _experts_said(said) > 1
     grid: dict[tuple[int, int, int], Path] = {}  # stage, tensor rank, expert rank
@@ -215,7 +218,8 @@ def _grid(directory: Path, directories: Mapping[tuple[int, ...], Path], said: Ma
     if missing:
         what = f"tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}"
         raise CheckpointError(f"{directory}: {what} is missing ({ranks} x {stages} expected)")
-    within = said.get("expert_tensor_parallel_size") or ranks
+    _check_sizes(said, (ranks, stages, experts), where)
+    within = (said.get("num_experts") and said.get("expert_tensor_parallel_size")) or ranks
     if within not in (1, ranks):
         raise CheckpointError(f"{directory}: expert_tensor_parallel_size {within} not supported (1 or {ranks})")
     sharing = []
@@ -242,20 +246,15 @@ def _file(directory: Path) -> Path:
     raise CheckpointError(f"{directory}: holds no {FILES[0]}")
 
 
-def _check_grid(first: Listing, grid: RankGrid, where: str) -> None:
-    """Raises CheckpointError where `args` name other sizes than the directories."""
-    assert first.args is not None
-    said, there = first.args, (len(grid.stages[0]), len(grid.stages), len(grid.experts[0]))
+def _check_sizes(said: Mapping[str, Any], there: tuple[int, int, int], where: str) -> None:
+    """Raises CheckpointError where `args` name other sizes than the directories: tensor, pipeline, expert."""
     tensor = said.get("tensor_model_parallel_size", said.get("model_parallel_size", there[0]))
     expected = (tensor, said.get("pipeline_model_parallel_size", there[1]), _experts_said(said))
-    if expected != there:
-        sizes = [
-            " x ".join(map(str, size if max(expected[2], there[2]) > 1 else size[:2])) for size in (expected, there)
-        ]
-        kinds = "tensor x pipeline x expert" if max(expected[2], there[2]) > 1 else "tensor x pipeline"
-        raise CheckpointError(f"{where}: say {sizes[0]} ranks ({kinds}), {sizes[1]} are there")
-    if first.version not in (0, 1) and first.version < 2:
-        raise CheckpointError(f"{where}: checkpoint_version {first.version} not supported (0, 1 and 2 or later)")
+    if expected == there:
+        return
+    kinds = ("tensor", "pipeline", "expert")[: 3 if max(expected[2], there[2]) > 1 else 2]
+    sizes = [" x ".join(map(str, size[: len(kinds)])) for size in (expected, there)]
+    raise CheckpointError(f"{where}: say {sizes[0]} ranks ({' x '.join(kinds)}), {sizes[1]} are there")
 
 
 def _places(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[str, Places]]:

@@ -7,10 +7,13 @@ nothing hidden (their equations 3 to 9, for transformers)::
     model    4 L_stage m (2 alpha ceil(log2 t) + 2 beta (t - 1) / t  n/m h e)      sums of activations, t ranks
     data     2 alpha ceil(log2 cd) + 2 beta (cd - 1) / cd  |W| / (t p) w           sum of gradients, c d ranks
     domain   L_stage m (hops alpha + beta (keys and values that travel))           c ranks; their halo of a convolution
+    experts  4 L_sparse m (alpha (x - 1) + beta (x - 1) / x  n/m k h e)            x ranks of ep; k rows of a token
 
 The halo of causal attention is everything before a token, so `domain` sends keys and values c - 1 times where a
 convolution sends a few rows to each neighbour. Pipelines are not in the paper: their stages only divide the layers.
-Nor are experts: their gradients are summed over the ranks that hold the same ones; their all-to-all is left out.
+Nor are experts: their gradients are summed over the ranks that hold the same ones, and tokens of even loads travel to
+the x ranks that share them and back, forward and backward: four all-to-alls, each as long as in the plan (over several
+nodes by `CommGroup.all_to_all`).
 """
 
 from __future__ import annotations
@@ -19,14 +22,21 @@ import math
 from dataclasses import dataclass
 
 from megalite.config import Config
-from megalite.inventory import ElementBytes, context_bytes, micro_tokens, model_layers, stage_layer_ranges
+from megalite.inventory import (
+    ElementBytes,
+    context_bytes,
+    expert_rows,
+    micro_tokens,
+    model_layers,
+    stage_layer_ranges,
+)
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.model_states import families_of, stage_elements
 from megalite.planner.predict import program_of
 
-DIMENSIONS = ("model", "data", "domain")
+DIMENSIONS = ("model", "data", "domain", "experts")
 
 
 @dataclass(frozen=True)
@@ -37,10 +47,11 @@ class ClosedForm:
     model: float
     data: float
     domain: float
+    experts: float
 
     @property
     def total(self) -> float:
-        return self.computation + self.model + self.data + self.domain
+        return self.computation + sum(map(self.of, DIMENSIONS))
 
     @property
     def dominant(self) -> str:
@@ -85,9 +96,11 @@ def _stage(config: Config, world_size: int, hardware: Hardware, cut: range) -> C
             sent = context_bytes(config, layer)
             domain += 4 * _alpha(trade) * math.ceil(math.log2(given.traders)) + 2 * sent.traded / trade.bandwidth
             domain += 3 * hops * _alpha(ring) + (sent.forward + sent.backward) / ring.bandwidth
-    return ClosedForm(
-        computation, sums * _all_reduce(tensor, activations), data, m * domain,
-    )  # fmt: skip
+    axes = parallel.experts
+    traders = CommGroup(hardware, axes.expert_model_parallel_size, parallel.expert_tensor_size)
+    leaving = config.model.hidden_size * size.compute * (traders.size - 1) / traders.size
+    experts = sum(4 * traders.all_to_all(expert_rows(config, layer) * leaving) for layer in layers if layer.is_sparse)
+    return ClosedForm(computation, sums * _all_reduce(tensor, activations), data, m * domain, m * experts)
 
 
 def _alpha(group: CommGroup) -> float:
@@ -108,15 +121,18 @@ def explain_terms(config: Config, world_size: int, hardware: Hardware) -> str:
         "model": parallel.tensor_model_parallel_size,
         "data": config.gradient_ranks(world_size),
         "domain": parallel.context.context_parallel_size,
+        "experts": parallel.experts.expert_model_parallel_size,
     }
     what = {
         "model": "sums of activations over tensor-parallel ranks",
         "data": "sum of gradients over data- and context-parallel ranks",
         "domain": f"keys and values over context-parallel ranks ({parallel.context.cp_comm_type})",
+        "experts": "all-to-all of tokens, to their experts and back, over expert-parallel ranks",
     }
+    shown = DIMENSIONS if config.model.experts.num_experts is not None else DIMENSIONS[:3]
     lines = ["closed form (Gholami et al., arXiv 1712.04432), nothing hidden behind anything, ms a step:"]
     lines.append(f"  computation {1e3 * terms.computation:12,.2f}")
-    lines += [f"  {name:11s} {1e3 * terms.of(name):12,.2f}   {what[name]}: {ranks[name]}" for name in DIMENSIONS]
+    lines += [f"  {name:11s} {1e3 * terms.of(name):12,.2f}   {what[name]}: {ranks[name]}" for name in shown]
     if not terms.dominant:
         return "\n".join([*lines, "  nothing is divided: no messages"])
     share = terms.of(terms.dominant) / terms.total

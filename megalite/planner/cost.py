@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -176,7 +176,7 @@ class Roofline:
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         forward, backward, hidden = self._messages(config, layer, behind)
         shared = self._context_messages(config, layer, attention)
-        dispatched = self._expert_messages(config, layer)
+        dispatched = self._expert_messages(config, layer, products)
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
             matrices + adapted + attention + self.traffic(moved, ours.kernels) + forward,
@@ -208,15 +208,17 @@ class Roofline:
         one = (n / taken, k) if product.cut == "n" else (n, k / taken)
         return here * self.product(config, expert_rows(config, layer, MEAN_IMBALANCE) / here, *one)
 
-    def _expert_messages(self, config: Config, layer: Layer) -> float:
-        """Seconds in which tokens travel to their experts and back, in one direction of the pass; not hidden. The
-        fullest rank receives `MEAN_IMBALANCE` times the mean, and the others wait for it."""
+    def _expert_messages(self, config: Config, layer: Layer, products: Mapping[str, float]) -> float:
+        """Seconds in which tokens travel to their experts and back, in one direction of the pass; a shared expert's
+        products hide one of the two. The fullest rank receives `MEAN_IMBALANCE` times the mean, and the others wait."""
         ep = config.parallel.experts.expert_model_parallel_size
         if not layer.is_sparse or ep == 1:
             return 0.0
         group = CommGroup(self.hardware, ep, config.parallel.expert_tensor_size)
         rows = expert_rows(config, layer, MEAN_IMBALANCE)
-        return 2 * group.all_to_all(rows * (ep - 1) / ep * layer.model.hidden_size * ElementBytes.of(config).compute)
+        one = group.all_to_all(rows * (ep - 1) / ep * layer.model.hidden_size * ElementBytes.of(config).compute)
+        meanwhile = sum(seconds for name, seconds in products.items() if "shared_experts." in name)
+        return 2 * one - min(one, self.hardware.overlap * meanwhile)
 
     def _accumulated(self, size: ElementBytes) -> float:
         """Bytes a weight that adding its gradient moves, beside the product."""

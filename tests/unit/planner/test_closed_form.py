@@ -109,3 +109,25 @@ def test_it_says_which_dimension_dominates() -> None:
         assert closed_form(config, RANKS, plain()).dominant == dominant
         assert f"{dominant} dominates" in explain_terms(config, RANKS, plain())
     assert closed_form(alone, 1, plain()).dominant == "" and "no messages" in explain_terms(alone, 1, plain())
+
+
+def test_tokens_travel_to_their_experts_and_back_in_forward_and_backward() -> None:
+    """By hand; a shared expert hides one message of each pass in the plan, and nothing here."""
+    hardware = plain()
+    flags = "--hidden-size 1024 --seq-length 8192 --global-batch-size 8 --micro-batch-size 1 --vocab-size 512"
+    sparse = "--num-experts 8 --moe-layer-freq 2 --expert-model-parallel-size 4 --moe-ffn-hidden-size 4096"
+
+    def of(extra: str = "") -> Config:
+        return parse([*MODEL.split(), *flags.split(), *sparse.split(), *extra.split()], world_size=4, check_files=False)
+
+    link, rows = hardware.intra_node, 2 * 8192
+    one = 3 * link.latency + 3 / 4 * rows * 1024 * 2 / link.bandwidth
+    config, shared = of(), of("--moe-shared-expert-intermediate-size 65536")
+    found = closed_form(config, 4, hardware)
+    assert found.experts == pytest.approx(2 * 4 * 4 * one)  # micro-batches, sparse blocks
+    assert closed_form(shared, 4, hardware).experts == found.experts
+    assert "expert-parallel ranks: 4" in explain_terms(config, 4, hardware)
+    hiding = replace(hardware, overlap=1.0)
+    times = [Roofline(h).layers(shared)[1].forward for h in (hardware, hiding)]
+    latency = 3 * link.latency  # the fullest rank receives 1.1 times the mean
+    assert times[0] - times[1] == pytest.approx(latency + 1.1 * (one - latency))
