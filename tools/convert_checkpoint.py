@@ -124,13 +124,14 @@ def main(argv: list[str]) -> None:
     load, save = Path(flags.load), Path(flags.save)
     if flags.verify:
         optional_package("--verify", "transformers")  # before the work of writing
+    source = _open(flags, load)
     with ProgressBar("converting", "parameters") as bar:
-        written = _write(flags, Watched(_open(flags, load), bar), save)
+        written = _write(flags, Watched(source, bar), save)
     print(f"wrote {written}")
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
-        verify(ours, theirs, step, _dtype(flags))
+        verify(ours, theirs, step, _dtype(flags), source)
 
 
 class Watched:
@@ -192,8 +193,8 @@ def _dtype(flags: argparse.Namespace) -> torch.dtype | None:
     return getattr(torch, DTYPES[flags.dtype]) if flags.dtype else None
 
 
-def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype | None) -> None:
-    """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype.
+def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype | None, source: ModelSource) -> None:
+    """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype, adapters merged.
 
     Raises RuntimeFailure where they differ by more than the rounding of sums.
     """
@@ -218,6 +219,8 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
     with torch.no_grad():
         dtype = next(loaded.model.parameters()).dtype
         peer = transformers.AutoModelForCausalLM.from_pretrained(theirs, local_files_only=True, dtype=dtype).eval()
+        for name, parameter in loaded.model.logical_parameters() if written and model.adapted_parts else []:
+            parameter.copy_(source.read(name)) if ".adapters." not in name else parameter.zero_()
         for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:
             parameter.copy_(parameter.to(written))
         head = cast(Head, loaded.model.get_submodule("head"))

@@ -113,7 +113,8 @@ class _Record:
             for i, sample in enumerate(samples):
                 self.tensors[f"backward/{layer}/{sample}"] = g[:, i].clone()
 
-        out.register_hook(gradient)
+        if out.requires_grad:  # beside adapters an embedding has no gradient
+            out.register_hook(gradient)
 
     def weights(self, pupil: Pupil) -> None:
         """The state after so many updates."""

@@ -135,7 +135,7 @@ class Eyes:
     def _listen(self, stack: LayerStack) -> None:
         names = {id(p): name for name, p in stack.logical_parameters()}
         for layer, module in zip(stack.names, stack.ordered(), strict=True):
-            own = [(names[id(p)], p) for p in module.parameters() if id(p) in names]
+            own = [(names[id(p)], p) for p in module.parameters() if id(p) in names and p.requires_grad]
             module.register_forward_pre_hook(lambda _, args, layer=layer, own=own: self._used(layer, args[1], own))
             module.register_forward_hook(lambda _, args, out, layer=layer: self._computed(layer, args[1], out))
 

@@ -62,7 +62,7 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     values["window_attn_skip_freq"] = _mixed(model, model.window_attn_skip_freq, model.has_window)
     values["no_rope_freq"] = _mixed(model, model.no_rope_freq, lambda index: not model.has_rope(index))
     values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank
-    values["lora_targets"] = model.adapted_parts or None
+    values["lora_targets"] = " ".join(model.adapted_parts) or None
     if not values["use_rope_scaling"]:
         values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None, "rope_scaling_type": None}
     if model.experts.num_experts is None:

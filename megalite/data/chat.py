@@ -157,5 +157,4 @@ def preprocess_chat(
     units = (unit for path in inputs for unit in input_units(path, (key,)))
     prefixes = (prefix, prefix + MARKS)
     write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
-    totals.tokens //= 2  # marks are none
     return Summary((prefix,), totals)

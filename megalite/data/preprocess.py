@@ -132,7 +132,8 @@ def write_units(
                 totals.text_bytes += result.text_bytes
             totals.done += unit.input_bytes
             totals.skipped += result.skipped
-            totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in writers)
+            counted = writers[:1] if job.marked else writers
+            totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in counted)
             on_progress(totals.done, totals.size or None, totals.counts())
         for writer in writers:
             if source and not writer.tokens:
