@@ -128,9 +128,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def fine_tune(base: Path, save: Path, steps: int, world_size: int = 1, flags: str = "") -> object:
-    more = f"--micro-batch-size 1 --use-checkpoint-args --seq-length 16 --load {base} --save {save} {LORA} {flags}"
-    return run_ranks(train_with_offer, world_size, [*TINY, *more.split()], steps)
+def fine_tune(
+    base: Path, save: Path, steps: int, world_size: int = 1, flags: str = "", lora: str = LORA
+) -> list[float]:
+    """Losses."""
+    more = f"--micro-batch-size 1 --use-checkpoint-args --seq-length 16 --load {base} --save {save} {lora} {flags}"
+    return list(run_ranks(train_with_offer, world_size, [*TINY, *more.split()], steps)[0][0])
 
 
 def train_with_offer(world: World, argv: list[str], steps: int) -> tuple[list[float], list[float | None]]:
@@ -141,7 +144,8 @@ def train_with_offer(world: World, argv: list[str], steps: int) -> tuple[list[fl
 
 def test_a_run_is_stopped_and_goes_on_at_another_layout(base: Path, tmp_path: Path) -> None:
     """Adapters alone are saved; their base is read again, and they go on: bitwise at the same layout."""
-    fine_tune(base, tmp_path / "whole", 4)
+    losses = fine_tune(base, tmp_path / "whole", 4)
+    assert losses[0] == fine_tune(base, tmp_path / "plain", 1, lora="")[0], "adapters begin as nothing beside the base"
     whole = saved_tensors(tmp_path / "whole")
     assert {name.rpartition("/")[2] for name in whole} == {name for name in whole if "/" not in name}
     assert all(".adapters." in name for name in whole)
