@@ -103,3 +103,8 @@ def tracking(config: Config, world_size: int) -> Iterator[str]:
     log = config.logging
     if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
         yield f"--trace-pipeline={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
+    if log.samples.sample_interval is not None and config.training.skip_train:
+        yield (
+            f"--sample-interval={log.samples.sample_interval}: has no effect with --skip-train; drop it, and use "
+            "tools/generate_text.py"
+        )

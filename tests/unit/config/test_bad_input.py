@@ -298,6 +298,11 @@ ONE_LINE = [
         "--trace-pipeline=x.gif: unknown form; end the name in .html, .svg, .json or .txt",
     ),
     ("--profile --profile-step-end 5", 1, "--profile-step-end=5: not above --profile-step-start=10"),
+    (
+        f"--sample-interval 2 --sample-prompts {__file__} --skip-train",
+        1,
+        "--sample-interval=2: has no effect with --skip-train; drop it, and use tools/generate_text.py",
+    ),
     ("--profile --profile-ranks 3", 1, "--profile-ranks=3: there are 1 ranks (0 to 0)"),
     ("--split 1,2,x", 1, "--split=1,2,x: expected up to three weights such as 969,30,1, not all 0"),
     (
