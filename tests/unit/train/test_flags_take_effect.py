@@ -34,6 +34,7 @@ BASE = (
     "--log-interval 1 --device cpu --num-workers 0"
 )
 TEXT = "--no-mock-data --vocab-size 0 --data-path TEXT --data-cache-path CACHE --split 80,20,0"
+BYTES = "--tokenizer-type ByteTokenizer --vocab-size 0"
 EXPERTS = "--num-experts 4"
 TIMES = re.compile(
     r"time|second|tflops|memory|mfu|host|pid|started|goodput|path|save|trace|wall|date|fraction|straggler"
@@ -172,8 +173,8 @@ ROWS = [
     ("--save-interval 1 --keep-last-n 1", "--save-retain-interval 2"),
     ("", "--log-interval 2"),
     ("", "--trace-pipeline RUN/pipeline.txt"),
-    ("", "--sample-interval 4 --sample-prompts TEXT --sample-tokens 1"),
-    ("--sample-interval 4 --sample-prompts TEXT --sample-tokens 1", "--sample-tokens 2"),
+    (BYTES, "--sample-interval 4 --sample-prompts TEXT --sample-tokens 1"),
+    (f"{BYTES} --sample-interval 4 --sample-prompts TEXT --sample-tokens 1", "--sample-tokens 2"),
     ("", "--async-save --save-interval 1 --keep-last-n 1"),
     ("", "--profile --profile-step-start 1 --profile-step-end 2"),
 ]
