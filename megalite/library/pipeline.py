@@ -25,6 +25,7 @@ from megalite.schedule import (
     Action,
     BatchRange,
     Program,
+    Schedule,
     StageKey,
     build_program,
     find_schedule,
@@ -126,7 +127,7 @@ class Pipeline:
                     f"schedule {self.schedule.name!r}: a program of {self.schedule.num_ranks} ranks, the mesh has "
                     f"pp={self.mesh.size('pp')}"
                 )
-        elif find_schedule(self.schedule).asynchronous:
+        elif _known(self.schedule).asynchronous:
             names = ", ".join(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)
             raise ConfigError(
                 f"schedule={self.schedule!r}: it never drains, and a step of the library ends with its batch; "
@@ -204,20 +205,21 @@ class Pipeline:
     def program(self, microbatches: int) -> Program:
         """The validated program of a batch of so many micro-batches a replica. Raises ScheduleError."""
         if microbatches not in self._programs:
-            own = self.schedule
-            if isinstance(own, str):
-                try:
-                    own = build_program(own, self.mesh.size("pp"), microbatches, self.chunks)
-                except ScheduleError as error:
-                    raise ScheduleError(in_words(str(error))) from None
-            if own.num_microbatches != microbatches:
-                raise ScheduleError(
-                    f"{own.name}: its batch has {own.num_microbatches} micro-batches, not {microbatches}"
-                )
-            program = lower(merge_backward(own))
-            validate(program)
-            self._programs[microbatches] = program
+            try:
+                self._programs[microbatches] = self._proved(microbatches)
+            except ScheduleError as error:
+                raise ScheduleError(in_words(str(error))) from None
         return self._programs[microbatches]
+
+    def _proved(self, microbatches: int) -> Program:
+        own = self.schedule
+        if isinstance(own, str):
+            own = build_program(own, self.mesh.size("pp"), microbatches, self.chunks)
+        if own.num_microbatches != microbatches:
+            raise ScheduleError(f"{own.name}: its batch has {own.num_microbatches} micro-batches, not {microbatches}")
+        program = lower(merge_backward(own))
+        validate(program)
+        return program
 
     @torch.enable_grad()
     def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> Tensor:
@@ -335,6 +337,13 @@ def _listed(layers: Any) -> Sequence[nn.Module]:
     if not given:
         raise ConfigError("layers: there is none")
     return given
+
+
+def _known(schedule: str) -> Schedule:
+    try:
+        return find_schedule(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(in_words(str(error))) from None
 
 
 def _check_free(layers: Sequence[nn.Module]) -> None:

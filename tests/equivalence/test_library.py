@@ -178,7 +178,7 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
         ({"layers": "few"}, "1 layers: 2 stages (2 pipeline ranks) hold one each at least"),
         ({"layers": "two"}, "layers[0] (LSTM): returns tuple; a layer takes and returns one floating tensor, or a"),
         ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
-        ({"schedule": "1f1q"}, "1f1q"),
+        ({"schedule": "1f1q"}, "schedule=1f1q: no such schedule; one of"),
         ({"micro_batches": []}, "micro_batches: there is none"),
         ({"micro_batches": [(torch.zeros(2, 7), None)]}, "micro_batches[0]: its input is (2, 7) of torch.float32, the"),
     ],
