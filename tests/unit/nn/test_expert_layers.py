@@ -25,8 +25,8 @@ SHAPE: dict[str, Any] = dict(num_layers=2, hidden_size=16, num_attention_heads=4
 LOSSES: dict[str, Any] = dict(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.1)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt, top 2": ({}, LOSSES),
-    "llama, top 2": (dict(activation="swiglu", add_bias_linear=False), LOSSES),
-    "gated, with biases": (dict(activation="swiglu"), LOSSES),
+    "llama, top 2": (dict(activation="swiglu", add_bias_linear=False, ffn_hidden_size=24), LOSSES),
+    "gated, with biases": (dict(activation="swiglu", ffn_hidden_size=24), LOSSES),
     "another width, each second block": ({}, dict(moe_ffn_hidden_size=24, moe_layer_freq="2", **LOSSES)),
     "softmax before": ({}, dict(moe_router_pre_softmax=True, **LOSSES)),
     "top 1": ({}, dict(moe_router_topk=1, moe_router_pre_softmax=True, **LOSSES)),
