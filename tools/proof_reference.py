@@ -127,7 +127,8 @@ class _Record:
     ) -> float:
         """One update by a part of a batch; returns its share of the loss."""
         number = len(self.versions)
-        used = {n: self.versions[due.get(layer_of(n), due.get("", 0))][n] for n in pupil.parameters}
+        names = (*pupil.parameters, *pupil.biases)
+        used = {n: self.versions[due.get(layer_of(n), due.get("", 0))][n] for n in names}
         loss, gradients = pupil.gradients(used, batch, part)
         self.tensors |= {f"gradient/{number}/{n}": g.contiguous().clone() for n, g in gradients.items()}
         norm = pupil.update(gradients, consumed)
