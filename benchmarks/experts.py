@@ -51,9 +51,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 def keep_freed_memory() -> None:
     """For the rest of this process."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) if mallopt is not None else ():
-        mallopt(option, 2**30)
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallopt"):
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            library.mallopt(option, 2**30)
 
 
 def build(name: str, case: Case, place: Place) -> Variant:
