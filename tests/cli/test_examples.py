@@ -24,6 +24,7 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
+SMALL = ("custom_schedule", "pipeline_my_model")
 LONG = ["pipeline_my_model", "train_from_python", "resnet_pipeline", "huggingface_model"]
 
 
@@ -31,7 +32,9 @@ LONG = ["pipeline_my_model", "train_from_python", "resnet_pipeline", "huggingfac
 def test_an_example_learns(name: str) -> None:
     lines = [line for line in run(f"examples/{name}.py").splitlines() if line.startswith("step")]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
-    assert len(losses) == 4 and max(losses[2:]) < 0.8 * losses[0]
+    assert len(losses) == 4 and losses[-1] < (0.75 if name in SMALL else 0.8) * losses[0]
+    if name != "resnet_pipeline":  # its batches differ by more than its last steps gain
+        assert losses == sorted(losses, reverse=True)
 
 
 def test_every_example_is_run() -> None:
