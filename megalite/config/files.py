@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules.layout import batches_in_micro_batches
+from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ScheduleError
 from megalite.schedule import load_program
 
@@ -35,6 +35,8 @@ def schedule_file(config: Config, world_size: int) -> Iterator[str]:
             f"{flag}: is written for {program.num_ranks} ranks, not {ranks}; "
             f"use --pipeline-model-parallel-size={program.num_ranks}"
         )
+    if program.recomputed:
+        yield from recomputed_twice(config, flag)
     batches = batches_in_micro_batches(config, world_size)
     others = [(count, samples) for count, samples in batches if count != program.num_microbatches]
     for count, samples in others[:1]:

@@ -127,11 +127,18 @@ class Pipeline:
                     f"schedule {self.schedule.name!r}: a program of {self.schedule.num_ranks} ranks, the mesh has "
                     f"pp={self.mesh.size('pp')}"
                 )
-        elif _known(self.schedule).asynchronous:
-            names = ", ".join(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)
+        elif (known := _known(self.schedule)).asynchronous or known.recomputes:
+            names = (name for name, other in SCHEDULES.items() if not other.asynchronous and not other.recomputes)
+            why = "it never drains, and a step of the library ends with its batch"
+            if known.recomputes:
+                why = "it runs forwards again, in which modules of your own might draw other random numbers"
             raise ConfigError(
-                f"schedule={self.schedule!r}: it never drains, and a step of the library ends with its batch; "
-                f"pretrain_gpt.py runs it; here use one of {names}"
+                f"schedule={self.schedule!r}: {why}; pretrain_gpt.py runs it; here use one of {', '.join(names)}"
+            )
+        if isinstance(self.schedule, Program) and self.schedule.recomputed:
+            raise ConfigError(
+                f"schedule {self.schedule.name!r}: it runs forwards again (R), in which modules of your own might draw "
+                "other random numbers; leave R out"
             )
         if self.mesh.size("cp") > 1:
             raise ConfigError(f"mesh: cp={self.mesh.size('cp')}: sequences of your own are not cut; make it 1")

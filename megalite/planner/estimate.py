@@ -139,6 +139,7 @@ class FastEstimator:
         number = self.config.model.num_layers
         dp = alike // layout.context_parallel_size
         m = (self.config.training.global_batch_size or 1) // dp // layout.micro_batch_size
+        again += find_schedule(layout.pipeline_schedule).recomputes
         forward, backward = block.forward, block.backward + again * block.forward
         whole = number * (forward + backward) + shared.ends
         rank = max(-(-number // (p * v)) * v * (forward + backward), whole / p)
@@ -200,6 +201,7 @@ class FastEstimator:
             state = 0 if offloaded else (master + moments) / parts[0]
             states += number * (state + size.gradient / parts[1] + size.compute / parts[2])
         p, v = layout.pipeline_model_parallel_size, layout.chunks
-        early = find_schedule(layout.pipeline_schedule).in_flight(ScheduleShape(p, m, v))
+        schedule = find_schedule(layout.pipeline_schedule)
+        early = 1 if schedule.recomputes else schedule.in_flight(ScheduleShape(p, m, v))
         blocks = self.config.model.num_layers // (p * v) * v
         return 0.9 * (states + early * blocks * block_bytes)

@@ -21,7 +21,17 @@ from megalite.config import Config
 from megalite.inventory import ElementBytes, boundary_bytes, micro_tokens
 from megalite.planner.activations import StageActivations, stage_activations, workspace_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
-from megalite.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Program, ScheduleShape
+from megalite.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Program,
+    ScheduleShape,
+)
 
 #: A batch with more actions than this is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000
@@ -143,9 +153,9 @@ def _peak(
         now = [0.0, 0.0, 0.0, transient]
         if moment.ended is not None:
             now[3] = max(0.0, transient - kept[moment.ended].weight_only_block)
-        for stage, in_flight, waiting in moment.counts:
+        for stage, in_flight, waiting, inputs in moment.counts:
             now[0] += in_flight * kept[stage].full + waiting * kept[stage].weight_only
-            now[1] += in_flight * kept[stage].boundary
+            now[1] += inputs * kept[stage].boundary
             now[2] += in_flight * kept[stage].head
         if sum(now) > sum(best):
             best = (now[0], now[1], now[2], now[3])
@@ -165,11 +175,12 @@ def _walked(program: Program) -> int:
 class MemoryMoment(NamedTuple):
     """What a rank holds after a forward, or after the I of stage `ended`.
 
-    counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits).
+    counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits, and those whose
+    input is held: of a stage that recomputes, more than the first).
     """
 
     ended: int | None
-    counts: tuple[tuple[int, int, int], ...]
+    counts: tuple[tuple[int, int, int, int], ...]
 
 
 @cache
@@ -177,19 +188,20 @@ def _fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
     """The moments of a batch at which a rank holds the most, whatever a micro-batch keeps: no other moment has as many
     of everything. Few, and worked out once for all that is asked of a program."""
     stages = sorted({stage for stage, _ in program.placement.stages_of(rank)})
-    counts = {stage: [0, 0] for stage in stages}
+    counts = {stage: [0, 0, 0] for stage in stages}
     fullest: list[MemoryMoment] = []
     seen: set[MemoryMoment] = set()
     batches = 2 if program.asynchronous else 1
     for index in range(batches):
         batch = program.batch(index, last=index == batches - 1, size=_walked(program))
         for action in program.order(rank, batch):
-            for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
-                _account(counts[part.stage], part.kind)
-                if part.kind not in (FORWARD, BACKWARD_INPUT):
+            for part in sorted(action.computations(), key=lambda part: part.kind not in (FORWARD, RECOMPUTE)):
+                _account(counts[part.stage], part, part.stage in program.recomputed)
+                if part.kind not in (FORWARD, RECOMPUTE, BACKWARD_INPUT):
                     continue
                 ended = part.stage if part.kind == BACKWARD_INPUT else None
-                moment = MemoryMoment(ended, tuple((stage, counts[stage][0], counts[stage][1]) for stage in stages))
+                held = ((stage, *counts[stage]) for stage in stages)
+                moment = MemoryMoment(ended, tuple((stage, a, b, c) for stage, a, b, c in held))
                 if moment not in seen and not any(_holds(other, moment) for other in fullest):
                     fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
                 seen.add(moment)
@@ -205,13 +217,16 @@ def _holds(moment: MemoryMoment, other: MemoryMoment) -> bool:
     )
 
 
-def _account(counts: list[int], kind: str) -> None:
-    """One computation's effect on [in flight, waiting for W] of its stage."""
-    if kind == FORWARD:
-        counts[0] += 1
+def _account(counts: list[int], part: Action, again: bool) -> None:
+    """One computation's effect on [in flight, waiting for W, inputs] of its stage. again: it recomputes."""
+    kind = part.kind
+    if kind in (FORWARD, RECOMPUTE):
+        counts[0] += kind == RECOMPUTE or not again
+        counts[2] += kind == FORWARD
     elif kind in (BACKWARD, BACKWARD_INPUT):
         counts[0] -= 1
         counts[1] += kind == BACKWARD_INPUT
+        counts[2] -= 1
     elif kind == BACKWARD_WEIGHT:
         counts[1] -= 1
 
@@ -221,8 +236,9 @@ def _declared_peak(program: Program, rank: int, kept: Mapping[int, StageActivati
     heaviest = max(kept.values(), key=lambda k: k.total)
     late = max(k.weight_only for k in kept.values())
     heads = max(k.head for k in kept.values())
+    inputs = program.num_microbatches if program.recomputed else peak.full
     return (
         peak.full * heaviest.full + peak.weight_only * late,
-        peak.full * heaviest.boundary,
+        inputs * heaviest.boundary,
         max(heads, peak.full / max(1, len(kept)) * heads),
     )

@@ -34,6 +34,7 @@ from megalite.schedule import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    RECOMPUTE,
     Costs,
     Program,
     find_schedule,
@@ -124,7 +125,9 @@ def predict(
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts, software)
     steady = steady_state(config, program, costs.simulator_costs())
     m = config.num_microbatches(world_size)
-    steady = replace(steady, busy=m * sum(times.forward + times.backward for times in costs.times))
+    work = sum(times.forward + times.backward for times in costs.times)
+    work += sum(costs.again(stage) for stage in program.recomputed)
+    steady = replace(steady, busy=m * work)
     reduce, gather = costs.reduction(program, steady)
     elements = max(costs.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
     step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
@@ -138,7 +141,8 @@ def predict(
     }
     tp = config.parallel.tensor_model_parallel_size
     flops = float(flops_per_iteration(config.model, batch, tp))
-    again = [item for stage in range(len(cuts)) for item in costs.recomputed(stage)]
+    twice_run = [cut if s in program.recomputed else costs.recomputed(s) for s, cut in enumerate(cuts)]
+    again = [item for items in twice_run for item in items]
     twice = float(batch * config.model.seq_length * sum(model_layers(config.model)[item].flops() for item in again))
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(seconds.values())
@@ -262,6 +266,11 @@ class _Stages:
         backward = max(0.0, weights + scatter - hide * times.backward)
         return times + LayerTimes(forward, backward)
 
+    def again(self, stage: int) -> float:
+        """Seconds of R: the stage's forward once more, whose input is there."""
+        hop = self.hop() if self.software.waits and len(self.cuts) > 1 else 0.0
+        return self.times[stage].forward - hop
+
     def simulator_costs(self) -> Costs:
         exact: dict[tuple[int, str], float] = {}
         for stage, times in enumerate(self.times):
@@ -269,6 +278,7 @@ class _Stages:
             exact[stage, BACKWARD] = times.backward
             exact[stage, BACKWARD_INPUT] = times.backward_input
             exact[stage, BACKWARD_WEIGHT] = times.backward_weight
+            exact[stage, RECOMPUTE] = self.again(stage)
         return Costs(communication=0.0 if self.software.waits else self.hop(), exact=exact)
 
     def hop(self) -> float:

@@ -32,6 +32,7 @@ from megalite.schedule.action import (
     FORWARD,
     NONE,
     NORM,
+    RECOMPUTE,
     RECV_B,
     RECV_F,
     REDUCE,

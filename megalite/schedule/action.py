@@ -32,6 +32,8 @@ BACKWARD_INPUT = "I"
 """First half of a split backward: gradient of the input only (what the previous stage waits for)."""
 BACKWARD_WEIGHT = "W"
 """Second half: gradient of the weights (nothing waits for it, so it fills bubbles)."""
+RECOMPUTE = "R"
+"""The forward again, from the saved input of a stage that keeps nothing else (`Program.recomputed`)."""
 SEND_F = "SEND_F"
 RECV_F = "RECV_F"
 SEND_B = "SEND_B"
@@ -53,7 +55,7 @@ OVERLAP = "OVERLAP"
 StageKey = tuple[int, int]
 """(stage, replica)"""
 
-COMPUTE_KINDS = frozenset({FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
+COMPUTE_KINDS = frozenset({FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})
 """Kinds that add to the gradients of weights."""
 SEND_KINDS = frozenset({SEND_F, SEND_B})
@@ -99,28 +101,20 @@ class Action(NamedTuple):
         return self.stage, self.replica
 
     @property
-    def label(self) -> str:
-        """Short form for drawings: kind and micro-batch, `F3`; the stage and the version are left out."""
-        return "+".join(part.label for part in self.parts) if self.parts else f"{self.kind}{self.microbatch}"
-
-    @property
     def is_compute(self) -> bool:
-        """True for F, B, I, W and for an OVERLAP of them."""
+        """True for F, R, B, I, W and for an OVERLAP of them."""
         return self.kind in COMPUTE_KINDS or self.kind == OVERLAP
 
     def computations(self) -> Iterator[Action]:
-        """The F, B, I, W inside: itself, its parts for an OVERLAP, nothing for any other kind."""
-        if self.kind == OVERLAP:
-            for part in self.parts:
-                yield from part.computations()
-        elif self.kind in COMPUTE_KINDS:
-            yield self
+        """The F, R, B, I, W inside: itself, its parts for an OVERLAP, nothing for any other kind."""
+        return (part for part in self.parts or (self,) if part.kind in COMPUTE_KINDS)
 
 
 forward = partial(Action, FORWARD)
 backward = partial(Action, BACKWARD)
 backward_input = partial(Action, BACKWARD_INPUT)
 backward_weight = partial(Action, BACKWARD_WEIGHT)
+recompute = partial(Action, RECOMPUTE)
 norm = partial(Action, NORM)
 step = partial(Action, STEP)
 
@@ -144,9 +138,7 @@ def parse_action(text: str) -> Action:
             f"cannot read the action {text!r}; the form is STAGE KIND MICROBATCH, as in 2F0, 2B0, 2SEND_F0>3"
         )
     stage, replica, kind, microbatch, version, arrow, peer = match.groups()
-    if (kind in COMMUNICATION_KINDS) != (arrow is not None) or (
-        arrow is not None and (arrow == ">") != (kind in SEND_KINDS)
-    ):
+    if arrow != (">" if kind in SEND_KINDS else "<" if kind in RECV_KINDS else None):
         raise ScheduleError(
             f"action {text!r}: a SEND names its receiver as >RANK, a RECV its sender as <RANK, others neither"
         )

@@ -33,6 +33,7 @@ class Schedule:
     splits_backward: whether it uses I and W.
     asynchronous: whether it never drains, so that several versions of the weights exist at once.
     update_per_microbatch: whether each stage steps after every micro-batch instead of every batch.
+    recomputes: whether its stages, all but the last, keep their input alone and run the forward again (R).
     paired: whether opposite pipelines share the ranks; f is the user's choice, and a stage has 2f copies.
     gathers_once: whether a chunk runs all micro-batches in a row, so that ZeRO-3 gathers its weights once per batch and
         direction.
@@ -55,6 +56,7 @@ class Schedule:
     splits_backward: bool = False
     asynchronous: bool = False
     update_per_microbatch: bool = False
+    recomputes: bool = False
     paired: bool = False
     gathers_once: bool = False
     flush_schedule: str | None = None

@@ -5,17 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STEP, Action, StageKey
+from megalite.schedule.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    RECOMPUTE,
+    STEP,
+    Action,
+    StageKey,
+)
 
 
 def activation_counts(actions: Sequence[Action]) -> list[tuple[int, int]]:
-    """After each action: (micro-batch chunks whose backward has not begun, those that only wait for their W)."""
+    """After each action: (micro-batch chunks whose backward has not begun, those that only wait for their W).
+
+    A stage that runs its forwards again holds a whole chunk from R on; before that it has the input alone, which does
+    not count.
+    """
+    again = {part.stage_key for action in actions for part in action.computations() if part.kind == RECOMPUTE}
     whole = weight_only = 0
     counts = []
     for action in actions:
         # Inside an OVERLAP the forward's activations appear before the backward's are gone.
-        for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
+        for part in sorted(action.computations(), key=lambda part: part.kind not in (FORWARD, RECOMPUTE)):
             if part.kind == FORWARD:
+                whole += part.stage_key not in again
+                counts.append((whole, weight_only))
+            elif part.kind == RECOMPUTE:
                 whole += 1
                 counts.append((whole, weight_only))
             elif part.kind == BACKWARD:

@@ -57,14 +57,8 @@ def merge_backward(program: Program) -> Program:
     def order(rank: int, batch: BatchRange) -> list[Action]:
         merged: list[Action] = []
         for action in program.order(rank, batch):
-            before = merged[-1] if merged else None
-            if (
-                before is not None
-                and action.kind == BACKWARD_WEIGHT
-                and before.kind == BACKWARD_INPUT
-                and (before.stage_key, before.microbatch) == (action.stage_key, action.microbatch)
-            ):
-                merged[-1] = before._replace(kind=BACKWARD)
+            if merged and merged[-1].kind == BACKWARD_INPUT and action == merged[-1]._replace(kind=BACKWARD_WEIGHT):
+                merged[-1] = action._replace(kind=BACKWARD)
             else:
                 merged.append(action)
         return merged
@@ -180,9 +174,8 @@ def _messages(action: Action, placement: StagePlacement, message_of: Mapping[str
 
 def matching_recv(send: Action, sender: int) -> Action:
     """The RECV at the other end of a SEND that `sender` issues."""
-    if send.kind == SEND_F:
-        return Action(RECV_F, send.stage + 1, send.microbatch, peer=sender, replica=send.replica)
-    return Action(RECV_B, send.stage - 1, send.microbatch, peer=sender, replica=send.replica)
+    kind, stage = (RECV_F, send.stage + 1) if send.kind == SEND_F else (RECV_B, send.stage - 1)
+    return Action(kind, stage, send.microbatch, peer=sender, replica=send.replica)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Program:
     peak_activations        per rank, for a batch of num_microbatches
     has_communication       SEND and RECV have been inserted
     rounds                  of a program without backwards
+    recomputed              stages whose forward keeps its input alone; R makes the rest again ahead of the backward
     """
 
     name: str
@@ -113,6 +114,7 @@ class Program:
     gradient_buffers: int = 1
     has_communication: bool = False
     rounds: Rounds | None = None
+    recomputed: frozenset[int] = frozenset()
     _templates: dict[tuple[int, int, int, bool], Template] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

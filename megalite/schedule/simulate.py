@@ -22,6 +22,7 @@ from megalite.schedule.action import (
     BACKWARD_WEIGHT,
     FORWARD,
     OVERLAP,
+    RECOMPUTE,
     STEP,
     Action,
 )
@@ -45,11 +46,11 @@ class Span(NamedTuple):
 class Costs:
     """Times, in any unit.
 
-    forward, backward_input, backward_weight: tF, tI, tW of a whole rank.
+    forward, backward_input, backward_weight: tF, tI, tW of a whole rank. tR, to run a forward again, is tF.
     communication: tC, one hop of an activation.
     stages: a factor per stage, for embedding and head (None: all equal).
-    exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, B, I and W take no
-        time unless it is given here.
+    exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, R, B, I and W take
+        no time unless it is given here.
     overlap: time of an OVERLAP as a fraction of the sum of its parts (1: no gain).
     """
 
@@ -71,6 +72,7 @@ class Costs:
             halves = (action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT))
             return sum((self.of(half, program) for half in halves), Fraction(0))
         base = {FORWARD: self.forward, BACKWARD_INPUT: self.backward_input, BACKWARD_WEIGHT: self.backward_weight}
+        base[RECOMPUTE] = self.forward
         factor = self.stages[action.stage] if self.stages is not None else Fraction(1)
         return base.get(action.kind, Fraction(0)) * factor * program.activation_unit
 
@@ -180,7 +182,7 @@ def simulate(
 
 
 ResultKey = tuple[str, int, int, int]
-"""A result: (F or I or W, stage, replica, micro-batch); (STEP, 0, 0, update) is the norm of an update's gradient."""
+"""A result: (F, R, I or W, stage, replica, micro-batch); (STEP, 0, 0, update) is the norm of an update's gradient."""
 
 
 def dependencies(action: Action, placement: StagePlacement) -> Iterable[tuple[int, ResultKey]]:
@@ -190,8 +192,8 @@ def dependencies(action: Action, placement: StagePlacement) -> Iterable[tuple[in
         stage, replica, k = part.stage, part.replica, part.microbatch
         if part.kind == FORWARD:
             needs = [(FORWARD, stage - 1)] if stage else []
-        elif part.kind == BACKWARD_WEIGHT:
-            needs = [(BACKWARD_INPUT, stage)]
+        elif part.kind in (BACKWARD_WEIGHT, RECOMPUTE):
+            needs = [(BACKWARD_INPUT if part.kind == BACKWARD_WEIGHT else FORWARD, stage)]
         else:
             needs = [(FORWARD, stage)] + [(BACKWARD_INPUT, stage + 1)] * (stage + 1 < placement.num_stages)
         for kind, at in needs:

@@ -8,16 +8,18 @@
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
-One batch of a flush schedule: micro-batches 0 .. m-1, computations F B I W and [A+B]. STEP, REDUCE and messages may be
-left out: they are inserted as for every schedule, and dropped here if given, because the passes know where they belong.
+One batch of a flush schedule: micro-batches 0 .. m-1, computations F B I W and [A+B], and R where a stage keeps its
+input alone and runs its forward again. STEP, REDUCE and messages may be left out: they are inserted as for every
+schedule, and dropped here if given, because the passes know where they belong.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.errors import ScheduleError
-from megalite.schedule.action import COMMUNICATION_KINDS, COMPUTE_KINDS, UPDATE_KINDS, Action, parse_action
+from megalite.schedule.action import COMMUNICATION_KINDS, COMPUTE_KINDS, RECOMPUTE, UPDATE_KINDS, Action, parse_action
 from megalite.schedule.memory import activation_counts
 from megalite.schedule.program import PeakActivations, Program, flush_program
 from megalite.schedule.stage_placement import StagePlacement
@@ -113,13 +115,16 @@ def _assemble(fields: dict[str, str], replicas: list[tuple[int, ...]], lists: di
         whole = max((whole for whole, _ in counts), default=0)
         return PeakActivations(whole, max(max((sum(count) for count in counts), default=0) - whole, 0))
 
-    return flush_program(name, StagePlacement("user", p, tuple(replicas)), m, rank_order, peak)
+    parts = (part for actions in computations.values() for action in actions for part in action.computations())
+    again = frozenset(part.stage for part in parts if part.kind == RECOMPUTE)
+    program = flush_program(name, StagePlacement("user", p, tuple(replicas)), m, rank_order, peak)
+    return replace(program, recomputed=again)
 
 
 def _check_place(action: Action, rank: int, replicas: list[tuple[int, ...]]) -> None:
     """Is it a computation, of a stage that this rank holds? The passes and the validator take that for granted."""
     if action.kind not in COMPUTE_KINDS:
-        raise ScheduleError(f"rank {rank}: {action}: no computation; write F, B, I or W, the rest is inserted")
+        raise ScheduleError(f"rank {rank}: {action}: no computation; write F, B, I, W or R, the rest is inserted")
     if action.replica >= len(replicas) or action.stage >= len(replicas[0]):
         raise ScheduleError(
             f"rank {rank}: {action}: no such stage ({len(replicas)} x {len(replicas[0])} in `stages:`, counted from 0)"

@@ -1,7 +1,7 @@
 """Validator: proves a program before any process starts. Pure, so a schedule of your own is checked on a laptop.
 
-    V1 complete      every micro-batch: one F per stage, then one B, or one I and later one W; every update: one STEP
-                     after them
+    V1 complete      every micro-batch: one F per stage, then one B, or one I and later one W; one R between them where
+                     the stage's forward keeps its input alone; every update: one STEP after them
     V2 acyclic       data dependencies and the ranks' orders contain no circle
     V3 messages      from rank to rank, receives match sends in order; no deadlock when a send waits for its receive
     V4 versions      born before use, alive until the last use, the same for F and B, as old as declared
@@ -31,6 +31,7 @@ from megalite.schedule.action import (
     FORWARD,
     GRADIENT_KINDS,
     NORM,
+    RECOMPUTE,
     REDUCE,
     RESHARD,
     STEP,
@@ -139,7 +140,12 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
             yield MessageFault(f"{part}: there is no micro-batch {k} ({end} in all)", rank, position)
         if replicas.setdefault(k, part.replica) != part.replica:
             yield MessageFault(f"{part}: micro-batch {k} is on two replicas", rank, position)
-        needs = {FORWARD: None, BACKWARD_WEIGHT: BACKWARD_INPUT}.get(part.kind, FORWARD)
+        again = part.stage in program.recomputed
+        if part.kind == RECOMPUTE and (not again or part.stage == program.num_stages - 1):
+            why = "its stage keeps what its forward made" if not again else "the last stage computes its loss once"
+            yield MessageFault(f"{part}: {why}", rank, position)
+        before = {FORWARD: None, RECOMPUTE: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}
+        needs = before.get(part.kind, RECOMPUTE if again else FORWARD)
         if needs is not None and (needs, *part.stage_key, k) not in seen:
             yield MessageFault(f"{part} before its {needs}", rank, position)
         results = produced(part)

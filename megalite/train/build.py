@@ -26,7 +26,7 @@ from megalite.optim import (
     Delay,
     UpdateRule,
 )
-from megalite.parallel.pipeline import SharedGradient, Stage, holders, replica_axes
+from megalite.parallel.pipeline import RecomputedStage, SharedGradient, Stage, holders, replica_axes
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
@@ -147,7 +147,8 @@ def _build_stage(
     versions = range(program.weight_versions[mesh.coordinate("pp")])
     modules = [_build_module(config, mesh, specs, notes, device) for _ in versions]
     spec, first, last = boundary_spec(config, device), key[0] == 0, key[0] == program.placement.num_stages - 1
-    stage = Stage(modules, notes[0], spec=spec, is_first=first, is_last=last, loads=notes[1], magnitudes=notes[2])
+    make = RecomputedStage if key[0] in program.recomputed else Stage
+    stage = make(modules, notes[0], spec=spec, is_first=first, is_last=last, loads=notes[1], magnitudes=notes[2])
     return stage, modules
 
 

@@ -74,6 +74,9 @@ def test_every_stage_recomputes_its_own_number_of_layers() -> None:
     compare(Layout(model, layout, 2))
     # eight micro-batches: two blocks of which one runs twice, three that all run twice
     assert run_ranks(block_forwards_body, 2, [*TINY, *model, *layout]) == [8 * 3, 8 * 6]
+    # by the program: all of the first stage's, none of the last one's
+    layout = (*layout[: layout.index(AGAIN[0])], "--pipeline-schedule", "shifted-critical-path")
+    assert run_ranks(block_forwards_body, 2, [*TINY, *model, *layout]) == [8 * 4, 8 * 3]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -6,8 +6,9 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
-from equivalence.layouts import FLUSH, TINY, Layout, compare
+from equivalence.layouts import FLUSH, TINY, Layout, compare, train
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 
@@ -41,6 +42,17 @@ def test_every_schedule_equals_one_process(schedule: str, full: bool) -> None:
     assert len({case.world_size for case in legal}) >= 2, "a schedule that is legal at one number of ranks only"
     for case in legal if full else random.Random(schedule).sample(legal, 1):
         compare(case)
+
+
+def test_the_shifted_critical_path_has_the_bits_of_full_recomputation() -> None:
+    model = ["--num-layers", "5", "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--micro-batch-size", "1"]
+    ranks = ["--pipeline-model-parallel-size", "2", "--zero-stage", "3"]
+    full = [*TINY, *model, *ranks, "--recompute-granularity", "full", "--recompute-method", "uniform"]
+    shifted = [*TINY, *model, *ranks, "--pipeline-schedule", "shifted-critical-path"]
+    one, other = train(full, 4, 3), train(shifted, 4, 3)
+    assert one.losses == other.losses and one.norms == other.norms
+    assert one.tensors.keys() == other.tensors.keys()
+    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
 def test_two_pairs_of_opposite_pipelines() -> None:

@@ -136,10 +136,24 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
                 f"--pipeline-schedule={name}: {why}, so tied embeddings would drift apart; "
                 "use --untie-embeddings-and-output-weights or 2bw"
             )
+    if schedule.recomputes and size > 1:
+        yield from recomputed_twice(config, f"--pipeline-schedule={name}")
     excluded = schedule.zero_excluded.get(parallel.zero_stage)
     if excluded is not None:
         legal = listed(stage for stage in range(4) if stage not in schedule.zero_excluded)
         yield f"--zero-stage={parallel.zero_stage}: not with --pipeline-schedule={name}: {excluded}; legal: {legal}"
+
+
+def recomputed_twice(config: Config, flag: str) -> Iterator[str]:
+    """What is not said of a run whose schedule, given by `flag`, recomputes whole stages."""
+    model = config.model
+    if model.recompute_granularity == "full":
+        yield f"--recompute-granularity=full: {flag} recomputes whole stages itself; leave it out"
+    if model.cpu_offloading_num_layers:
+        yield (
+            f"--cpu-offloading-num-layers={model.cpu_offloading_num_layers}: {flag} recomputes whole stages and keeps "
+            "the activations of one micro-batch; leave it out"
+        )
 
 
 def batches_in_micro_batches(config: Config, world_size: int) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from megalite.comm import Channel, IncomingMessage, MessageLabel
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.microbatch import StageInput
+from megalite.parallel.pipeline.recomputed import RecomputedStage
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import (
     BACKWARD,
@@ -33,6 +34,7 @@ from megalite.schedule import (
     BACKWARD_WEIGHT,
     FORWARD,
     NONE,
+    RECOMPUTE,
     RECV_B,
     RECV_F,
     REDUCE,
@@ -115,6 +117,7 @@ class Executor:
             BACKWARD: self._backward,
             BACKWARD_INPUT: self._backward,
             BACKWARD_WEIGHT: self._backward_weight,
+            RECOMPUTE: self._recompute,
             SEND_F: self._send,
             SEND_B: self._send,
             RECV_F: self._post,
@@ -181,6 +184,11 @@ class Executor:
 
     def _backward_weight(self, action: Action, source: MicrobatchSource) -> None:
         self.stages[action.stage_key].backward_weight(action.microbatch)
+
+    def _recompute(self, action: Action, source: MicrobatchSource) -> None:
+        stage = self.stages[action.stage_key]
+        assert isinstance(stage, RecomputedStage), action
+        stage.recompute(action.microbatch)
 
     def _send(self, action: Action, source: MicrobatchSource) -> None:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)

@@ -1,10 +1,10 @@
 """Timelines as self-contained SVG: the picture for slides, the README and the run directory.
 
-One lane per rank, one box per action: forward blue, backward green, input gradient teal, weight gradient amber. Idle
-time is hatched. The second chunk of a rank (or the upward pipeline of Chimera) is drawn darker; the batches of an
-asynchronous run alternate between two depths, so that one sees a batch begin before the last one ends; a tick under a
-lane is the end of an optimizer step, grey where its time was measured. Hovering over a box names the action. No script,
-no font, no link: one text file.
+One lane per rank, one box per action: forward blue (run again: paler), backward green, input gradient teal, weight
+gradient amber. Idle time is hatched. The second chunk of a rank (or the upward pipeline of Chimera) is drawn darker;
+the batches of an asynchronous run alternate between two depths, so that one sees a batch begin before the last one
+ends; a tick under a lane is the end of an optimizer step, grey where its time was measured. Hovering over a box names
+the action. No script, no font, no link: one text file.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STEP, Action
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, STEP, Action
 from megalite.schedule.simulate import Span, Timeline
 
 LANE, GAP, BOX_RADIUS = 34, 8, 4
 LEFT, RIGHT, TOP, BOTTOM = 74, 150, 76, 62
 COLOURS = {
     FORWARD: ("#5b8def", "#2f5fc4"),
+    RECOMPUTE: ("#a3bff6", "#86a3de"),
     BACKWARD: ("#43b581", "#1f8257"),
     BACKWARD_INPUT: ("#2fb3b8", "#167f86"),
     BACKWARD_WEIGHT: ("#f2b84b", "#cf8a14"),
 }
 """Kind -> fill of the first and of the second chunk."""
-NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "input gradient", BACKWARD_WEIGHT: "weight gradient"}
+NAMES = {
+    FORWARD: "forward",
+    RECOMPUTE: "forward again",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "input gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+}
 INK, MUTED, PAPER, LANE_FILL, HATCH = "#1d2433", "#69738a", "#ffffff", "#f3f5f9", "#dfe4ee"
 OPTIMIZER = "#b4bccd"
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

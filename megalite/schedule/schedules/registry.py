@@ -17,6 +17,7 @@ from megalite.schedule.schedules import (
     one_f_one_b,
     pipedream,
     pipedream_2bw,
+    shifted_critical_path,
     zb_h1,
     zb_h2,
     zb_v,
@@ -35,6 +36,7 @@ _MODULES = (
     zb_v,
     chimera,
     dualpipe_v,
+    shifted_critical_path,
 )
 
 SCHEDULES = MappingProxyType({module.SCHEDULE.name: module.SCHEDULE for module in _MODULES})
@@ -69,7 +71,9 @@ def schedule_problems(
     """Reasons why this schedule cannot run in this shape, each a full sentence for the user; empty if it can."""
     schedule = find_schedule(name)
     shape = ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
-    reasons = [f"--pipeline-schedule={name}: {what} = {n}, must be 1 or more" for what, n in _counts(shape) if n < 1]
+    counts = ("number of ranks", "micro-batches per batch", "chunks per rank", "pairs of pipelines")
+    wrong = [f"{what} = {n}" for what, n in zip(counts, shape, strict=True) if n < 1]
+    reasons = [f"--pipeline-schedule={name}: {text}, must be 1 or more" for text in wrong]
     if reasons:
         return reasons
     if schedule.num_chunks is not None and shape.v != schedule.num_chunks:
@@ -113,8 +117,3 @@ def build_program(
     return find_schedule(name).build(
         ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
     )
-
-
-def _counts(shape: ScheduleShape) -> list[tuple[str, int]]:
-    names = ("number of ranks", "micro-batches per batch", "chunks per rank", "pairs of pipelines")
-    return list(zip(names, shape, strict=True))

@@ -53,6 +53,25 @@ def test_every_couple_of_schedule_and_zero_stage(name: str, zero_stage: int, ten
         assert lines[0].endswith(f"; legal: {','.join(str(stage) for stage in sorted(legal))}")
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"recompute_granularity": "full"}, "--recompute-granularity=full: {} recomputes whole stages itself; leave"),
+        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading-num-layers=1: {} recomputes whole stages and keeps the"),
+        ({"recompute_granularity": "selective"}, None),
+    ],
+)
+def test_nothing_is_recomputed_twice(given: dict[str, object], line: str | None) -> None:
+    for size in (1, 2):
+        config = config_of(pipeline_schedule="shifted-critical-path", pipeline_model_parallel_size=size)
+        config = dataclasses.replace(config, model=dataclasses.replace(MODEL, **given))  # type: ignore[arg-type]
+        lines = config_problems(config, size)
+        if line is None or size == 1:  # on one rank, the last, nothing is recomputed
+            assert lines == []
+        else:
+            assert len(lines) == 1 and lines[0].startswith(line.format("--pipeline-schedule=shifted-critical-path"))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_legal_is_consistent_and_builds(seed: int) -> None:
     draw = random.Random(seed)

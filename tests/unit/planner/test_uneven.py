@@ -23,7 +23,7 @@ from megalite.planner.search import SearchResult, search
 from megalite.planner.search_space import SEARCHED
 from megalite.planner.uneven import MemoryHeadroom, deal, recomputing, recut, smallest_numbers
 from megalite.schedule import SCHEDULES, build_program, compact_layout, partition, partition_of, schedule_problems
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from megalite.schedule.stage_placement import loop
 
 BASE = (
@@ -124,13 +124,15 @@ def test_the_fullest_moments_are_those_of_a_walk(name: str) -> None:
                 for action in program.actions_for_batch(rank, batch):
                     for part in sorted(action.computations(), key=lambda part: part.kind != FORWARD):
                         of = kept[part.stage]
+                        again = part.stage in program.recomputed
                         now += {
-                            FORWARD: of.total,
+                            FORWARD: of.boundary if again else of.total,
+                            RECOMPUTE: of.total - of.boundary,
                             BACKWARD: -of.total,
                             BACKWARD_INPUT: of.weight_only - of.total,
                             BACKWARD_WEIGHT: -of.weight_only,
                         }[part.kind]
-                        if part.kind == FORWARD:
+                        if part.kind in (FORWARD, RECOMPUTE):
                             most = max(most, now + transient)
                         elif part.kind == BACKWARD_INPUT:
                             most = max(most, now + max(0.0, transient - of.weight_only_block))

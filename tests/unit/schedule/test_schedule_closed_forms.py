@@ -142,6 +142,23 @@ def test_dualpipe_v(p: int, m: int) -> None:
     assert run.peak_activations_per_rank == (Fraction(2 * p + 1, 2),) * p
 
 
+def test_the_shifted_critical_path_takes_what_its_paper_says() -> None:
+    """Merak, arXiv 2206.04959, at tF = tR = 1, tB = 2: p + 2 less than 1F1B with a forward more in each backward."""
+
+    def makespan(name: str, p: int, m: int, costs: Costs | None = None) -> Fraction | float:
+        return simulate(build_program(name, p, m), costs).makespan
+
+    recomputing = cost("1", "2", "1")
+    table = {(4, 4): (28, 22), (4, 8): (44, 38), (8, 32): (156, 146)}
+    for (p, m), figures in table.items():
+        assert (makespan("1f1b", p, m, recomputing), makespan("shifted-critical-path", p, m)) == figures
+    for p in range(2, 9):
+        for m in range(p, 3 * p + 1):  # of two micro-batches on two ranks the last stage alone takes 3 * 2 + 3
+            expected = max(4 * (m + p - 1) - (p + 2), 3 * (m + p - 1))
+            assert makespan("shifted-critical-path", p, m) == expected, (p, m)
+            assert (p, m) == (2, 2) or expected == 4 * (m + p - 1) - (p + 2)
+
+
 def test_a_hop_costs_1f1b_every_slot_and_eager_only_the_ramps() -> None:
     def idle(name: str, p: int, m: int) -> Fraction | float:
         return simulate(build_program(name, p, m), cost("1", "1", "1", "0.5")).idle_per_rank[0]
@@ -183,7 +200,7 @@ def test_illegal_shapes_are_refused_with_the_reason(name: str, p: int, m: int, v
 
 def test_the_table() -> None:
     names = "gpipe 1f1b eager-1f1b pipedream 2bw interleaved breadth-first zb-h1 zb-h2 zb-v chimera dualpipe-v"
-    assert " ".join(SCHEDULES) == names
+    assert " ".join(SCHEDULES) == f"{names} shifted-critical-path"
     assert {find_schedule(alias).name for alias in ("dapple", "pipedream-flush")} == {"1f1b"}
     assert find_schedule("interleaved-1f1b").name == "interleaved" and find_schedule("zbv").name == "zb-v"
     with pytest.raises(Exception, match="no such schedule; one of gpipe, 1f1b"):

@@ -31,6 +31,7 @@ HEADS = {
     "zb_v": ("zb-v", 2, 4, None, 1),
     "chimera": ("chimera", 4, 4, None, 1),
     "dualpipe_v": ("dualpipe-v", 2, 4, None, 1),
+    "shifted_critical_path": ("shifted-critical-path", 3, 3, None, 1),
 }
 
 

@@ -33,6 +33,17 @@ def test_own_schedule_is_proved_and_runs(tmp_path: Path) -> None:
     assert Machine(lowered).run(lowered.batches(3)) == sequential(2, lowered.batches(3), delay=0)
 
 
+def test_a_file_may_recompute(tmp_path: Path) -> None:
+    text = OWN.replace("0B0 0F2 0B1 0B2", "0R0 0B0 0F2 0R1 0B1 0R2 0B2")
+    program = parse_program(text)
+    validate(program)
+    assert program.recomputed == {0} and [peak.full for peak in program.peak_activations] == [1, 1]
+    lowered = lower(program)
+    assert Machine(lowered).run(lowered.batches(3)) == sequential(2, lowered.batches(3), delay=0)
+    with pytest.raises(ScheduleError, match="V1 .* 0B1v0 before its R"):
+        validate(parse_program(text.replace("0R1 ", "")))
+
+
 def test_every_flush_schedule_survives_the_round_trip() -> None:
     for name, shape in random_shapes(36, seed=12, largest_rank=4):
         program = build_shape(name, shape)
@@ -65,7 +76,7 @@ def test_messages_and_steps_in_a_file_are_placed_by_the_passes() -> None:
         ("stages: 0 1", "stages: 0 2", r"ranks with stages: \[0, 2\]"),
         ("stages: 0 1", "stages: 0 1\nstages: 1", "must have the same length"),
         ("0B1 0B2", "0B1 0X", "line 6: cannot read the action '0X'"),
-        ("0B1 0B2", "0B1 0X2", "rank 0: 0X2: no computation; write F, B, I or W"),
+        ("0B1 0B2", "0B1 0X2", "rank 0: 0X2: no computation; write F, B, I, W or R"),
         ("0B1 0B2", "0B1 2B2", "rank 0: 2B2: no such stage .1 x 2 in `stages:`"),
         ("0B1 0B2", "0B1 0.1B2", "rank 0: 0.1B2: no such stage"),
         ("0B1 0B2", "[0B1+1B2]", "rank 0: 1B2: that stage is on rank 1; move it"),

@@ -98,6 +98,12 @@ def swap(kind: str, first: int, second: int) -> Edit:
     return edit
 
 
+def again(actions: list[Action]) -> list[Action]:
+    """An R behind the first F."""
+    place = at(actions, "F")
+    return [*actions[: place + 1], actions[place]._replace(kind="R"), *actions[place + 1 :]]
+
+
 @pytest.mark.parametrize(
     ("name", "rank", "edit", "rule"),
     [
@@ -116,6 +122,13 @@ def swap(kind: str, first: int, second: int) -> Edit:
         ("1f1b", 1, to_front("REDUCE"), "V1 one update .* after REDUCE 1"),
         ("1f1b", 1, change("F", stage=2), "V1 .* rank 1 does not hold"),
         ("1f1b", 1, change("F", microbatch=99), "V1 .* there is no micro-batch 99"),
+        ("shifted-critical-path", 1, drop("R", 1), "V1 .* before its R"),
+        ("shifted-critical-path", 1, to_end("R", 3), "V1 .* 1B7v1 before its R"),
+        ("shifted-critical-path", 1, to_front("R"), "V1 .* 1R4v1 before its F"),
+        ("shifted-critical-path", 1, twice("R"), "V1 .* 1R4v1 is done twice"),
+        ("shifted-critical-path", 2, again, "V1 .* 2R4v1: its stage keeps what its forward made"),
+        ("shifted-critical-path", 1, swap("R", 1, 2), "V1 .* before its R"),
+        ("1f1b", 1, again, "V1 .* 1R4v1: its stage keeps what its forward made"),
         ("1f1b", 1, swap("RECV_F", 0, 1), "V3 receives in the order"),
         ("1f1b", 0, swap("SEND_F", 0, 1), "V3 receives in the order"),
         ("1f1b", 1, drop("RECV_B"), "V3 receives in the order"),
@@ -152,10 +165,24 @@ def test_a_circle_of_waits_is_drawn_on_every_rank_in_it() -> None:
         simulate(program.with_order(order))
 
 
+def with_r_on_the_last_stage(program: Program) -> Program:
+    def order(rank: int, batch: BatchRange) -> list[Action]:
+        actions = program.order(rank, batch)
+        return again(list(actions)) if rank == program.num_ranks - 1 else actions
+
+    return program.with_order(order)
+
+
 def test_declared_figures_must_hold() -> None:
     program = lower(build_program("1f1b", 3, 4))
     with pytest.raises(ScheduleError, match=r"V6 .* rank 0 holds 3 \+ 0 .* declared 2 \+ 0"):
         validate(replace(program, peak_activations=(PeakActivations(2), PeakActivations(2), PeakActivations(1))))
+    shifted = lower(build_program("shifted-critical-path", 3, 4))
+    with pytest.raises(ScheduleError, match=r"V6 .* rank 0 holds 1 \+ 0 .* declared 0 \+ 0"):
+        validate(replace(shifted, peak_activations=(PeakActivations(0), PeakActivations(1), PeakActivations(1))))
+    with pytest.raises(ScheduleError, match="V1 .* 2R0v0: the last stage computes its loss once"):
+        last = with_r_on_the_last_stage(shifted)
+        validate(replace(last, recomputed=frozenset({0, 1, 2})))
     split = lower(build_program("zb-h1", 3, 4))
     with pytest.raises(ScheduleError, match="V6"):
         validate(replace(split, peak_activations=(PeakActivations(3), PeakActivations(2), PeakActivations(1, 2))))

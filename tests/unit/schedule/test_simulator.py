@@ -36,7 +36,7 @@ def relaxed_makespan(program: Program, costs: Costs, batches: int) -> Fraction |
             for part in action.computations():
                 kind = "F" if part.kind == "F" else "B"
                 need = waiting.get((kind, part.stage, part.replica, part.microbatch))
-                if need is not None and part.kind != "W":
+                if need is not None and part.kind not in "WR":
                     before[rank, place].append((need, 0))
     length = {n: costs.of(lists[n[0]][n[1]], program) if lists[n[0]][n[1]].is_compute else 0 for n in nodes}
     end: dict[tuple[int, int], Fraction | float] = dict.fromkeys(nodes, 0)

@@ -61,6 +61,7 @@ class Machine:
                 self.slots[stage, replica] = {0: stage + 2}
         self.gradients: dict[tuple[int, int, int], int] = defaultdict(int)
         self.inputs: dict[tuple[int, int, int], int] = {}
+        self.kept: dict[tuple[int, int, int], int] = {}
         self.arrived: list[dict[Action, int | None]] = [{} for _ in range(program.num_ranks)]
         self.made: dict[tuple[str, int, int, int], int] = {}
         self.put_off: dict[tuple[int, int, int], int] = {}
@@ -79,7 +80,7 @@ class Machine:
                         moved = True
                 assert moved, [actions[0] if actions else None for actions in lists]
         if batches[-1].next_size == 0:
-            assert not any(self.wires.values()) and not self.inputs and not self.put_off
+            assert not any(self.wires.values()) and not self.inputs and not self.kept and not self.put_off
         return [self._newest(stage) for stage in range(self.program.num_stages)]
 
     def _newest(self, stage: int) -> int:
@@ -126,7 +127,7 @@ class Machine:
         """The tensor that a computation takes from elsewhere, if it is there."""
         stage, replica, k = part.stage, part.replica, part.microbatch
         last = self.program.num_stages - 1
-        if part.kind == "W" or (part.kind == "F" and stage == 0):
+        if part.kind in "WR" or (part.kind == "F" and stage == 0):
             return k % PRIME
         if part.kind == "F":
             kind, neighbour = "F", stage - 1
@@ -144,8 +145,10 @@ class Machine:
         here = (stage, replica, k)
         if part.kind == "F":
             weight = self.slots[stage, replica][part.version]
-            self.inputs[here] = value
+            (self.kept if stage in self.program.recomputed else self.inputs)[here] = value
             self.made["SEND_F", stage, replica, k] = (value * weight + k + 1) % PRIME
+        elif part.kind == "R":
+            self.inputs[here] = self.kept.pop(here)
         elif part.kind == "W":
             self._add(part, self.put_off.pop(here), batch)
         else:

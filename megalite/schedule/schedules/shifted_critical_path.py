@@ -1,0 +1,69 @@
+"""Shifted critical path: 1F1B whose recomputation does not wait for the gradient (Lai et al. 2022, Merak,
+arXiv:2206.04959).
+
+    p=3, m=3 (R: the forward again, from the stage's saved input)
+    rank 0  F0 F1 F2 R0 .. .. .. B0-B0 R1 B1-B1 R2 B2-B2
+    rank 1  .. F0 F1 F2 R0 B0-B0 R1 B1-B1 R2 B2-B2 .. ..
+    rank 2  .. .. F0 B0-B0 F1 B1-B1 F2 B2-B2 .. .. .. ..
+
+1F1B with full recomputation runs a forward again in front of every backward, on every stage, and the last one, which
+all others wait for, sets the pace: (m+p-1)(tF+tR+tB). The last stage runs a micro-batch's backward right behind its
+forward and has nothing to recompute. Without it the last but one is the busiest: it should begin first and never wait.
+So every other stage has one more forward in flight than in 1F1B, and recomputes before the gradient arrives: at tF = tR
+= 1, tB = 2 a batch takes 4(m+p-1) - (p+2), from m = p on (of two ranks from m = 3: the last one's own 3(m+p-1) is
+longer). Rank r keeps the inputs of min(m, p-r+1) micro-batches and all activations of one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megalite.schedule.action import Action, backward, forward, recompute
+from megalite.schedule.definition import Schedule, ScheduleShape
+from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.stage_placement import loop
+
+
+def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
+    """One batch of `rank`, which holds stage `rank`."""
+    if rank == p - 1:
+        for k in range(m):
+            yield from (forward(rank, k), backward(rank, k))
+        return
+    warmup = min(p - rank + 1, m)
+    yield from (forward(rank, k) for k in range(warmup))
+    for k in range(m):
+        yield from (recompute(rank, k), backward(rank, k))
+        if warmup + k < m:
+            yield forward(rank, warmup + k)
+
+
+def build(shape: ScheduleShape) -> Program:
+    """R on all stages but the last."""
+    program = flush_program(
+        SCHEDULE.name,
+        loop(shape.p),
+        shape.m,
+        lambda rank, m: rank_order(rank, shape.p, m),
+        lambda rank, m: PeakActivations(1),
+    )
+    return replace(program, recomputed=frozenset(range(shape.p - 1)))
+
+
+def warnings(shape: ScheduleShape) -> list[str]:
+    if shape.p > 1:
+        return []
+    return [
+        "--pipeline-schedule=shifted-critical-path: recomputes nothing on one pipeline rank, whose stage is the last; "
+        "use --recompute-granularity=full"
+    ]
+
+
+SCHEDULE = Schedule(
+    "shifted-critical-path",
+    "Shifted critical path: recomputation ahead of the gradient, none on the last stage",
+    "Lai et al. 2022, arXiv:2206.04959",
+    build,
+    warnings=warnings,
+    recomputes=True,
+    in_flight=lambda shape: min(shape.m, shape.p + 1),
+)
