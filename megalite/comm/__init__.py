@@ -3,6 +3,7 @@
     mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere; products of axes
     world.py        rank, size, device and host of a process
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
+    gathered_json.py    small values of every rank
     autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence parallelism
                     (arXiv 2205.05198)
     exchange.py     reduce-scatter and all-gather by direct messages, for gloo
@@ -19,12 +20,10 @@ every test. Only this room and `launch` import torch.distributed.
 from megalite.comm.autograd import copy_to_axis, gather_sequence, own_slice, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.collectives import (
     Done,
-    GatheredJson,
     Handle,
     agree_max,
     all_gather,
     all_gather_into,
-    all_gather_json,
     all_reduce_,
     all_to_all,
     barrier,
@@ -33,6 +32,7 @@ from megalite.comm.collectives import (
     reduce_scatter_into,
     start_all_to_all_rows,
 )
+from megalite.comm.gathered_json import GatheredJson, all_gather_json
 from megalite.comm.mesh import Axis, ContextAxes, ExpertAxes, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from megalite.comm import collectives
-from megalite.comm.collectives import GatheredJson, all_gather_json, barrier
+from megalite.comm import gathered_json
+from megalite.comm.collectives import barrier
+from megalite.comm.gathered_json import GatheredJson, all_gather_json
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.testing import run_ranks
@@ -21,13 +22,13 @@ def text(rank: int, length: int) -> str:
 
 def gather(world: World, lengths: list[int]) -> tuple[list[Any], int]:
     axis = ParallelMesh.build(rank=world.rank, size=world.size).world
-    calls, original = [], collectives.all_gather_into
+    calls, original = [], gathered_json.all_gather_into
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(args)
         return original(*args, **options)
 
-    collectives.all_gather_into = counted
+    gathered_json.all_gather_into = counted
     pending = GatheredJson(text(axis.rank, lengths[axis.rank]), axis)
     values = pending.wait()
     barrier(axis)
