@@ -81,7 +81,7 @@ def ours(name: str, dtype: Any, place: Place, tokens: int) -> Any:
     """The sparse MLP, or the dense one of as many products a token."""
     import torch
 
-    from megalite.comm import ExpertAxes, ParallelMesh
+    from megalite.comm import ExpertAxes, ParallelMesh, share_axis
     from megalite.config import Experts, ModelConfig
     from megalite.gradient import GradSink, attach_sink
     from megalite.microbatch import Microbatch
@@ -95,7 +95,9 @@ def ours(name: str, dtype: Any, place: Place, tokens: int) -> Any:
     )  # fmt: skip
     axes = ExpertAxes()
     if name == "megalite-ep":
-        axes = ParallelMesh.build(rank=place.rank, size=place.ranks, ep=place.ranks).experts()
+        mesh = ParallelMesh.build(rank=place.rank, size=place.ranks, ep=place.ranks)
+        mesh.adopt(share_axis(mesh["ep"]))
+        axes = mesh.experts()
     ctx = LayerContext(dtype=dtype, device=place.device, experts=axes)
     layer = Block(config, 0, ctx).mlp
     for parameter in layer.parameters():

@@ -7,7 +7,6 @@ a handle whose `wait()` must be called before the result is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
@@ -19,9 +18,6 @@ from megalite.comm import exchange
 from megalite.comm.mesh import Axis
 
 ReduceOp = Literal["sum", "max", "min"]
-
-# JSON texts up to this long travel in one collective; longer ones take two.
-_HEAD_BYTES = 1024
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # torch 2.13 renamed these two; 2.11 has only the older names
@@ -152,14 +148,17 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def start_all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> tuple[Tensor, Handle]:
-    """`[sum(sent), ...]` -> `[sum(received), ...]`: `sent[j]` rows go to rank j, `received[i]` rows arrive from
-    rank i, rank after rank. Valid once the handle has been waited for."""
+def start_all_to_all_rows(x: Tensor, traffic: Sequence[Sequence[int]], axis: Axis) -> tuple[Tensor, Handle]:
+    """`[sent, ...]` -> `[received, ...]`, rank after rank: traffic[i][j] rows go from rank i to rank j. Valid once
+    the handle has been waited for."""
     if axis.size == 1:
         return x, Done()
-    out, source = x.new_empty((sum(received), *x.shape[1:])), x.contiguous()
+    sent, received = list(traffic[axis.rank]), [row[axis.rank] for row in traffic]
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    if _through_memory(x, axis):
+        return out, _Timed(axis.shared.all_to_all_rows(out, x, traffic), axis)
     with axis.waits:
-        work = dist.all_to_all_single(out, source, list(received), list(sent), group=axis.group, async_op=True)
+        work = dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group, async_op=True)
     return out, _Timed(work, axis)
 
 
@@ -169,50 +168,6 @@ def barrier(axis: Axis) -> None:
         token = torch.zeros(1, device=device_of(axis))
         all_reduce_(token, axis)
         token.item()
-
-
-class GatheredJson:
-    """The JSON values of all ranks, in flight as soon as this is made; collective.
-
-    They are sent as text, so nothing that arrives is ever executed.
-    """
-
-    def __init__(self, value: Any, axis: Axis) -> None:
-        self._axis, self._value = axis, value
-        if axis.size > 1:
-            self._raw = json.dumps(value).encode()
-            head = self._raw[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0")
-            self._heads = _GatheredBytes(len(self._raw).to_bytes(8, "little") + head, axis)
-
-    def wait(self) -> list[Any]:
-        """The values in the order of the axis. All ranks call this once, before their next collective over the axis."""
-        if self._axis.size == 1:
-            return [self._value]
-        heads = self._heads.wait()
-        lengths = [int.from_bytes(head[:8], "little") for head in heads]
-        tails, longest = [b""] * len(heads), max(lengths)
-        if longest > _HEAD_BYTES:
-            tails = _GatheredBytes(self._raw[_HEAD_BYTES:].ljust(longest - _HEAD_BYTES, b"\0"), self._axis).wait()
-        texts = [head[8:] + tail for head, tail in zip(heads, tails, strict=True)]
-        return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
-
-
-class _GatheredBytes:
-    """The bytes of all ranks, the same number from each."""
-
-    def __init__(self, data: bytes, axis: Axis) -> None:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(axis))
-        self._rows = torch.empty(axis.size, len(data), dtype=torch.uint8, device=mine.device)
-        self._handle = all_gather_into(self._rows, mine[None], axis, async_op=True)
-
-    def wait(self) -> list[bytes]:
-        self._handle.wait()
-        return [row.tobytes() for row in self._rows.cpu().numpy()]
-
-
-def all_gather_json(value: Any, axis: Axis) -> list[Any]:
-    """The JSON values of all ranks, in the order of the axis."""
-    return GatheredJson(value, axis).wait()
 
 
 def agree_max(value: float, axis: Axis) -> float:

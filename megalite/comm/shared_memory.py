@@ -19,6 +19,7 @@ across hosts and on GPUs `share_axis` changes nothing and torch.distributed carr
 from __future__ import annotations
 
 import dataclasses
+import math
 import mmap
 import os
 import platform
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.comm.collectives import all_gather_json
+from megalite.comm.gathered_json import all_gather_json
 from megalite.comm.mesh import Axis
 from megalite.errors import PeerLost
 from megalite.scratch import remove_forgotten
@@ -102,14 +103,32 @@ class SharedExchange:
             self._post(rows[:, begin : begin + step], partial(_sum_of_rows, rank=self._rank, out=part))
         return Message(self, self._posted)
 
-    def _post(self, values: Tensor, finish: Finish) -> None:
+    def all_to_all_rows(self, out: Tensor, x: Tensor, traffic: Sequence[Sequence[int]]) -> Message:
+        """Starts out = the rows of x `[n, ...]` that are for this rank, rank after rank. traffic[i][j]: how many go
+        from i to j."""
+        me, size = self._rank, self._size
+        sent, arriving = x.contiguous().split(list(traffic[me])), out.split([row[me] for row in traffic])
+        arriving[me].copy_(sent[me])
+        width, step = math.prod(x.shape[1:]), SLOT_BYTES // x.element_size()
+        for distance in range(1, size):  # every rank to one other, as many messages as the longest of them takes
+            there, source = sent[(me + distance) % size].view(-1), (me - distance) % size
+            here = arriving[source].view(-1)
+            longest = width * max(traffic[rank][(rank + distance) % size] for rank in range(size))
+            for begin in range(0, longest, step):
+                part = here[begin : begin + step]
+                self._post(there[begin : begin + step], partial(_take, rank=source, out=part), part.numel())
+        return Message(self, self._posted)
+
+    def _post(self, values: Tensor, finish: Finish, arriving: int | None = None) -> None:
+        """arriving: elements of the others' parts, where they are not as many as `values` has."""
         number = self._posted + 1
         self.finish(number - DEPTH)
         self._await(1, number - DEPTH)
         slot = self._slots[number % DEPTH, self._rank, : values.numel() * values.element_size()]
         slot.view(values.dtype).view(values.shape).copy_(values)
         self._posted = number
-        self._pending.append((number, slot.numel(), values.dtype, finish))
+        expected = slot.numel() if arriving is None else arriving * values.element_size()
+        self._pending.append((number, expected, values.dtype, finish))
         self._counters[self._rank * LINE_BYTES // 8] = number
 
     def finish(self, number: int) -> None:
@@ -155,6 +174,10 @@ def _sum_of_rows(parts: Sequence[Tensor], rank: int, out: Tensor) -> None:
 def _gather(parts: Sequence[Tensor], targets: Tensor) -> None:
     for target, part in zip(targets, parts, strict=True):
         target.copy_(part)
+
+
+def _take(parts: Sequence[Tensor], rank: int, out: Tensor) -> None:
+    out.copy_(parts[rank])
 
 
 def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:

@@ -151,7 +151,8 @@ def make_mesh(config: Config, world: World) -> ParallelMesh:
         timeout=60 * parallel.distributed_timeout_minutes,
     )
     if world.device.type == "cpu":
-        mesh.adopt(share_axis(mesh["tp"], timeout=60 * parallel.distributed_timeout_minutes))
+        for name in ("tp", "ep"):
+            mesh.adopt(share_axis(mesh[name], timeout=60 * parallel.distributed_timeout_minutes))
     return mesh
 
 

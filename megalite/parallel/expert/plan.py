@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, Handle, all_to_all, start_all_to_all_rows
+from megalite.comm import Axis, Done, Handle, all_gather, start_all_to_all_rows
 from megalite.gradient import WIDENED_ELEMENTS
 
 
@@ -29,9 +29,9 @@ class Plan:
     """One micro-batch's way in one layer.
 
     tokens, choices: n and k. order: int64 `[m]`, which of the n * k choices each row is that leaves here. owners: int64
-    `[m]`, whose choice. places: int64 `[n, k]`, which row each choice is; None: some were dropped. sent,
-    received: rows to and from each rank of the axis. arrangement: int64, which received row comes first, second ...;
-    None: as they are. counts: rows of each expert that is here.
+    `[m]`, whose choice. places: int64 `[n, k]`, which row each choice is; None: some were dropped.
+    traffic[i][j]: rows from rank i of the axis to rank j. arrangement: int64, which received row comes first, second
+    ...; None: as they are. counts: rows of each expert that is here.
     """
 
     tokens: int
@@ -39,11 +39,14 @@ class Plan:
     order: Tensor
     owners: Tensor
     places: Tensor | None
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    traffic: tuple[tuple[int, ...], ...]
     arrangement: Tensor | None
     counts: tuple[int, ...]
     axis: Axis
+
+    @property
+    def traffic_back(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(zip(*self.traffic, strict=True))
 
 
 def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: Axis) -> Plan:
@@ -53,21 +56,21 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     if kept is not None:
         order = order[kept.flatten()[order]]
-    counts = torch.bincount(flat[order], minlength=num_experts).view(axis.size, -1)
-    arriving = all_to_all(counts, axis)
+    counts = torch.bincount(flat[order], minlength=num_experts).view(1, axis.size, -1)
+    everyone = all_gather(counts, axis)  # [ep, ep, E/ep]: small, and a rank knows what the others send each other
+    arriving = everyone[:, axis.rank]
     arrangement = None
     if axis.size > 1:
         here = torch.arange(arriving.numel(), device=flat.device) % arriving.shape[1]
         arrangement = here.repeat_interleave(arriving.flatten()).argsort(stable=True)
-    table, own = arriving.tolist(), counts.sum(1).tolist()
+    traffic, table = everyone.sum(2).tolist(), arriving.tolist()
     return Plan(
         tokens=experts.shape[0],
         choices=experts.shape[1],
         order=order,
         owners=order // experts.shape[1],
         places=places.view_as(experts) if kept is None else None,
-        sent=tuple(own),
-        received=tuple(map(sum, table)),
+        traffic=tuple(map(tuple, traffic)),
         arrangement=arrangement,
         counts=tuple(map(sum, zip(*table, strict=True))),
         axis=axis,
@@ -109,7 +112,7 @@ class _Depart(Function):
     def forward(ctx: Any, x: Tensor, plan: Plan, trip: _Trip) -> Tensor:
         ctx.plan, ctx.trip = plan, trip
         rows = x.index_select(0, plan.owners)
-        trip.rows, trip.forward = start_all_to_all_rows(rows, plan.sent, plan.received, plan.axis)
+        trip.rows, trip.forward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
         return rows  # as many as their gradients, which _Arrive returns
 
     @staticmethod
@@ -134,7 +137,7 @@ class _Arrive(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         plan: Plan = ctx.plan
-        rows, ctx.trip.backward = start_all_to_all_rows(_as_received(dy, plan), plan.received, plan.sent, plan.axis)
+        rows, ctx.trip.backward = start_all_to_all_rows(_as_received(dy, plan), plan.traffic_back, plan.axis)
         return rows, None, None
 
 
@@ -162,14 +165,14 @@ class _Combine(Function):
 
 def _there(rows: Tensor, plan: Plan) -> Tensor:
     """Rows in the order of this rank's choices -> rows in the order of the experts that are here."""
-    rows, handle = start_all_to_all_rows(rows, plan.sent, plan.received, plan.axis)
+    rows, handle = start_all_to_all_rows(rows, plan.traffic, plan.axis)
     handle.wait()
     return _arranged(rows, plan)
 
 
 def _back(rows: Tensor, plan: Plan) -> Tensor:
     """The inverse."""
-    rows, handle = start_all_to_all_rows(_as_received(rows, plan), plan.received, plan.sent, plan.axis)
+    rows, handle = start_all_to_all_rows(_as_received(rows, plan), plan.traffic_back, plan.axis)
     handle.wait()
     return rows
 

@@ -61,6 +61,27 @@ def body_compare(world: World) -> None:
     assert torch.equal(strided, sum(values(rank, (6, 8), torch.float64).t() for rank in range(world.size)))
 
 
+def body_rows(world: World, traffic: list[list[int]], width: int) -> None:
+    """Rows to each rank, several in flight, through memory and through gloo."""
+    shared, plain = axes(world)
+    for dtype in DTYPES:
+        x = values(world.rank, (sum(traffic[world.rank]), width), dtype)
+        started = [collectives.start_all_to_all_rows(x + i, traffic, shared) for i in range(3)]
+        for i, (rows, handle) in enumerate(started):
+            handle.wait()
+            expected, other = collectives.start_all_to_all_rows(x + i, traffic, plain)
+            other.wait()
+            assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "width"),
+    [([[3, 4], [0, 2]], 5), ([[0, 9], [5, 0]], ELEMENTS // 3), ([[0, 0, 0], [7, 1, 0], [2, 3, 0]], 8)],
+)
+def test_rows_go_where_gloo_brings_them(traffic: list[list[int]], width: int) -> None:
+    run_ranks(body_rows, len(traffic), traffic, width)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_operation_agrees_with_gloo(size: int) -> None:
     run_ranks(body_compare, size)

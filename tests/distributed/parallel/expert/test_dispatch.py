@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm.mesh import ParallelMesh
+from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
 from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
@@ -33,9 +34,11 @@ def case(rank: int, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return x, experts, weights, torch.rand(n, k, generator=generator) < 0.6 if kind == "dropped" else None
 
 
-def there_and_back(world: World, kind: str) -> tuple[list[Tensor], list[int]]:
+def there_and_back(world: World, kind: str, through_memory: bool = False) -> tuple[list[Tensor], list[int]]:
     """(result, gradients of tokens and weights; rows of each expert that is here)."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, ep=world.size)
+    if through_memory:
+        mesh.adopt(share_axis(mesh["ep"]))
     x, experts, weights, kept = case(world.rank, kind)
     x.requires_grad_()
     weights.requires_grad_()
@@ -53,6 +56,9 @@ def there_and_back(world: World, kind: str) -> tuple[list[Tensor], list[int]]:
 @pytest.mark.parametrize("kind", ["two experts", "all experts", "one expert", "dropped", "a rank without tokens"])
 def test_there_and_back(kind: str, size: int) -> None:
     found = run_ranks(there_and_back, size, kind) if size > 1 else [run_single(there_and_back, kind)]
+    if size > 1:
+        for own, other in zip(found, run_ranks(there_and_back, size, kind, True), strict=True):
+            assert own[1] == other[1] and all(map(torch.equal, own[0], other[0]))
     counts: list[int] = [rows for _, own in found for rows in own]
     expected = torch.zeros(EXPERTS, dtype=torch.int64)
     for rank, ((y, dx, dweights), _) in enumerate(found):
