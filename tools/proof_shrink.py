@@ -6,12 +6,13 @@ sharded, dropped out, tied, clipped. What tests/equivalence draws at random is h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from megalite.config import (
+    LAYER_PATTERNS,
     BatchRamp,
     CheckpointConfig,
     Config,
@@ -233,8 +234,7 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
         rotary_percent=model.rotary_percent if rotated >= 2 and rotated % 2 == 0 else 0.5,
         rope_scaling=scaling,
         window_size=window,
-        window_attn_skip_freq=_pattern(layers, model.window_attn_skip_freq, model.has_window),
-        no_rope_freq=_pattern(layers, model.no_rope_freq, lambda index: not model.has_rope(index)),
+        **_patterns(layers, model),
         init_method_std=max(model.init_method_std, 0.02),
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
@@ -267,13 +267,14 @@ def _experts(config: Config, layers: int) -> Experts:
     )
 
 
-def _pattern(layers: int, text: str | None, has: Callable[[int], bool]) -> str | None:
-    """The first layers of a pattern, of both kinds."""
-    if text is None:
-        return None
-    kinds = [has(index) for index in range(layers)]
-    kinds[-1] = not kinds[0] if len(set(kinds)) == 1 else kinds[-1]
-    return ",".join(str(int(kind)) for kind in kinds)
+def _patterns(layers: int, model: ModelConfig) -> dict[str, Any]:
+    """The first layers of every pattern, of both kinds."""
+    found = {}
+    for name in LAYER_PATTERNS:
+        if getattr(model, name) is not None:
+            *first, last = (model.listed(name, index) for index in range(layers))
+            found[name] = ",".join(str(int(kind)) for kind in (*first, last if len({*first, last}) == 2 else not last))
+    return found
 
 
 def _layers(config: Config) -> int:

@@ -34,7 +34,7 @@ from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems
 from megalite.config.logging import LoggingConfig
 from megalite.config.lora import Lora
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.model import LAYER_PATTERNS, ModelConfig, RopeScaling
 from megalite.config.names import NOT_NEEDED
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.layer_pattern import pattern_text
-from megalite.config.model import ModelConfig
+from megalite.config.model import LAYER_PATTERNS, ModelConfig
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
 from megalite.config.schema import flat
@@ -59,8 +59,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["max_position_embeddings"] = None
     if model.position_embedding_type != "rope":
         values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
-    values["window_attn_skip_freq"] = _mixed(model, model.window_attn_skip_freq, model.has_window)
-    values["no_rope_freq"] = _mixed(model, model.no_rope_freq, lambda index: not model.has_rope(index))
+    for name in LAYER_PATTERNS:
+        values[name] = _mixed(model, name)
     values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank
     values["lora_targets"] = " ".join(model.adapted_parts) or None
     if not values["use_rope_scaling"]:
@@ -78,12 +78,13 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     return values
 
 
-def _mixed(model: ModelConfig, pattern: str | None, has: Callable[[int], bool]) -> str | None:
+def _mixed(model: ModelConfig, name: str) -> str | None:
     """The pattern as a list where it makes layers differ; as it is where it is malformed, which validation reports."""
+    pattern: str | None = getattr(model, name)
     if pattern is None:
         return None
     try:
-        layers = [has(index) for index in range(model.num_layers)]
+        layers = [model.listed(name, index) for index in range(model.num_layers)]
     except ConfigError:
         return pattern
     return pattern_text(layers) if len(set(layers)) == 2 else None

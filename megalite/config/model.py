@@ -13,6 +13,13 @@ from megalite.config.schema import Spelled, option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu")
+#: Pattern of layers -> what those layers do without.
+SKIPPED: Mapping[str, str] = {
+    "window_attn_skip_freq": "window_size",
+    "softmax_type_skip_freq": "softmax_type",
+    "attn_logit_softcapping_skip_freq": "attn_logit_softcapping",
+}
+LAYER_PATTERNS = (*SKIPPED, "no_rope_freq")
 
 #: What a family changes among the defaults; files and flags override it value by value.
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -103,8 +110,17 @@ class ModelConfig:
         "attention sinks, a logit in each head's softmax that has no value: off-by-one (0) or learnable (gpt-oss)",
         choices=("vanilla", "off-by-one", "learnable"),
     )
+    softmax_type_skip_freq: str | None = option(
+        None, "layers without sinks, a pattern as --window-attn-skip-freq takes", metavar="N|LIST"
+    )
     attn_logit_softcapping: float | None = option(
         None, "soft cap c of attention scores, which become c tanh(score / c) (Gemma 2); unset: none", gt=0
+    )
+    attn_logit_softcapping_skip_freq: str | None = option(
+        None,
+        "layers without the soft cap, a pattern as --window-attn-skip-freq takes",
+        metavar="N|LIST",
+        needs="attn_logit_softcapping",
     )
     use_parallel_residual: bool = option(
         False, "attention and MLP of a block both read its input and are added together (GPT-NeoX)"
@@ -248,32 +264,45 @@ class ModelConfig:
     def has_window(self, index: int) -> bool:
         """Whether block `index` has the window. `--window-attn-skip-freq N` leaves out layers N, 2N, ... (from 1 on).
 
-        ConfigError for a malformed pattern, as of the next two.
+        ConfigError for a malformed pattern, as of the next ones.
         """
-        if self.window_size is None or self.window_attn_skip_freq is None:
-            return self.window_size is not None
-        pattern = layer_pattern("--window-attn-skip-freq", self.window_attn_skip_freq, self.num_layers)
-        return bool((index + 1) % pattern if isinstance(pattern, int) else pattern[index])
+        return self.window_size is not None and self.listed("window_attn_skip_freq", index)
+
+    def has_sinks(self, index: int) -> bool:
+        """Whether the softmax of block `index` has a logit more a head, `--softmax-type-skip-freq`."""
+        return self.softmax_type != "vanilla" and self.listed("softmax_type_skip_freq", index)
+
+    def has_softcap(self, index: int) -> bool:
+        """Whether block `index` caps its attention scores, `--attn-logit-softcapping-skip-freq`."""
+        return self.attn_logit_softcapping is not None and self.listed("attn_logit_softcapping_skip_freq", index)
 
     def has_rope(self, index: int) -> bool:
-        """Whether block `index` rotates queries and keys. `--no-rope-freq N` leaves out layers N, 2N, ..., counted from
-        1."""
-        if self.position_embedding_type != "rope" or self.no_rope_freq is None:
-            return self.position_embedding_type == "rope"
-        pattern = layer_pattern("--no-rope-freq", self.no_rope_freq, self.num_layers)
-        return bool((index + 1) % pattern if isinstance(pattern, int) else not pattern[index])
+        """Whether block `index` rotates queries and keys. `--no-rope-freq N` leaves out layers N, 2N, ... (from 1)."""
+        return self.position_embedding_type == "rope" and not self.listed("no_rope_freq", index)
+
+    def listed(self, field: str, index: int) -> bool:
+        """Whether the list that one of `LAYER_PATTERNS` is, or stands for, has a 1 for block `index`."""
+        text = getattr(self, field)
+        if text is None:
+            return field in SKIPPED
+        pattern = layer_pattern(f"--{field.replace('_', '-')}", text, self.num_layers)
+        if isinstance(pattern, int):  # N: the lists of SKIPPED say what is kept
+            return bool((index + 1) % pattern) == (field in SKIPPED)
+        return bool(pattern[index])
 
     def for_layer(self, index: int) -> ModelConfig:
-        """What block `index` is built with: its window, its rotation."""
-        if self.window_attn_skip_freq is None and self.no_rope_freq is None:
+        """What block `index` is built with: its window, its sinks, its soft cap, its rotation."""
+        patterns: dict[str, Any] = dict.fromkeys(LAYER_PATTERNS)
+        if all(getattr(self, name) is None for name in patterns):
             return self
         kind = self.position_embedding_type
         return replace(
             self,
             window_size=self.window_size if self.has_window(index) else None,
-            window_attn_skip_freq=None,
+            softmax_type=self.softmax_type if self.has_sinks(index) else "vanilla",
+            attn_logit_softcapping=self.attn_logit_softcapping if self.has_softcap(index) else None,
             position_embedding_type="none" if kind == "rope" and not self.has_rope(index) else kind,
-            no_rope_freq=None,
+            **patterns,
         )
 
     def for_stage(self, stage: int) -> ModelConfig:

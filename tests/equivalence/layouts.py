@@ -249,7 +249,8 @@ def _draw_experts(rng: random.Random) -> tuple[list[str], list[str]]:
 
 def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     pick = rng.choice
-    model = ["--num-layers", pick(["4", "6"])]
+    layers = pick([4, 6])
+    model = ["--num-layers", str(layers)]
     family = pick(
         [
             [],
@@ -273,4 +274,6 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     unlike += ["--no-rope-freq", "2"] if "rope" in family or "llama" in family else []
     model += pick([[], [], unlike])
     sinks = ["--softmax-type", "learnable"]
-    return model + pick([[], [], [], [], sinks, [*sinks, "--attn-logit-softcapping", "0.5"]])
+    capped = [*sinks, "--attn-logit-softcapping", "0.5"]
+    unlike = ["--softmax-type-skip-freq", "2", "--attn-logit-softcapping-skip-freq", f"[0]+[1]*{layers - 1}"]
+    return model + pick([[], [], [], [], sinks, [*capped, *pick([[], unlike])]])

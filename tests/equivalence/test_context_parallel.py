@@ -31,11 +31,15 @@ FAMILIES = {
     "gpt": ("--num-layers", "2"),
     "llama GQA": ("--num-layers", "2", "--model-type", "llama", "--num-query-groups", "2", "--qk-layernorm"),
 }
+WINDOWS = ("--window-size", "5", "--window-attn-skip-freq", "2")
+SINKS = ("--softmax-type", "learnable", "--softmax-type-skip-freq", "0,1")
+SINKS += ("--attn-logit-softcapping", "0.5", "--attn-logit-softcapping-skip-freq", "2")
 MASKS = {
     "one document": (),
     "documents": ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--calculate-per-token-loss"),
     "window": ("--window-size", "5"),
-    "layers that differ": ("--window-size", "5", "--window-attn-skip-freq", "2", "--no-rope-freq", "[1,0]"),
+    "layers that differ": (*WINDOWS, "--no-rope-freq", "[1,0]"),
+    "sinks and caps that differ": (*WINDOWS, *SINKS),
     "sinks": ("--softmax-type", "learnable", "--attn-logit-softcapping", "0.5", "--window-size", "6"),
     "dropout": ("--attention-dropout", "0.2", "--hidden-dropout", "0.1"),
     "documents, window, dropout": ("--reset-attention-mask", "--window-size", "6", "--attention-dropout", "0.2"),
@@ -75,7 +79,7 @@ def check(kind: str, family: str, mask: str, beside: str) -> None:
         ("two levels", "gpt", "documents, window, dropout", "alone"),
         ("ring", "llama GQA", "layers that differ", "pp2 2bw"),
         ("all-to-all", "llama GQA", "layers that differ", "alone"),
-        ("ring", "llama GQA", "sinks", "tp2 pp2 zero1"),
+        ("ring", "llama GQA", "sinks and caps that differ", "tp2 pp2 zero1"),
         ("all-gather", "gpt", "sinks", "alone"),
         ("all-to-all", "gpt", "sinks", "pp2 zero bubble"),
         ("two levels", "gpt", "sinks", "alone"),

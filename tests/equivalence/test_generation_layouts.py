@@ -31,7 +31,7 @@ LLAMA = replace(
     num_query_groups=2,
 )
 WINDOWS = replace(LLAMA, window_size=3, window_attn_skip_freq="2", no_rope_freq="0,1,0,0")
-SINKS = replace(LLAMA, softmax_type="off-by-one", attn_logit_softcapping=0.5)
+SINKS = replace(LLAMA, softmax_type="off-by-one", softmax_type_skip_freq="3", attn_logit_softcapping=0.5)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
 MODELS = {"gpt": GPT, "llama": LLAMA, "windows": WINDOWS, "sinks": SINKS, "sparse": SPARSE}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megalite.config.layer_pattern import layer_pattern
-from megalite.config.model import ModelConfig
+from megalite.config.model import LAYER_PATTERNS, SKIPPED, ModelConfig
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, divisors, listed, multiples_around
 from megalite.config.values import show
@@ -43,22 +43,34 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
 
 def _layer_patterns(model: ModelConfig) -> Iterator[str]:
     """Lists of layers that are none, or that leave nothing of what they speak of."""
-    skips, nope = model.window_attn_skip_freq, model.no_rope_freq
-    for flag, text in (("--window-attn-skip-freq", skips), ("--no-rope-freq", nope)):
+    for field in LAYER_PATTERNS:
+        text, flag = getattr(model, field), f"--{field.replace('_', '-')}"
         if text is not None:
             try:
                 pattern = layer_pattern(flag, text, model.num_layers)
             except ConfigError as error:
                 yield str(error)
-                continue
-            if flag == "--no-rope-freq" and isinstance(pattern, int) and model.num_layers % pattern:
-                near = multiples_around(model.num_layers, pattern)
-                yield f"{flag}={text}: does not divide --num-layers={model.num_layers}; give a list, or {near} layers"
-            windows = map(model.has_window, range(model.num_layers))
-            if flag == "--window-attn-skip-freq" and model.window_size is not None and not any(windows):
-                yield f"{flag}={text}: leaves no layer with --window-size={model.window_size}; drop both"
-    if nope is not None and model.position_embedding_type != "rope":
-        yield f"--no-rope-freq={nope}: needs --position-embedding-type=rope"
+            else:
+                yield from _no_rope(model, pattern) if field == "no_rope_freq" else _skips(model, field, pattern)
+
+
+def _no_rope(model: ModelConfig, pattern: Sequence[int] | int) -> Iterator[str]:
+    if isinstance(pattern, int) and model.num_layers % pattern:
+        near = multiples_around(model.num_layers, pattern)
+        yield (
+            f"--no-rope-freq={pattern}: does not divide --num-layers={model.num_layers}; give a list, or {near} layers"
+        )
+    if model.position_embedding_type != "rope":
+        yield f"--no-rope-freq={model.no_rope_freq}: needs --position-embedding-type=rope"
+
+
+def _skips(model: ModelConfig, field: str, pattern: Sequence[int] | int) -> Iterator[str]:
+    skipped, flag = SKIPPED[field], f"--{field.replace('_', '-')}={getattr(model, field)}"
+    value = getattr(model, skipped)
+    if value == "vanilla":
+        yield f"{flag}: needs --softmax-type=off-by-one or learnable"
+    elif value is not None and (pattern == 1 or not any(pattern if isinstance(pattern, tuple) else (1,))):
+        yield f"{flag}: leaves no layer with --{skipped.replace('_', '-')}={show(value)}; drop both"
 
 
 def recompute(config: Config, world_size: int) -> Iterator[str]:

@@ -27,6 +27,19 @@ ONE_LINE = [
         "--window-attn-skip-freq=1: leaves no layer with --window-size=8; drop both",
     ),
     ("--window-attn-skip-freq 2", "--window-attn-skip-freq=2: needs --window-size"),
+    ("--softmax-type-skip-freq 2", "--softmax-type-skip-freq=2: needs --softmax-type=off-by-one or learnable"),
+    (
+        "--softmax-type learnable --softmax-type-skip-freq [0]*8",
+        "--softmax-type-skip-freq=[0]*8: leaves no layer with --softmax-type=learnable; drop both",
+    ),
+    (
+        "--attn-logit-softcapping-skip-freq 2",
+        "--attn-logit-softcapping-skip-freq=2: needs --attn-logit-softcapping",
+    ),
+    (
+        "--attn-logit-softcapping 30 --attn-logit-softcapping-skip-freq 0,1",
+        "--attn-logit-softcapping-skip-freq=0,1: 2 entries for --num-layers=8; give one for each layer",
+    ),
     ("--attn-logit-softcapping 0", "--attn-logit-softcapping=0: must be > 0; leave it out"),
     ("--no-rope-freq 2", "--no-rope-freq=2: needs --position-embedding-type=rope"),
     (
@@ -70,5 +83,8 @@ def test_lengths_that_cannot_be_are_one_line(text: str, changes: str, world_size
     [("3", "11011011"), ("([1]*3+[0])*2", "11101110"), ("2*[0]+[1]*6", "00111111"), ("1," * 8, "1" * 8)],
 )
 def test_patterns_of_layers(text: str, layers: str) -> None:
-    model = parse([*argv("--window-size 4"), "--window-attn-skip-freq", text]).model
-    assert "".join(str(int(model.has_window(index))) for index in range(8)) == layers
+    given = argv("--window-size 4 --softmax-type learnable --attn-logit-softcapping 30")
+    skips = ("--window-attn-skip-freq", "--softmax-type-skip-freq", "--attn-logit-softcapping-skip-freq")
+    model = parse([*given, *(word for flag in skips for word in (flag, text))]).model
+    for has in (model.has_window, model.has_sinks, model.has_softcap):
+        assert "".join(str(int(has(index))) for index in range(8)) == layers

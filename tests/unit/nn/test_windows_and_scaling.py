@@ -132,6 +132,22 @@ def test_every_layer_sees_what_its_flags_say(skips: str | None, nope: str | None
     torch.testing.assert_close(torch.cat(pieces), x, rtol=1e-12, atol=1e-12)
 
 
+@torch.no_grad()
+def test_every_layer_has_the_sinks_and_the_cap_that_its_flags_say() -> None:
+    """As above, learned sinks too: a layer without them has no such parameter."""
+    shape = dict(num_layers=4)
+    sinks, cap = dict(softmax_type="learnable"), dict(attn_logit_softcapping=0.3)
+    skips = dict(softmax_type_skip_freq="2", attn_logit_softcapping_skip_freq="[1]*2+[0]*2")
+    mixed = model(**shape, **sinks, **cap, **skips)
+    assert [name.split(".")[1] for name in mixed.state_dict() if "softmax_offset" in name] == ["0", "2"]
+    kinds = [model(**shape, **has) for has in (sinks | cap, cap, sinks, {})]
+    tokens = batch(torch.randint(0, 30, (2, 12), generator=torch.Generator().manual_seed(0)))
+    x = mixed.get_submodule("embedding")(None, tokens)
+    for index, kind in enumerate(kinds):
+        x = kind.get_submodule(f"layers.{index}")(x, tokens)
+    assert torch.equal(mixed.body(None, tokens), x)
+
+
 def stack_part(stack: LayerStack, tokens: Tensor, first: int, cache: KeyValueCache) -> Tensor:
     return stack.body(None, batch(tokens, first), cache)
 
