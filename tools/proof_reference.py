@@ -82,7 +82,8 @@ def _due(config: Config, newest: int, step: int, lag: Mapping[str, int]) -> Mapp
     if lag:
         return {layer: max(0, newest - by) for layer, by in lag.items()}
     schedule = find_schedule(config.parallel.schedule)
-    stale = schedule.flush_schedule is not None and step >= config.parallel.pipeline_flush_steps
+    late = schedule.flush_schedule is not None or config.optimizer.offload.delayed_parameter_update
+    stale = late and step >= config.parallel.pipeline_flush_steps
     return {"": max(0, newest - 1) if stale else newest}
 
 

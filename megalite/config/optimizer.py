@@ -108,11 +108,17 @@ class OptimizerArgs(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class HostOffload(Spelled):
-    """Masters and moments in host memory."""
+    """Masters and moments in host memory, and when they are stepped."""
 
     optimizer_cpu_offload: bool = option(False, "keep and update them there")
     optimizer_offload_fraction: float = option(
         1.0, "part of them that goes there", gt=0, le=1, hint="1 is all of them", needs="optimizer_cpu_offload"
+    )
+
+    delayed_parameter_update: bool = option(
+        False,
+        "a batch computes its gradients on weights that lack the update of the batch before, whose step runs meanwhile "
+        "(ZeRO-Offload); steps on the host run in a thread. --pipeline-flush-steps first iterations wait for it",
     )
 
     @property

@@ -109,7 +109,9 @@ class ParallelConfig:
         None, "text file with a schedule of your own (see tools/show_schedule.py)", metavar="FILE"
     )
     chimera_pairs: int = option(1, "pairs f of opposite pipelines in chimera: 2f copies of the weights", ge=1)
-    pipeline_flush_steps: int = option(0, "first iterations of 2bw that run as 1f1b, with a flush after each", ge=0)
+    pipeline_flush_steps: int = option(
+        0, "first iterations without delay: of 2bw as 1f1b, of --delayed-parameter-update with their updates", ge=0
+    )
     check_pipeline_messages: bool = option(
         False, "send a header with every message between stages and check it: names what two ranks disagree about"
     )

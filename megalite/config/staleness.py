@@ -19,10 +19,10 @@ class StalenessCorrection(Spelled):
 
     staleness_correction: str | None = option(
         None,
-        "what is done about the delay of gradients in 2bw and pipedream: predict computes on weights that are ahead by "
-        "the steps that are missing, error-feedback makes up for each step when a fresher gradient is known, nesterov "
-        "counts the newest gradient once more beside the moment; unset: for 2bw the best of docs/asynchronous.md, "
-        "for pipedream none",
+        "what is done about the delay of gradients in 2bw, in pipedream and with --delayed-parameter-update: predict "
+        "computes on weights that are ahead by the steps that are missing, error-feedback makes up for each step when "
+        "a fresher gradient is known, nesterov counts the newest gradient once more beside the moment; unset: the best "
+        "of docs/asynchronous.md, for pipedream none",
         choices=("none", "predict", "error-feedback", "nesterov"),
     )
     staleness_lookahead: float | None = option(
@@ -48,6 +48,8 @@ class Correction:
 def has_delay(config: Config) -> bool:
     """Whether some stage computes gradients on weights that lack updates."""
     schedule = find_schedule(config.parallel.schedule)
+    if config.optimizer.offload.delayed_parameter_update:
+        return True
     if config.parallel.pipeline_schedule_file is not None:
         return False
     alone = schedule.update_per_microbatch and config.parallel.pipeline_model_parallel_size == 1

@@ -12,6 +12,7 @@ from megalite.inventory.layers import model_layers
 from megalite.schedule import (
     Program,
     build_program,
+    delay_update,
     find_schedule,
     insert_unshard,
     load_program,
@@ -21,16 +22,19 @@ from megalite.schedule import (
 )
 
 
-def computations(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
+def computations(config: Config, num_microbatches: int, schedule: str | None = None, *, waits: bool = False) -> Program:
     """F, B, I, W and STEP of a batch as they run, without messages, reductions and gathers.
 
-    schedule: instead of the configuration's. Raises ScheduleError.
+    schedule: instead of the configuration's. waits: for the update before, although the configuration delays it.
+    Raises ScheduleError.
     """
-    parallel = config.parallel
+    parallel, delayed = config.parallel, config.optimizer.offload.delayed_parameter_update and not waits
     if parallel.pipeline_schedule_file is not None:
-        return merge_backward(load_program(parallel.pipeline_schedule_file))
+        program = merge_backward(load_program(parallel.pipeline_schedule_file))
+        return delay_update(program) if delayed else program
     return _built(
         schedule or parallel.schedule,
+        delayed,
         parallel.pipeline_model_parallel_size,
         num_microbatches,
         parallel.virtual_pipeline_model_parallel_size,
@@ -39,14 +43,19 @@ def computations(config: Config, num_microbatches: int, schedule: str | None = N
 
 
 @cache
-def _built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int) -> Program:
+def _built(
+    name: str, delayed: bool, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int
+) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
-    return merge_backward(build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
+    program = merge_backward(build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
+    return delay_update(program) if delayed else program
 
 
-def lowered_program(config: Config, num_microbatches: int, schedule: str | None = None) -> Program:
+def lowered_program(
+    config: Config, num_microbatches: int, schedule: str | None = None, *, waits: bool = False
+) -> Program:
     """The same with everything that an executor needs. Raises ScheduleError."""
-    program = lower(computations(config, num_microbatches, schedule))
+    program = lower(computations(config, num_microbatches, schedule, waits=waits))
     if config.parallel.zero_stage == 3 and find_schedule(schedule or config.parallel.schedule).gathers_once:
         program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
     return program

@@ -129,6 +129,7 @@ class Adafactor(UpdateRule):
         cutting = [axis for axis in groups[0]["cut_axes"] if axis.size > 1 and axis.name not in DEALT]
         assert len(cutting) < 2, "statistics of a matrix that two axes cut"
         self.cut_axis = cutting[0] if cutting else Axis.single("cut")
+        self.talks = self.shard_axis.size > 1 or self.cut_axis.size > 1
         self.scale_parameter = settings.args.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
         parameters: list[LocalParameter] = groups[0]["parameters"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, all_gather
+from megalite.config import OptimizerConfig
 from megalite.inventory import DEALT, ParameterPlacement
 from megalite.optim.adamw import AdamW
 from megalite.optim.rule import ParamGroup
@@ -22,6 +23,10 @@ class MatrixRule(AdamW):
     """
 
     matrix_moments: ClassVar[Sequence[str]]
+
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
+        super().__init__(groups, settings)
+        self.talks = any(axis.size > 1 for group in groups if group.get("whole") for axis in group.get("cut_axes", ()))
 
     @torch.no_grad()
     def step(self) -> None:

@@ -23,6 +23,8 @@ ParamGroup = dict[str, Any]
 class UpdateRule:
     """Groups with `defaults` filled in, and an empty state. Subclasses define `step`.
 
+    talks: whether a step exchanges messages with other ranks.
+
     Set before each step:
 
     found_inf: 0-dim fp32 on the tensors' device: 1 to leave parameters and state unchanged. None: the step is taken.
@@ -33,6 +35,7 @@ class UpdateRule:
 
     _step_supports_amp_scaling = True  # the name by which torch's fused optimizers say that they know `found_inf`
     divides = False
+    talks = False
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
     steps = 0

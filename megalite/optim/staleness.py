@@ -65,7 +65,7 @@ class Corrected(UpdateRule):
 
     def __init__(self, rule: UpdateRule, delay: Delay, keeps_step: Callable[[ParamGroup], bool]) -> None:
         self.rule, self.delay = rule, delay
-        self.param_groups, self.state = rule.param_groups, rule.state
+        self.param_groups, self.state, self.talks = rule.param_groups, rule.state, rule.talks
         kept = [p for group in rule.param_groups for p in group["params"] if keeps_step(group)]
         self.last_steps = {p: torch.zeros_like(p) for p in kept}
 

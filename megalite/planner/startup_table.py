@@ -126,6 +126,8 @@ def describe_layout(config: Config, world_size: int) -> str:
     if sizes["pp"] > 1:
         chunks = f", {parallel.num_chunks} chunks per rank" if parallel.num_chunks > 1 else ""
         parts.append(f"schedule {parallel.schedule}{chunks}")
+    if config.optimizer.offload.delayed_parameter_update:
+        parts.append("each update behind the next batch")
     if has_delay(config):
         parts.append(f"staleness correction {config.staleness}")
     if parallel.sequence_parallel and sizes["tp"] > 1:

@@ -48,6 +48,7 @@ from megalite.schedule.action import (
 )
 from megalite.schedule.decode import forward_program, token_pairs
 from megalite.schedule.definition import Schedule, ScheduleShape
+from megalite.schedule.delayed_update import delay_update
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text

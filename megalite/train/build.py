@@ -30,6 +30,7 @@ from megalite.parallel.pipeline import RecomputedStage, SharedGradient, Stage, h
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
+    DelayedOptimizer,
     MakeOptimizer,
     ParameterBuffers,
     ParamGroup,
@@ -118,7 +119,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     delay = Delay(program.staleness[rank], config.parallel.pipeline_flush_steps, config.training.iterations_to_skip)
-    optimizer = ShardedOptimizer(
+    optimizer = (DelayedOptimizer if config.optimizer.offload.delayed_parameter_update else ShardedOptimizer)(
         [made for stage in buffers.values() for made in stage],
         make_optimizer=optimizer_factory(config, delay),
         norm_axis=_norm_axis(config, mesh, program),

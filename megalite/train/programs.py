@@ -23,8 +23,8 @@ class ProgramCache:
     """The pipeline programs of a run: one for each number of micro-batches, and those of the first, flushed steps."""
 
     config: Config
-    _cache: dict[tuple[str, int], Program] = field(default_factory=dict, init=False, repr=False)
-    _valid: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False)
+    _cache: dict[tuple[str, bool, int], Program] = field(default_factory=dict, init=False, repr=False)
+    _valid: set[tuple[str, bool, int]] = field(default_factory=set, init=False, repr=False)
 
     def prove(self, world_size: int, world: Axis) -> None:
         """Validates the programs of all batch sizes of a run of `world_size` ranks, each on one rank of `world`.
@@ -35,11 +35,9 @@ class ProgramCache:
         """
         parallel, unit = self.config.parallel, self.config.training.micro_batch_size
         unit *= self.config.data_parallel_size(world_size)
-        names = {parallel.schedule}
-        if parallel.pipeline_flush_steps > 0:
-            names.add(find_schedule(parallel.schedule).flush_schedule or parallel.schedule)
+        kinds = sorted({self._kind(iteration) for iteration in (1, parallel.pipeline_flush_steps + 1)})
         sizes = dict.fromkeys(reversed(self.config.batch_size_schedule(world_size).sizes))
-        keys = [(name, size // unit) for size in sizes for name in sorted(names)][: PROVED_AT_START * world.size]
+        keys = [(*kind, size // unit) for size in sizes for kind in kinds][: PROVED_AT_START * world.size]
         file, problem, digest = parallel.pipeline_schedule_file, None, ""
         try:
             if file is not None:
@@ -59,25 +57,28 @@ class ProgramCache:
 
     def program(self, num_microbatches: int, iteration: int) -> Program:
         """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
-        parallel = self.config.parallel
-        flush = find_schedule(parallel.schedule).flush_schedule if iteration <= parallel.pipeline_flush_steps else None
-        return self._lowered(flush or parallel.schedule, num_microbatches)
-
-    def full(self, world_size: int) -> Program:
-        """The program of a full batch once the first, flushed steps are over."""
-        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
-
-    def _lowered(self, name: str, num_microbatches: int) -> Program:
-        key = (name, num_microbatches)
+        key = (*self._kind(iteration), num_microbatches)
         program = self._build(key)
         if key not in self._valid:
             self._validate(program)
             self._valid.add(key)
         return program
 
-    def _build(self, key: tuple[str, int]) -> Program:
+    def full(self, world_size: int) -> Program:
+        """The program of a full batch once the first, flushed steps are over."""
+        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
+
+    def _kind(self, iteration: int) -> tuple[str, bool]:
+        """(Name of the schedule that an iteration runs, whether its updates are waited for in any case)."""
+        parallel = self.config.parallel
+        waits = iteration <= parallel.pipeline_flush_steps
+        flush = find_schedule(parallel.schedule).flush_schedule if waits else None
+        return flush or parallel.schedule, waits
+
+    def _build(self, key: tuple[str, bool, int]) -> Program:
         if key not in self._cache:
-            self._cache[key] = lowered_program(self.config, key[1], key[0])
+            name, waits, num_microbatches = key
+            self._cache[key] = lowered_program(self.config, num_microbatches, name, waits=waits)
         return self._cache[key]
 
     def _validate(self, program: Program) -> None:

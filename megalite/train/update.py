@@ -167,6 +167,7 @@ class Updater(Events):
         found_inf = 1.0 - norm.isfinite().float()
         reading = LateReading(norm[None])
         self._pending = _PendingUpdate(update, numbers.samples, found_inf, reading)
+        self._model.optimizer.finish_step()  # it may still read what comes now
         delay = self._model.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
@@ -178,6 +179,8 @@ class Updater(Events):
             found_inf=found_inf,
             version=self._version + 1,
         )
+        if not delay.of_weights:  # the next batch runs on them
+            self._model.optimizer.finish_step()
         self._model.expert_bias.step(lambda number: self._update_of(number) == update, found_inf, self._version + 1)
         self._model.scales.step(lambda number: self._update_of(number) == update, self._version + 1)
         self._version += 1

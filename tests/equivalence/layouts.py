@@ -218,8 +218,11 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     ]
     if not experts and rng.random() < 0.15:
         model += ["--lora-rank", "3", "--lora-alpha", "5", *pick(ADAPTED)]
+    delay = int(schedule == "2bw")
+    if schedule in FLUSH and rng.random() < 0.1:
+        delay, layout = 1, [*layout, "--delayed-parameter-update", *pick([[], ["--optimizer-cpu-offload"]])]
     if schedule != "pipedream":
-        return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=int(schedule == "2bw"))
+        return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=delay)
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]
     return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, stages=pp, together=size * dp)
 

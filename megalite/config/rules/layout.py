@@ -122,7 +122,8 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         for reason in parallel.schedule_problems(micro_batches):
             yield reason + _enough_samples(parallel, micro_batches, samples)
     schedule = schedules.find_schedule(name)
-    if parallel.pipeline_flush_steps and schedule.flush_schedule is None:
+    delayed = config.optimizer.offload.delayed_parameter_update
+    if parallel.pipeline_flush_steps and schedule.flush_schedule is None and not delayed:
         why = "steps after every micro-batch" if schedule.update_per_microbatch else "flushes after every iteration"
         yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
     if schedule.update_per_microbatch and size > 1:

@@ -109,6 +109,7 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
     yield from _staleness(config)
+    yield from _delayed_update(config)
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:
             yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
@@ -119,6 +120,23 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
                 f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "
                 "weights of an update elsewhere than it reads them"
             )
+
+
+def _delayed_update(config: Config) -> Iterator[str]:
+    schedule, flag = find_schedule(config.parallel.schedule), "--delayed-parameter-update"
+    if not config.optimizer.offload.delayed_parameter_update:
+        return
+    if config.optimizer.store_param_remainders:
+        yield f"{flag}: excludes --store-param-remainders, whose masters share memory with the weights; drop one"
+    if config.parallel.pipeline_schedule_file is not None:
+        return
+    if schedule.asynchronous:
+        yield f"{flag}: not with --pipeline-schedule={schedule.name}, whose gradients are late already; drop one"
+    if config.parallel.zero_stage == 3 and schedule.gathers_once:
+        yield (
+            f"{flag}: not with --zero-stage=3 and --pipeline-schedule={schedule.name}, which would gather both weight "
+            "versions at once; use --zero-stage=2, or --pipeline-schedule=1f1b"
+        )
 
 
 def _staleness(config: Config) -> Iterator[str]:

@@ -35,7 +35,9 @@ Where things are:
     frozen.py          weights that nothing trains, as rectangles to load
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
-    sub_optimizers.py  the update rule over masters and moments on the device, and over those on the host
+    sub_optimizers.py  the update rule over masters and moments on the device
+    offloaded_optimizers.py    over those on the host, and over masters that share memory with the weights
+    delayed_optimizer.py   the same step, of which the host's part runs behind the next batch
     nonfinite.py       which gradients are not finite
     param_groups.py    what an update rule gets to know about its tensors
     param_remainders.py    masters of bf16 weights in 16 bits
@@ -51,6 +53,7 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 """
 
 from megalite.parallel.zero.activation_offload import ActivationOffload
+from megalite.parallel.zero.delayed_optimizer import DelayedOptimizer
 from megalite.parallel.zero.families import stage_buffers
 from megalite.parallel.zero.frozen import frozen_shards
 from megalite.parallel.zero.nonfinite import where_not_finite

@@ -20,9 +20,10 @@ from torch import Tensor
 from megalite.comm import Axis, Handle, TensorShard, all_gather_into
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
+from megalite.parallel.zero.offloaded_optimizers import make_sub_optimizers
 from megalite.parallel.zero.param_groups import MakeOptimizer
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
-from megalite.parallel.zero.sub_optimizers import make_sub_optimizers
+from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class ShardedOptimizer:
         A step with zero gradients and learning rate 0 leaves every weight as it is and every moment zero; the step
         count is then reset.
         """
-        self._update_masters(lr=0.0, weight_decay=0.0, steps=-1)
+        self._fetch_gradients({})
+        self._update(self.sub_optimizers, {"lr": 0.0, "weight_decay": 0.0, "steps": -1})
         self._set_step_count(0.0)
         for buffers in self.buffers:
             buffers.gradients.begin_batch()
@@ -172,41 +174,50 @@ class ShardedOptimizer:
             `count_step` must be told which it was.
         version: number of updates that the new weights have seen.
         """
-        for buffers in self.buffers:  # an all-gather that no forward has waited for may still read them
-            buffers.weights.wait()
-        self._update_masters(
-            lr=lr, weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf, steps=self._steps
-        )
+        self._wait_for_weights()  # an all-gather that no forward has waited for may still read them
+        numbers = {"lr": lr, "weight_decay": weight_decay, "grad_scale": grad_scale, "found_inf": found_inf}
+        self._fetch_gradients(numbers)  # copies to the host overlap the device's update, which comes first
+        self._update(self.sub_optimizers, numbers | {"steps": self._steps}, version)
         if found_inf is None:
             self.count_step(skipped=False)
-        self.write_weights(version)
+        self._gather(version)
+
+    def finish_step(self) -> None:
+        """Waits for what `step` has left unfinished: nothing, unless updates are delayed."""
 
     def count_step(self, *, skipped: bool) -> None:
         """Counts the latest step, unless it was skipped."""
         self._steps += not skipped
         self.step_count.fill_(self._steps)
 
-    def _update_masters(self, **numbers: Any) -> None:
-        decided = {name: numbers[name] for name in ("grad_scale", "found_inf") if name in numbers}
-        for sub in self.sub_optimizers:  # copies to the host overlap the device's update, which comes first
-            sub.fetch_gradients(**decided)
+    def _fetch_gradients(self, numbers: dict[str, Any]) -> None:
         for sub in self.sub_optimizers:
+            sub.fetch_gradients(**{name: numbers[name] for name in ("grad_scale", "found_inf") if name in numbers})
+
+    def _update(self, subs: Sequence[DeviceOptimizer], numbers: dict[str, Any], version: int | None = None) -> None:
+        for sub in subs:
             sub.begin_step(**numbers)
             if sub.takes_step():
                 sub.rule.step()
             sub.end_step()
+            if version is not None:
+                sub.write_weights(version)
 
     @torch.no_grad()
     def write_weights(self, version: int = 0, *, as_masters: bool = False) -> None:
         """Masters -> compute weights of one version, on every rank. The rule may correct them for delayed gradients,
         unless `as_masters`."""
-        for master in self.masters:
-            if master.remainders is not None:
-                master.split()
-                continue
-            self._sub_optimizer_of[id(master)].write_weights(master, version, as_masters=as_masters)
+        for sub in self.sub_optimizers:
+            sub.write_weights(version, as_masters=as_masters)
+        self._gather(version)
+
+    def _gather(self, version: int) -> None:
         for buffers in (family for family in self.buffers if not family.frozen):
             buffers.weights.gather(version)
+
+    def _wait_for_weights(self) -> None:
+        for buffers in self.buffers:
+            buffers.weights.wait()
 
     @contextmanager
     def masters_as_weights(self, version: int) -> Iterator[None]:
@@ -219,8 +230,7 @@ class ShardedOptimizer:
             self._rewrite(version, as_masters=False)
 
     def _rewrite(self, version: int, *, as_masters: bool) -> None:
-        for buffers in self.buffers:
-            buffers.weights.wait()
+        self._wait_for_weights()
         self.write_weights(version, as_masters=as_masters)
 
     # ---- checkpoint --------------------------------------------------------------------------------------------------

@@ -1,19 +1,15 @@
-"""Sub-optimizers: each applies the update rule to masters and moments that are stored in the same way.
+"""The update rule over masters and moments on the device of their gradients.
 
-    DeviceOptimizer       gradient ------------------------> rule.step()
-    RemainderOptimizer    weights, 16 bits --> masters ----> rule.step() ----> weights, 16 bits      a bucket at a time
-    HostOptimizer         gradient --copy to the host -----> rule.step()                             a bucket at a time
+    gradient --scale--> rule.step()
 
-A step of each is `begin_step`, `rule.step()`, `end_step`. Copies to the host run on a stream of their own, so that they
-overlap the device's update.
+A step is `begin_step`, `rule.step()`, `end_step`. `offloaded_optimizers.py` has those of masters that are elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from megalite.comm import Statistic
@@ -46,14 +42,6 @@ def is_one(scale: float | Tensor) -> bool:
 def is_zero(found_inf: Tensor) -> bool:
     """Whether a step is known to be taken; a device is not asked."""
     return found_inf.device.type == "cpu" and bool(found_inf.numpy() == 0.0)
-
-
-def host_scalar(value: Any) -> Any:
-    """Starts an asynchronous copy of a tensor to page-locked memory and returns it; other values are returned as is."""
-    if not isinstance(value, Tensor):
-        return value
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value, non_blocking=True)
 
 
 class DeviceOptimizer:
@@ -110,8 +98,12 @@ class DeviceOptimizer:
         """Whether compute weights are more than copies of the masters (the rule corrects for delayed gradients)."""
         return hasattr(self.rule, "write_compute_weights")
 
-    def write_weights(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
-        """Master -> compute weights. The rule may correct them for delayed gradients, unless `as_masters`."""
+    def write_weights(self, version: int, *, as_masters: bool = False) -> None:
+        """Masters -> compute weights. The rule may correct them for delayed gradients, unless `as_masters`."""
+        for master in self.masters:
+            self._write(master, version, as_masters=as_masters)
+
+    def _write(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
         target = master.weights(version)
         if target.data_ptr() == master.tensor.data_ptr():
             return
@@ -148,97 +140,3 @@ class DeviceOptimizer:
     def _gradient(self, master: MasterShard) -> Tensor:
         """The gradient on the master's device, in any float dtype; it may be overwritten."""
         return master.gradient
-
-
-class HostOptimizer(DeviceOptimizer):
-    """Masters and moments of one bucket in host memory."""
-
-    def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
-        super().__init__(masters, make_optimizer)
-        device = masters[0].buffers.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._arrived: Any = None
-        self._received: dict[int, Tensor] = {}
-        self._staging: dict[int, Tensor] = {}
-        self._numbers: dict[str, Any] = {}
-
-    def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
-        # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
-        sources = [master.gradient for master in self.masters]
-        numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
-        if self._stream is None:
-            self._copy(sources)
-            self._numbers = numbers
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy(sources)
-            self._numbers = {name: host_scalar(value) for name, value in numbers.items()}
-            self._arrived = self._stream.record_event()
-
-    def begin_step(self, **numbers: Any) -> None:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        super().begin_step(**numbers | self._numbers)
-
-    def end_step(self) -> None:
-        super().end_step()
-        if self._stream is None:
-            self._received.clear()
-
-    def write_weights(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
-        """Casts into a page-locked staging buffer, which is copied to the device asynchronously. The next step's
-        gradients are queued behind that copy, so the buffer is free before it is overwritten."""
-        target = master.weights(version)
-        if not target.is_cuda or self.corrects:
-            super().write_weights(master, version, as_masters=as_masters)
-            return
-        if id(master) not in self._staging:
-            self._staging[id(master)] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        target.copy_(self._staging[id(master)].copy_(master.tensor), non_blocking=True)
-
-    def _gradient(self, master: MasterShard) -> Tensor:
-        return self._received[id(master)]
-
-    def _copy(self, sources: Sequence[Tensor]) -> None:
-        for master, source in zip(self.masters, sources, strict=True):
-            if id(master) not in self._received:
-                pinned = source.is_cuda
-                self._received[id(master)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-            self._received[id(master)].copy_(source, non_blocking=True)
-
-
-class RemainderOptimizer(DeviceOptimizer):
-    """Masters of one bucket, joined from weights and remainders for the step only (`ParamRemainders`)."""
-
-    def begin_step(self, **numbers: Any) -> None:
-        self.masters[0].join()
-        super().begin_step(**numbers)
-
-    def end_step(self) -> None:
-        super().end_step()
-        self.masters[0].split()
-
-
-def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> list[DeviceOptimizer]:
-    """The sub-optimizers in the order in which they step, those on the device before those on the host.
-
-    On the device there is one per family and dtype, or one per bucket if something exists only for the step (joined
-    masters, widened gradients); on the host there is one per bucket.
-    """
-    groups: dict[tuple[int, type[DeviceOptimizer], Hashable], list[MasterShard]] = {}
-    for master in masters:
-        groups.setdefault(_place(master), []).append(master)
-    ordered = sorted(groups.items(), key=lambda item: item[0][0])
-    return [kind(group, make_optimizer) for (_, kind, _), group in ordered]
-
-
-def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
-    """(Order of the step, class, group) of the sub-optimizer that a master belongs to."""
-    if master.offloaded:
-        return 3, HostOptimizer, id(master.bucket)
-    if master.remainders is not None:
-        return 2, RemainderOptimizer, id(master.bucket)
-    if master.bucket.gradient_dtype != master.tensor.dtype:
-        return 1, DeviceOptimizer, id(master.bucket)
-    return 0, DeviceOptimizer, (master.buffers.axes.name, master.tensor.dtype)

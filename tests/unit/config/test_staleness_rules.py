@@ -78,3 +78,29 @@ def test_a_dry_run_says_what_is_done(flags: str, said: str, capsys: pytest.Captu
 
 def test_a_schedule_without_delay_has_none() -> None:
     assert parse(BASE.split()).staleness.method == "none"
+
+
+DELAYED = [
+    ("--pipeline-schedule 2bw", "not with --pipeline-schedule=2bw, whose gradients are late already; drop one"),
+    (
+        "--bf16 --store-param-remainders",
+        "excludes --store-param-remainders, whose masters share memory with the weights; drop one",
+    ),
+    (
+        "--zero-stage 3 --pipeline-schedule breadth-first --pipeline-model-parallel-size 2",
+        "not with --zero-stage=3 and --pipeline-schedule=breadth-first, which would gather both weight versions at "
+        "once; use --zero-stage=2, or --pipeline-schedule=1f1b",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "reason"), DELAYED)
+def test_where_updates_cannot_be_delayed_is_refused_in_one_line(flags: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*BASE.split(), "--delayed-parameter-update", *flags.split()], world_size=2 if "zero" in flags else 1)
+    assert caught.value.problems == [f"--delayed-parameter-update: {reason}"]
+
+
+def test_delayed_updates_are_corrected_and_may_begin_later() -> None:
+    config = parse([*BASE.split(), "--delayed-parameter-update", "--pipeline-flush-steps", "2"])
+    assert str(config.staleness) == "predict (2 steps ahead for each of delay)"

@@ -45,6 +45,7 @@ ROWS = [
     ("--pipeline-schedule 2bw --staleness-correction none", "--staleness-correction predict"),
     ("--pipeline-schedule 2bw --staleness-correction predict", "--staleness-lookahead 3"),
     ("--ffn-hidden-size 64", "--model-type llama"),
+    ("", "--delayed-parameter-update"),
     ("", "--num-layers 3"),
     ("", "--hidden-size 32"),
     ("", "--ffn-hidden-size 32"),

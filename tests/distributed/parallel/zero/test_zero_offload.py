@@ -13,8 +13,8 @@ from megalite.comm.world import World
 from megalite.config import OptimizerConfig
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero.offloaded_optimizers import HostOptimizer
 from megalite.parallel.zero.streamed_gradient import StreamedGradient
-from megalite.parallel.zero.sub_optimizers import HostOptimizer
 from megalite.testing import run_ranks, run_single
 
 

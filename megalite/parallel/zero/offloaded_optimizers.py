@@ -1,0 +1,130 @@
+"""Sub-optimizers of masters and moments that are stored elsewhere than plainly on the device.
+
+    DeviceOptimizer       gradient ------------------------> rule.step()                             (sub_optimizers.py)
+    RemainderOptimizer    weights, 16 bits --> masters ----> rule.step() ----> weights, 16 bits      a bucket at a time
+    HostOptimizer         gradient --copy to the host -----> rule.step()                             a bucket at a time
+
+Copies to the host run on a stream of their own, so that they overlap the device's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.zero.master_shards import MasterShard
+from megalite.parallel.zero.param_groups import MakeOptimizer
+from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
+
+
+def host_scalar(value: Any) -> Any:
+    """Starts an asynchronous copy of a tensor to page-locked memory and returns it; other values are returned as is."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value, non_blocking=True)
+
+
+class HostOptimizer(DeviceOptimizer):
+    """Masters and moments of one bucket in host memory."""
+
+    def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
+        super().__init__(masters, make_optimizer)
+        device = masters[0].buffers.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrived: Any = None
+        self._received: dict[int, Tensor] = {}
+        self._staging: dict[int, Tensor] = {}
+        self._numbers: dict[str, Any] = {}
+
+    def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
+        # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
+        sources = [master.gradient for master in self.masters]
+        numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
+        if self._stream is None:
+            self._copy(sources)
+            self._numbers = numbers
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(sources)
+            self._numbers = {name: host_scalar(value) for name, value in numbers.items()}
+            self._arrived = self._stream.record_event()
+
+    def keep_gradients(self) -> None:
+        """What the device does from now on waits for the copies: the next batch may overwrite the gradients."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+
+    def begin_step(self, **numbers: Any) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        super().begin_step(**numbers | self._numbers)
+
+    def end_step(self) -> None:
+        super().end_step()
+        if self._stream is None:
+            self._received.clear()
+
+    def _write(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
+        """Casts into a page-locked staging buffer, which is copied to the device asynchronously. The next step's
+        gradients are queued behind that copy, so the buffer is free before it is overwritten."""
+        target = master.weights(version)
+        if not target.is_cuda or self.corrects:
+            super()._write(master, version, as_masters=as_masters)
+            return
+        if id(master) not in self._staging:
+            self._staging[id(master)] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        target.copy_(self._staging[id(master)].copy_(master.tensor), non_blocking=True)
+
+    def _gradient(self, master: MasterShard) -> Tensor:
+        return self._received[id(master)]
+
+    def _copy(self, sources: Sequence[Tensor]) -> None:
+        for master, source in zip(self.masters, sources, strict=True):
+            if id(master) not in self._received:
+                pinned = source.is_cuda
+                self._received[id(master)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+            self._received[id(master)].copy_(source, non_blocking=True)
+
+
+class RemainderOptimizer(DeviceOptimizer):
+    """Masters of one bucket, joined from weights and remainders for the step only (`ParamRemainders`)."""
+
+    def begin_step(self, **numbers: Any) -> None:
+        self.masters[0].join()
+        super().begin_step(**numbers)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.masters[0].split()
+
+    def write_weights(self, version: int, *, as_masters: bool = False) -> None:
+        self.masters[0].split()
+
+
+def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> list[DeviceOptimizer]:
+    """The sub-optimizers in the order in which they step, those on the device before those on the host.
+
+    On the device there is one per family and dtype, or one per bucket if something exists only for the step (joined
+    masters, widened gradients); on the host there is one per bucket.
+    """
+    groups: dict[tuple[int, type[DeviceOptimizer], Hashable], list[MasterShard]] = {}
+    for master in masters:
+        groups.setdefault(_place(master), []).append(master)
+    ordered = sorted(groups.items(), key=lambda item: item[0][0])
+    return [kind(group, make_optimizer) for (_, kind, _), group in ordered]
+
+
+def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
+    """(Order of the step, class, group) of the sub-optimizer that a master belongs to."""
+    if master.offloaded:
+        return 3, HostOptimizer, id(master.bucket)
+    if master.remainders is not None:
+        return 2, RemainderOptimizer, id(master.bucket)
+    if master.bucket.gradient_dtype != master.tensor.dtype:
+        return 1, DeviceOptimizer, id(master.bucket)
+    return 0, DeviceOptimizer, (master.buffers.axes.name, master.tensor.dtype)
