@@ -78,7 +78,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "moe_router_dtype": "not needed, drop it: the router is in fp32, or wider",
     "moe_token_drop_policy": "not needed, drop it: the last tokens of a sequence are dropped",
     "apply_layernorm_1p": "does not exist here; --normalization LayerNorm is the plain one",
-    "tp_comm_overlap": "does not exist here: it needs Transformer Engine's user buffers",
 }
 
 #: What people call things elsewhere -> what to suggest.

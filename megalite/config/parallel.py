@@ -98,6 +98,11 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         False, "split norms, dropout and residuals along the sequence over the tensor-parallel ranks"
     )
+    tp_comm_overlap: bool = option(
+        False,
+        "two halves of each micro-batch take turns, so that messages between the tensor-parallel ranks of one travel "
+        "while the other computes; an even --micro-batch-size",
+    )
     context: ContextParallelism = ContextParallelism()
     experts: ExpertParallelism = ExpertParallelism()
     pipeline_schedule: str | None = option(
@@ -143,6 +148,12 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context.context_parallel_size
+
+    @property
+    def halves(self) -> str:
+        """Over what two halves of a micro-batch take turns: '', 'layer' or 'stage'. ZeRO-3 frees a layer's weights when
+        the next begins, so there turns of two layers cannot mix."""
+        return ("layer" if self.zero_stage == 3 else "stage") if self.tp_comm_overlap else ""
 
     @property
     def expert_tensor_size(self) -> int:

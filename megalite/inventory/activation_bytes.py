@@ -208,4 +208,5 @@ def weight_only_bytes(config: Config, layer: Layer) -> float:
     matrices = [product.local(tp) for product in layer.products if not product.core]
     if layer.is_block:
         return float(size.compute * micro_tokens(config) * sum(n + k for n, k in matrices))
-    return float(size.wide * sum(n * k for n, k in matrices))
+    halves = 2 if config.parallel.tp_comm_overlap else 1  # each has its own gradient
+    return float(halves * size.wide * sum(n * k for n, k in matrices))

@@ -12,6 +12,7 @@ only embedding and head transpose.
     experts.py, router.py       the MLP of a block with experts
     rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
+    halves.py              a stage in which two half-batches take turns
     kv_cache.py, attention_cached.py    keys and values of generation, and attention to them
 
 A layer gets everything about the run from its `LayerContext` (`parallel.tensor`), calls collectives only through it,
@@ -23,6 +24,7 @@ from megalite.nn.attention_core import AttentionCore
 from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding
+from megalite.nn.halves import build_block, stack_of
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize
 from megalite.nn.kv_cache import KeyValueCache

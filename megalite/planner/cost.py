@@ -174,7 +174,11 @@ class Roofline:
         adapted = self._adapters(config, layer)
         again = model.recompute_granularity == "selective" and not ours.fused_attention
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
-        forward, backward, hidden = self._messages(config, layer, behind)
+        if config.parallel.tp_comm_overlap:
+            given = sum(behind), matrices - sum(behind), (attention, attention_back)
+            forward, backward, hidden = self._taking_turns(config, layer, *given)
+        else:
+            forward, backward, hidden = self._messages(config, layer, behind)
         shared = self._context_messages(config, layer, attention)
         dispatched = self._expert_messages(config, layer, products)
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
@@ -203,6 +207,7 @@ class Roofline:
             interleaved = self.software.interleaved and config.parallel.sequence_parallel
             parts = config.parallel.tensor_model_parallel_size if interleaved else 1
             eight = config.training.float8.fp8_format is not None and product.name != "router"
+            parts *= 2 if config.parallel.tp_comm_overlap else 1  # each half-batch by itself
             return parts * self.product(config, micro_tokens(config) / parts, n, k, float8=eight)
         here, taken = (given.num_experts or 1) / axes.expert_model_parallel_size, given.moe_router_topk
         one = (n / taken, k) if product.cut == "n" else (n, k / taken)
@@ -261,6 +266,31 @@ class Roofline:
         again = sum(max(0.0, one - overlap * product) for product in behind)
         crossings = layer.gathers + layer.sums
         return crossings * one, crossings * one + again, hidden
+
+    def _taking_turns(
+        self, config: Config, layer: Layer, columns: float, rows: float, attention: tuple[float, float]
+    ) -> tuple[float, float, float]:
+        """The same where two half-batches take turns (`nn.halves`): a message of one travels while the other computes
+        one turn, and what sticks out is counted. A sum travels behind a column-parallel product; what is gathered in
+        front of such a product, behind attention or the second product of the MLP.
+
+        columns, rows: seconds of the products whose outputs are cut, and whose inputs are. attention: in (forward,
+        backward).
+        """
+        group, overlap = CommGroup(self.hardware, config.parallel.tensor_model_parallel_size), self.hardware.overlap
+        half = micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute / 2
+        sequence = config.parallel.sequence_parallel
+        one = group.gather(half) if sequence else group.all_reduce(half)
+
+        def exposed(messages: int, meanwhile: float) -> float:
+            return max(0.0, 2 * messages * one - overlap * meanwhile)
+
+        forward = exposed(layer.sums, columns) + (exposed(layer.gathers, rows + attention[0]) if sequence else 0.0)
+        backward = exposed(layer.gathers, rows + attention[1]) + (exposed(layer.sums, columns) if sequence else 0.0)
+        hidden = min(backward, overlap * (columns + rows))  # by the weights' gradients, where these are not put off
+        if sequence:  # inputs of column-parallel products are gathered again, behind the products that give dx
+            backward += max(0.0, 2 * layer.gathers * one - overlap * columns)
+        return forward, backward, hidden
 
     def _context_messages(self, config: Config, layer: Layer, attention: float) -> tuple[float, float]:
         """Seconds of a block's messages between the ranks of a sequence, in (forward, backward). A ring's travel while

@@ -184,6 +184,7 @@ def _build_module(
         float8=config.training.float8,
         loads=notes[1],
         magnitudes=notes[2],
+        halves=config.parallel.halves,
         deferred=True,
     )
     stack = build_stack(config.model, specs, context)

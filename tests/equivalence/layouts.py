@@ -202,6 +202,7 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     size = pick([1, 1, 2])
     layout += ["--micro-batch-size", str(size)]
     layout += ["--sequence-parallel"] if tp > 1 and rng.random() < 0.5 else []
+    layout += ["--tp-comm-overlap"] if tp > 1 and size == 2 and rng.random() < 0.5 else []
     layout += pick(
         [[], ["--recompute-activations"], ["--recompute-granularity", "full", "--recompute-method", "uniform"]]
     )

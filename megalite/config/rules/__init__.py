@@ -14,6 +14,7 @@ from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
 from megalite.config.rules.layout import (
     batch,
+    overlap,
     pipeline_schedule,
     pipeline_stages,
     stage_layers,
@@ -42,6 +43,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     lora,
     world,
     tensor_parallel,
+    overlap,
     context_parallel,
     sequence_lengths,
     experts,

@@ -67,6 +67,21 @@ def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def overlap(config: Config, world_size: int) -> Iterator[str]:
+    """Can two halves of a micro-batch take turns?"""
+    size, flag = config.training.micro_batch_size, "--tp-comm-overlap"
+    if not config.parallel.tp_comm_overlap:
+        return
+    if config.parallel.tensor_model_parallel_size == 1:
+        yield f"{flag}: {TP}=1 sends no messages; drop it, or use {TP}=2 or more"
+    if size % 2:
+        yield f"{flag}: --micro-batch-size={size} has no two halves of whole samples; use {size + 1}, or drop it"
+    if config.model.experts.num_experts is not None:
+        yield f"{flag}: not with --num-experts={config.model.experts.num_experts}; drop it"
+    if config.training.float8.fp8_recipe == "delayed" and config.training.float8.fp8_format is not None:
+        yield f"{flag}: not with --fp8-recipe=delayed, whose scales follow whole micro-batches; use tensorwise"
+
+
 def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
     parallel, layers = config.parallel, config.model.num_layers
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks

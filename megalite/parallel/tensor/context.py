@@ -32,6 +32,7 @@ class LayerContext:
     float8: the format and scales of linear layers' products.
     loads: where routers note what they did.
     magnitudes: where products in float8 note the size of their operands.
+    halves: over what two half-batches of a micro-batch take turns, a 'layer' or a 'stage'; '': it runs whole.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
         sharded model is never whole on any rank.
     """
@@ -47,6 +48,7 @@ class LayerContext:
     float8: Float8 = Float8()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
     magnitudes: Magnitudes = field(default_factory=Magnitudes)
+    halves: str = ""
     deferred: bool = False
 
     def products(self, *, inputs: Axis | None = None, outputs: Axis | None = None) -> Products:

@@ -23,20 +23,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import (
-    Axis,
-    Done,
-    Handle,
-    all_gather,
-    all_gather_into,
-    all_reduce_,
-    reduce_scatter,
-    reduce_scatter_into,
-)
+from megalite.comm import Axis, Done, Handle, all_gather_into, all_reduce_, reduce_scatter_into
 from megalite.gradient import GradSink, sink_of, sum_widened
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.parallel.tensor.late_messages import Message
 from megalite.parallel.tensor.products import Products
 
 Activation = Callable[[Tensor], Tensor]
@@ -73,9 +65,9 @@ class ColumnParallelLinear(nn.Module):
             place = ParameterPlacement((*stack, out_features), (*origin, begin), ctx.tp.names, decay=False)
             self.bias = new_parameter((*stack, local), place, ctx)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
-        return _ColumnLinear.apply(x, self.weight, self.bias, self, *self.adapters.weights())
+        return _ColumnLinear.apply(x, self.weight, self.bias, self, message or Message(), *self.adapters.weights())
 
 
 class RowParallelLinear(nn.Module):
@@ -117,13 +109,17 @@ class RowParallelLinear(nn.Module):
             place = ParameterPlacement((out_features,), (0,), partial=partial, decay=False)
             self.bias = new_parameter((out_features,), place, ctx)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in/t]` (before `activation`, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
         parallelism)."""
         activation = self.activation
         if activation is not None and self.keeps_activated:
             x, activation = activation(x), None
-        return _RowLinear.apply(x, self.weight, self.bias, activation, self, *self.adapters.weights())
+        given = x, self.weight, self.bias, activation, self, message or Message(), *self.adapters.weights()
+        return _RowLinear.apply(*given)
+
+
+Linear = ColumnParallelLinear | RowParallelLinear
 
 
 class _ColumnLinear(Function):
@@ -131,10 +127,10 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear, *adapters: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, message: Message, *adapters: Tensor
     ) -> Tensor:
-        _remember(ctx, weight, bias, layer)
-        whole = all_gather(x, layer.tp) if ctx.sequence else x
+        _remember(ctx, weight, bias, layer, message)
+        whole = message.gathered(x, layer.tp) if ctx.sequence else x
         y, ctx.kept = layer.products.forward(whole, weight, bias)
         ctx.save_for_backward(x, weight, bias, *adapters, *layer.adapters.add_to(y, whole, adapters))
         return y
@@ -159,8 +155,8 @@ class _ColumnLinear(Function):
             gathering.wait()
             dx, reducing = start_sum(partial, axis, sequence=ctx.sequence)
         gathering.wait()
-        gradients = *weight_gradients(ctx, whole, dy, weight, bias), None, *adapted.of_weights(whole)
-        reducing.wait()
+        gradients = *weight_gradients(ctx, whole, dy, weight, bias), None, None, *adapted.of_weights(whole)
+        ctx.message.leave(reducing)
         return dx, *gradients
 
 
@@ -175,16 +171,16 @@ class _RowLinear(Function):
         bias: Tensor | None,
         activation: Activation | None,
         layer: RowParallelLinear,
+        message: Message,
         *adapters: Tensor,
     ) -> Tensor:
-        _remember(ctx, weight, bias, layer)
+        _remember(ctx, weight, bias, layer, message)
         ctx.activation, before = activation, x
         x = x if activation is None else activation(x)
         y, ctx.kept = layer.products.forward(x, weight, bias if layer.tp.rank == 0 else None)
         ctx.save_for_backward(before, weight, bias, *adapters, *layer.adapters.add_to(y, x, adapters))
-        if ctx.sequence:
-            return reduce_scatter(y, layer.tp)
-        all_reduce_(y, layer.tp)
+        y, summing = start_sum(y, layer.tp, sequence=ctx.sequence)
+        message.leave(summing)
         return y
 
     @staticmethod
@@ -198,7 +194,7 @@ class _RowLinear(Function):
         if bias is not None and ctx.needs_input_grad[2]:  # before the gather: each rank sums its own tokens
             dbias = bias_gradient(ctx, dy, bias)
         if ctx.sequence:
-            dy = all_gather(dy, ctx.layer.tp)
+            dy = ctx.message.gathered(dy, ctx.layer.tp)
         products: Products = ctx.layer.products
         products.begin_backward(dy, weight, ctx.kept)
         dx = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
@@ -207,12 +203,12 @@ class _RowLinear(Function):
         of_adapters = adapted.of_weights(x)
         if dx is not None and ctx.activation is not None:
             dx = ctx.layer.activation_gradient(before, dx)
-        return dx, dweight, dbias, None, None, *of_adapters
+        return dx, dweight, dbias, None, None, None, *of_adapters
 
 
-def _remember(ctx: Any, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+def _remember(ctx: Any, weight: Tensor, bias: Tensor | None, layer: Linear, message: Message) -> None:
     """What both backwards need besides tensors."""
-    ctx.layer, ctx.sequence = layer, layer.sequence_parallel and layer.tp.size > 1
+    ctx.layer, ctx.message, ctx.sequence = layer, message, layer.sequence_parallel and layer.tp.size > 1
     ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
 
 
@@ -247,7 +243,7 @@ def weight_gradients(
 def bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     """The sum of dy over all tokens, into the sink or returned."""
     sink: GradSink | None = ctx.sinks[1]
-    layer: ColumnParallelLinear | RowParallelLinear = ctx.layer
+    layer: Linear = ctx.layer
     if sink is None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
     layer.weight_grads.put(lambda: sink.add(layer.sum_tokens(dy.flatten(0, -2)).view(bias.shape)))

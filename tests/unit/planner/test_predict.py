@@ -158,3 +158,26 @@ def test_what_a_ring_sends_hides_behind_attention() -> None:
     assert in_the_open.forward - hidden.forward == pytest.approx(min(sent.forward / 1e9, 0.75 * attention))
     assert in_the_open.backward - hidden.backward == pytest.approx(min(sent.backward / 1e9, 2.5 * attention))
     assert times["all_gather", 0.0] == times["all_gather", 1.0]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_half_batches_hide_messages_behind_each_other(sequence: bool) -> None:
+    """What sticks out of a block's forward is the messages less the products that run meanwhile: nothing over a fast
+    link, nearly everything over a slow one."""
+    flags = "--micro-batch-size 2 --tp-comm-overlap" + " --sequence-parallel" * sequence
+    config = _gpt(4, 4096, 32, 8, 1, 64, flags, 8)
+
+    def forward(bandwidth: float) -> float:
+        hardware = replace(load_hardware("h100"), intra_node=Link(bandwidth, 0.0))
+        return Roofline(hardware).layers(config)[1].forward
+
+    h, half, overlap = 4096, 2 * 2048 * 4096 * 1.0, load_hardware("h100").overlap
+    roofline, computed = Roofline(load_hardware("h100")), forward(1e18)
+    column = 2 * sum(roofline.product(config, 2048, n / 8, h) for n in (3 * h, 4 * h))
+    row = 2 * sum(roofline.product(config, 2048, h, k / 8) for k in (h, 4 * h))
+    row += roofline._attention(config, model_layers(config.model)[1])[0]
+    assert forward(1e12) == pytest.approx(computed)
+    messages = 2 * 2 * half * 7 / 8 / 1e9  # of both sublayers, of both halves; an all-reduce sends as much twice
+    assert forward(1e9) == pytest.approx(
+        computed + 2 * messages - overlap * (column + (row if sequence else 0.0)), rel=1e-6
+    )

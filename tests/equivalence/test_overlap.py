@@ -1,0 +1,169 @@
+"""Two half-batches that take turns (`--tp-comm-overlap`) are two micro-batches of half the size, bit for bit, and what
+one sends travels while the other computes."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from equivalence.layouts import TINY, Layout, assert_close, compare, draw, train
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.errors import ConfigError
+from megalite.nn.halves import HalvedStack
+from megalite.parallel.tensor import late_messages
+from megalite.parallel.tensor.late_messages import LateMessage
+from megalite.parallel.tensor.products import PlainProducts
+from megalite.testing import run_ranks
+from megalite.train.run import open_run
+
+TP2 = "--tensor-model-parallel-size 2"
+APART = "--untie-embeddings-and-output-weights --clip-grad 0"  # else sums have another order
+FULL = "--recompute-granularity full --recompute-method"
+LLAMA = "--model-type llama --num-query-groups 2 --qk-layernorm"
+
+
+def equals_two_micro_batches(flags: str, world_size: int, model: str = "", steps: int = 2) -> None:
+    base = [*TINY, *f"--num-layers 4 {APART} {model} {TP2} {flags}".split()]
+    two = train([*base, "--micro-batch-size", "1"], world_size, steps)
+    halves = train([*base, "--micro-batch-size", "2", "--tp-comm-overlap"], world_size, steps)
+    unlike = [name for name, value in two.tensors.items() if not torch.equal(value, halves.tensors[name])]
+    assert two.tensors and not unlike, f"{flags}: {len(unlike)} of {len(two.tensors)} differ: {unlike[:4]}"
+    assert halves.norms == two.norms
+    assert_close(halves.losses, two.losses, 1e-15, "loss")
+
+
+def test_halves_are_two_micro_batches() -> None:
+    dropout = "--hidden-dropout 0.1 --attention-dropout 0.1"
+    equals_two_micro_batches("--sequence-parallel --pipeline-model-parallel-size 2", 4, f"{LLAMA} {dropout}", 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "world_size", "model"),
+    [
+        ("", 2, ""),
+        ("--sequence-parallel", 2, "--use-parallel-residual"),
+        (f"--sequence-parallel {FULL} uniform --recompute-num-layers 2", 2, LLAMA),
+        (f"{FULL} block --recompute-num-layers 1", 2, "--hidden-dropout 0.1 --softmax-type learnable"),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4, "--swiglu"),
+        ("--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --sequence-parallel", 4, ""),
+        ("--context-parallel-size 2 --sequence-parallel", 4, LLAMA),
+        ("--sequence-parallel", 2, "--lora-rank 3 --lora-alpha 5"),
+        ("--sequence-parallel", 2, "--reset-position-ids --reset-attention-mask --calculate-per-token-loss"),
+    ],
+)
+def test_halves_are_two_micro_batches_everywhere(flags: str, world_size: int, model: str) -> None:
+    equals_two_micro_batches(flags, world_size, model, 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("split", ["", "--sequence-parallel"])
+def test_sharded_weights(zero: int, split: str) -> None:
+    model = ("--num-layers", "4", "--hidden-dropout", "0.1")
+    flags = f"{TP2} {split} --zero-stage {zero} --micro-batch-size 2 --tp-comm-overlap"
+    compare(Layout(model, tuple(flags.split()), 4))
+
+
+def takes_turns(case: Layout) -> bool:
+    return "--tp-comm-overlap" in case.layout
+
+
+@pytest.mark.full
+def test_random_layouts_with_halves() -> None:
+    rng = random.Random(f"halves {int(time.time()) % 1_000_000}")
+    for _ in range(12):
+        compare(draw(rng, want=takes_turns))
+
+
+class Watched:
+    """A handle that notes whether this rank has multiplied matrices since the message was started. (A half cannot go on
+    before its message has arrived, so what is multiplied is the other half's.)"""
+
+    products, phase = 0, "backward"
+    counts: dict[str, list[int]] = {}
+
+    def __init__(self, handle) -> None:
+        self.handle, self.began = handle, Watched.products
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            count = Watched.counts.setdefault(Watched.phase, [0, 0])
+            count[0] += 1
+            count[1] += Watched.products > self.began
+            self.handle.wait()
+            self.handle = None
+
+
+def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
+    """Of the messages of blocks in one step, forward and backward: how many there were, and during how many this rank
+    multiplied matrices between starting and awaiting them."""
+    leave, gather, forward = LateMessage.leave, late_messages.all_gather_into, HalvedStack.forward
+
+    def counting(right):
+        def multiplied(*args):
+            Watched.products += 1
+            return right(*args)
+
+        return multiplied
+
+    def in_forward(*args):
+        Watched.phase = "forward"
+        out = forward(*args)
+        Watched.phase = "backward"
+        return out
+
+    with ExitStack() as stack:
+        for name in ("forward", "input_gradient", "weight_gradient", "add_weight_gradient"):
+            stack.enter_context(patch.object(PlainProducts, name, counting(getattr(PlainProducts, name))))
+        stack.enter_context(patch.object(LateMessage, "leave", lambda self, handle: leave(self, Watched(handle))))
+        watched = patch.object(late_messages, "all_gather_into", lambda *args, **more: Watched(gather(*args, **more)))
+        stack.enter_context(watched)
+        stack.enter_context(patch.object(HalvedStack, "forward", in_forward))
+        with open_run(parse(argv, world_size=world.size), world) as run:
+            run.trainer.train_step(drain=True)
+    return Watched.counts
+
+
+@pytest.mark.parametrize(
+    ("flags", "forward", "backward"),
+    [
+        # 3 blocks, 2 sums in a block, 2 halves: only the last of a pass has nothing beside it
+        ("", [12, 11], [12, 11]),
+        # with as many gathers, of which the first has nothing beside it
+        ("--sequence-parallel", [24, 22], [24, 22]),
+    ],
+)
+def test_messages_travel_while_the_other_half_computes(flags: str, forward: list[int], backward: list[int]) -> None:
+    argv = [
+        *TINY,
+        *f"--num-layers 3 {TP2} {flags} --micro-batch-size 2 --global-batch-size 2 --tp-comm-overlap".split(),
+    ]
+    for counts in run_ranks(covered_body, 2, argv):
+        assert counts == {"forward": forward, "backward": backward}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--micro-batch-size 2", "--tp-comm-overlap: --tensor-model-parallel-size=1 sends no messages"),
+        (f"{TP2} --micro-batch-size 1", "--micro-batch-size=1 has no two halves of whole samples; use 2"),
+        (f"{TP2} --micro-batch-size 2 --num-experts 4", "--tp-comm-overlap: not with --num-experts=4; drop it"),
+        (
+            f"{TP2} --micro-batch-size 2 --fp8-format hybrid --fp8-recipe delayed --bf16",
+            "--tp-comm-overlap: not with --fp8-recipe=delayed",
+        ),
+    ],
+)
+def test_what_has_no_halves_is_refused_in_one_line(flags: str, message: str) -> None:
+    base = [flag for flag in TINY if flag != "--fp64" or "--bf16" not in flags]
+    with pytest.raises(ConfigError) as refused:
+        parse([*base, "--num-layers", "4", *flags.split(), "--tp-comm-overlap"], world_size=2)
+    (line,) = str(refused.value).splitlines()
+    assert message in line
