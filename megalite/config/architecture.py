@@ -38,6 +38,7 @@ FREE = frozenset(
         "moe_z_loss_coeff",
         "moe_expert_capacity_factor",
         "moe_router_bias_update_rate",
+        "tensor_parallel_globs",
     }
 )
 # Taken by --use-checkpoint-args as well, as in Megatron-LM, but a flag may say otherwise.
@@ -48,7 +49,10 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
 def effective(model: ModelConfig) -> Mapping[str, Any]:
-    """Field name -> what it amounts to, defaults applied; fields without effect on this model are None."""
+    """Field name -> what it amounts to, defaults applied; fields without effect on this model are None. Of a module of
+    the user's own there is nothing to compare but its vocabulary: checkpoints know its tensors."""
+    if model.is_foreign:
+        return {"model_module": "the user's", "vocab_size": model.vocab_size}
     values = {name: value for name, value in flat(model).items() if name not in FREE}
     values["ffn_hidden_size"] = model.ffn_size
     values["num_query_groups"] = model.query_groups
@@ -94,6 +98,8 @@ def architecture_differences(saved: ModelConfig, now: ModelConfig) -> dict[str, 
     """Field name -> (what it amounts to now, what it amounts to in `saved`), where that is not the same. Adapters may
     be added to a model that has none."""
     theirs, ours = effective(saved), effective(now if saved.lora.lora_rank is not None else now.without_adapters)
+    if saved.is_foreign != now.is_foreign:
+        return {"model_module": (now.module.model_module, saved.module.model_module)}
     return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
 
 
@@ -122,7 +128,9 @@ def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architectu
     architecture: `--use-checkpoint-args`; else only the tokenizer and the size of the vocabulary.
     """
     values: dict[str, Any] = {"vocab_size": offer.model.vocab_size}
-    if architecture:
+    if architecture and offer.model.is_foreign:
+        values["seq_length"] = offer.model.seq_length
+    elif architecture:
         values = {name: flat(offer.model)[name] for name in (*effective(offer.model), *TAKEN_FREELY)}
         values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
     if not any(name in given and given[name].value is not None for name in TOKENIZER):
@@ -144,6 +152,10 @@ def contradictions(
     architecture: `--use-checkpoint-args`.
     known: names of fields that have no stand-in for a missing or broken value.
     """
+    if architecture and offer.model.is_foreign and not config.model.is_foreign:
+        name = offer.model.module.model_module
+        yield f"--use-checkpoint-args: {offer.where} has no code of its --model-module={name}; give the flag"
+        return
     family = given.get("model_type")
     if architecture and family is not None and family.value != offer.model.model_type:
         yield f"--model-type={family.value}: {offer.where} has {offer.model.model_type}; drop the flag"

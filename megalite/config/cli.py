@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 
 from megalite.config.architecture import Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.files import missing_files, schedule_file
+from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS
 from megalite.config.reader import COMMAND_LINE, GivenOption, Reader
 from megalite.config.root import SECTIONS, Config, all_options
+from megalite.config.rules.foreign import not_with_module
 from megalite.config.schema import Option, build_section
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
@@ -76,7 +78,7 @@ def parse_with_origins(
     reader = Reader(options)
     offered, levels = _with_offer(_read_levels(reader, argv), reader, read_offer)
     merged = _merge(levels, reader)
-    found = list(reader.problems)
+    found = list(reader.problems) + _beside_module(options, merged)
     config, origins, missing = _build(reader, merged)
     found += [_required(options[name], offered) for name in missing]
     broken = {*reader.broken, *missing}
@@ -132,7 +134,14 @@ def _with_offer(
     value = {name: each.value for name, each in given.items()}
     save, asked = value.get("save"), bool(value.get("use_checkpoint_args"))
     load = value.get("load") or (save if value.get("auto_resume") else None)
-    if load is None or not (asked or os.path.isfile(os.path.join(load, "config.json"))):
+    huggingface = load is not None and os.path.isfile(os.path.join(load, "config.json"))
+    if huggingface and value.get("model_module") is not None:
+        reader.problems.append(
+            f"--load={load}: a Hugging Face model; the factory of --model-module loads its weights itself "
+            "(from_pretrained), and --load takes checkpoints of such runs"
+        )
+        return None, list(levels)
+    if load is None or not (asked or huggingface):
         return None, list(levels)
     offer = None
     try:
@@ -271,10 +280,24 @@ def _build(reader: Reader, merged: Mapping[str, GivenOption]) -> tuple[Config, d
         if name not in values:
             values[name], origins[name] = value, f"{family} family"
     required = {name: placeholder(option) for name, option in reader.options.items() if option.required}
-    missing = [name for name in required if name not in values and name not in reader.broken]
+    ours = _sizes_of_ours(reader.options, values)
+    missing = [name for name in required if name not in {*values, *reader.broken, *ours}]
     arguments = required | {name: value for name, value in values.items() if name not in reader.broken}
     config = Config(**{section: build_section(cls, arguments) for section, cls in SECTIONS.items()})
     return config, origins, missing
+
+
+def _sizes_of_ours(options: Mapping[str, Option], values: Mapping[str, object]) -> list[str]:
+    """Fields of the model section that a run of `--model-module` does not have."""
+    if values.get("model_module") is None:
+        return []
+    return [name for name, option in options.items() if option.section == "model" and name not in OF_MODULES]
+
+
+def _beside_module(options: Mapping[str, Option], merged: Mapping[str, GivenOption]) -> list[str]:
+    """Lines about values that a module of the user's own has no use for, even if they are the defaults."""
+    ours = _sizes_of_ours(options, {name: given.value for name, given in merged.items()})
+    return [not_with_module(_typed(merged[name])) for name in ours if name in merged and _says_more(merged[name])]
 
 
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config import rules
+from megalite.config.foreign import OF_MODULES
+from megalite.config.model import ModelConfig
 from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.values import as_typed, bounds_problem, show
@@ -39,8 +41,11 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
             config = replace(config, **{section: build_section(cls, values)})
         lines += _contradictions(options_of(section, cls), values)
         lines += _unaccompanied(options_of(section, cls), values, "needs")
+    if config.model.is_foreign:  # what we say of our own model's sizes does not concern it
+        silent |= {option.flag for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
     for rule in rules.RULES:
         lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
+    lines += rules.foreign_module(config, world_size)
     return list(dict.fromkeys(lines))
 
 

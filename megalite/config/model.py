@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.experts import Experts
+from megalite.config.foreign import ForeignModule
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
 from megalite.config.schema import Spelled, option, required
@@ -132,6 +133,7 @@ class ModelConfig:
     )
     experts: Experts = Experts()
     lora: Lora = Lora()
+    module: ForeignModule = ForeignModule()
     add_bias_linear: bool = option(True, "biases in the linear layers")
     add_qkv_bias: bool = option(False, "a bias in the query/key/value projection even where the others have none")
     qk_layernorm: bool = option(False, "normalise queries and keys of each head before attention")
@@ -172,6 +174,11 @@ class ModelConfig:
     cpu_offloading_num_layers: int = option(
         0, "first layers of each stage whose activations wait in host memory for their backward", ge=0
     )
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is a module of the user's; the sizes above are then stand-ins."""
+        return self.module.model_module is not None
 
     @property
     def gated(self) -> bool:

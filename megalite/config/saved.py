@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from megalite.config.foreign import OF_MODULES
 from megalite.config.root import SECTIONS, Config
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.values import bounds_problem, show
@@ -19,6 +20,8 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
         kept = _saved(options_of(section, cls), values)
+        if section == "model" and config.model.is_foreign:
+            kept = [name for name in kept if name in OF_MODULES]
         result[section] = {n: list(values[n]) if isinstance(values[n], tuple) else values[n] for n in kept}
     return result
 
@@ -40,7 +43,11 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
         options = {option.name: option for option in options_of(section, cls)}
         problems += [f"{where}: unknown key {f'{section}.{name}'[:80]!r}" for name in given if name not in options]
         arguments = {}
+        foreign = section == "model" and given.get("model_module") is not None
         for name, option in options.items():
+            if foreign and option.required and name not in OF_MODULES:
+                arguments[name] = option.kind(1)
+                continue
             if name not in given:
                 if option.required:
                     problems.append(f"{where}: '{section}.{name}' is missing")

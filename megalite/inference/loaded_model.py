@@ -17,7 +17,7 @@ from megalite.checkpoint import Meta, copy_extras, read_manifest, resolve_checkp
 from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
 from megalite.data import Tokenizer, load_tokenizer
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.generation import Generator, ModelParts
 from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
@@ -104,6 +104,11 @@ def load_for_inference(
     path = resolve_checkpoint(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
     manifest = read_manifest(path)
     config = config_of(path, manifest)
+    if config.model.is_foreign:
+        raise CheckpointError(
+            f"{path}: holds a --model-module ({config.model.module.model_module}); evaluate it by pretrain_gpt.py "
+            "--skip-train --load, or give the module its weights (megalite.read_weights)"
+        )
     target, world = pick_device(str(device)), world or World()
     model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # inference needs no padding
     parallel = dataclasses.replace(parallel or ParallelConfig(), hardware=DeviceOptions(device=target.type))

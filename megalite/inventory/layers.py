@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.config import Experts, ModelConfig, ParallelConfig
+from megalite.errors import ConfigError
 from megalite.inventory.adapters import with_adapters
 from megalite.inventory.parameter import Parameter, share
 from megalite.inventory.parameter_placement import Shape
@@ -235,7 +236,13 @@ def block_models(model: ModelConfig) -> Sequence[ModelConfig]:
 
 @lru_cache(maxsize=256)
 def model_layers(model: ModelConfig) -> tuple[Layer, ...]:
-    """[embedding, block 0, ..., head]. The vocabulary must be known (it comes from the tokenizer)."""
+    """[embedding, block 0, ..., head]. The vocabulary must be known (it comes from the tokenizer). Raises ConfigError
+    for a module of the user's own."""
+    if model.is_foreign:
+        raise ConfigError(
+            f"--model-module={model.module.model_module}: its layers are known where it is trained, by pretrain_gpt.py "
+            "(--dry-run shows them); this needs one of megalite's own models"
+        )
     assert model.vocab_size > 0, "the vocabulary size comes from the tokenizer: resolve it first"
     return (_embedding(model), *map(_block, block_models(model)), _head(model))
 

@@ -9,7 +9,7 @@
         loss = pipe.step(micro_batches)
         optimizer.step()
 
-    pipeline.py    `Pipeline`: any list of modules under any schedule that drains
+    pipeline.py    `Pipeline`: any list of modules under any schedule that drains; parts.py: the layers of its stages
     optimizer.py   `ShardedOptimizer`: gradients summed over the replicas, update rules under ZeRO
     cutting.py     which layers a stage holds, and what crosses between stages
     names.py       what parameters are called at any layout, and which of them several stages share
@@ -17,12 +17,17 @@
     tensor_cut.py  linear layers of such a module over tensor-parallel ranks, by a table of names
     modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
     ranks.py       `run`: processes without a configuration
+    factory.py     a module by its name, for `--model-module` (megalite/train/foreign.py)
 
 Invariant: a step equals the same modules in one process on the whole batch, whatever the schedule and the layout.
 Proof: `tests/equivalence/test_library.py`.
 """
 
+from megalite.library.checkpoint import STATE_KEYS, read_weights, still_shards
+from megalite.library.factory import module_of
+from megalite.library.modules import Sample, StageModule
 from megalite.library.optimizer import ShardedOptimizer
+from megalite.library.parts import Parts
 from megalite.library.pipeline import Pipeline
 from megalite.library.ranks import run
-from megalite.library.traced_layer import layers_from_module
+from megalite.library.traced_layer import draws, layers_from_module, layers_over

@@ -7,31 +7,35 @@ optimizer   `optimizer/<moment>/<name>`, `optimizer/step`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, TensorShard, all_gather_json, all_reduce_, shards_of_range
+from megalite.checkpoint import CheckpointReader, resolve_checkpoint
+from megalite.comm import Axis, ParallelMesh, TensorShard, all_gather_json, all_reduce_, shards_of_range
 from megalite.errors import ConfigError
 from megalite.inventory import placement_of
 from megalite.library.names import stored_tensors
-from megalite.library.pipeline import Pipeline
+from megalite.library.parts import Parts
 
-STATE = "optimizer/"
+STATE, OLDER = "optimizer/", "previous/"
+STATE_KEYS = "state_keys"
+"""Where a checkpoint's meta has, by the keys of the module's state dict, the names of its tensors."""
 
 
-def still_shards(pipeline: Pipeline) -> Iterator[TensorShard]:
+def still_shards(parts: Parts, mesh: ParallelMesh) -> Iterator[TensorShard]:
     """What no optimizer owns, in this rank's stages. The first replica writes it, from the first stage that has it."""
-    mesh, stage_of = pipeline.mesh, {i: stage for stage, items in enumerate(pipeline.cuts) for i in items}
-    for key in pipeline.stages:
+    stage_of = {i: stage for stage, items in enumerate(parts.cuts) for i in items}
+    for key, module in parts.held.items():
         seen: set[str] = set()
-        for index, layer in pipeline.layers(key):
+        for index, layer in enumerate(module.layers, module.first):
             for _, tensor, _ in stored_tensors(layer, index):
-                name = pipeline.names.of(tensor)
-                if name in pipeline.names.trained or name in seen:
+                name = parts.names.of(tensor)
+                if name in parts.names.trained or name in seen:
                     continue
                 seen.add(name)
-                home = (stage_of[pipeline.names.layers_of[name][0]], 0)
+                home = (stage_of[parts.names.layers_of[name][0]], 0)
                 place = placement_of(tensor)
                 first = mesh.coordinate("dp") == 0 and (bool(place.sharded) or mesh.coordinate("tp") == 0)
                 copy, value = 0 if key == home and first else 1 + mesh.rank, tensor.detach()
@@ -39,6 +43,21 @@ def still_shards(pipeline: Pipeline) -> Iterator[TensorShard]:
                     yield from shards_of_range(name, place, tuple(value.shape), value.view(-1), 0, replica=copy)
                 else:
                     yield TensorShard(name, tuple(value.shape), (0,) * value.dim(), value, copy)
+
+
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """The state dict of a module that `--model-module` or `ShardedOptimizer.save` has written, whole and on the CPU:
+    `module.load_state_dict(megalite.read_weights("runs/mine"))`.
+
+    path: a run's directory, of which the newest checkpoint is read, or one checkpoint. Raises CheckpointError.
+    """
+    reader = CheckpointReader(resolve_checkpoint(path))
+    stored = reader.manifest.tensors
+    names = [name for name in stored if not name.startswith((STATE, OLDER))]
+    keys = reader.manifest.meta.get(STATE_KEYS)
+    aliases = keys if isinstance(keys, dict) else {name: name for name in names}
+    read = {name: reader.read(name) for name in names}
+    return {key: read[name] for key, name in aliases.items() if name in read}
 
 
 @torch.no_grad()

@@ -66,7 +66,8 @@ class StageModule(nn.Module):
         y = sample.inputs if x is None else self.arrives.unpack(x)
         if self.copies:
             y = tuple(value.clone() for value in y)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers, self.first):
+            self.before(number)
             y = call(layer, y, sample.inputs)
         if self.loss is None:
             return self._message(y)
@@ -74,6 +75,9 @@ class StageModule(nn.Module):
         if value.dim():
             raise ConfigError(f"loss: returns a tensor of shape {tuple(value.shape)}; it must return the mean, 0-dim")
         return value
+
+    def before(self, layer: int) -> None:
+        """Called before each layer is, with its number."""
 
     def _message(self, y: Tensors) -> Tensor:
         if not self.leaves.fits(y):

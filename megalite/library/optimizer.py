@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Checkpointer, resolve_checkpoint
-from megalite.comm import all_gather_json
+from megalite.comm import TensorShard, all_gather_json
 from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig, bounds_problem, options_of
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.inventory import AXIS_FAMILIES
@@ -101,7 +101,7 @@ class ShardedOptimizer:
                 beside=[made for stage_ in buffers.values() for made in stage_],
                 options=options,
                 tied=pipeline.tied,
-                counts_tied=pipeline.counts_tied(key),
+                counts_tied=key == (min(pipeline.parts.tied_stages, default=0), 0),
                 replica=key[1],
                 whole=whole,
                 extra_reduce=[replicas[key[0]]] if key[0] in replicas else [],
@@ -170,7 +170,7 @@ class ShardedOptimizer:
         meta: JSON of yours, rank 0's is stored. Raises CheckpointError.
         """
         self._between_steps("save")
-        shards = [*self._state.shards(), *still_shards(self._pipeline)]
+        shards = [*self._state.shards(), *self._still()]
         return Checkpointer(directory, world=self._pipeline.mesh.world).save(iteration, shards, dict(meta or {}))
 
     def load(self, path: Path | str, *, state: bool = True) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class ShardedOptimizer:
         checkpointer = Checkpointer(path, world=self._pipeline.mesh.world)
         found = resolve_checkpoint(str(path))
         shards = [shard for shard in self._state.shards() if state or not shard.name.startswith(STATE)]
-        meta = checkpointer.load(found, [*shards, *still_shards(self._pipeline)], cast=not state)
+        meta = checkpointer.load(found, [*shards, *self._still()], cast=not state)
         self._state.after_load()
         return meta
 
@@ -194,8 +194,11 @@ class ShardedOptimizer:
         passed over. Raises ConfigError for one that is missing or has another shape."""
         self._between_steps("load_weights")
         shards = [shard for shard in self._state.shards() if not shard.name.startswith(STATE)]
-        write_weights([*shards, *still_shards(self._pipeline)], weights, self._pipeline.names.aliases)
+        write_weights([*shards, *self._still()], weights, self._pipeline.names.aliases)
         self._state.after_load()
+
+    def _still(self) -> list[TensorShard]:
+        return list(still_shards(self._pipeline.parts, self._pipeline.mesh))
 
     def _between_steps(self, what: str) -> None:
         if not self._stepped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -10,16 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Channel, ParallelMesh, TensorSpec, all_gather_json, all_reduce_
+from megalite.comm import Channel, ParallelMesh, all_gather_json, all_reduce_
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
-from megalite.gradient import WeightGradQueue
-from megalite.library.cutting import Boundary, Crossing, Tensors, crossings, cut
-from megalite.library.modules import LossFunction, Sample, StageModule, count_calls, split_backwards
-from megalite.library.names import Names
+from megalite.library.cutting import Tensors
+from megalite.library.modules import LossFunction, Sample
+from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
 from megalite.library.traced_layer import BODY
 from megalite.library.words import in_words
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient, Stage
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient
 from megalite.schedule import (
     SCHEDULES,
     Action,
@@ -35,7 +33,6 @@ from megalite.schedule import (
     validate,
 )
 
-OPERATIONS, PARAMETERS = "operations", "parameters"
 TAKEN = "of_a_pipeline"
 """An attribute of layers and parameters that a pipeline has."""
 
@@ -98,22 +95,18 @@ class Pipeline:
         self._programs: dict[int, Program] = {}
         self._batches = self._microbatches = 0
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
-        self.placement = self.program(own).placement
-        self._calls: Counter[int] = Counter()
-        counting = count_calls(layers, self._calls)
-        found = crossings(layers, given, self.device)
-        for handle in counting:
-            handle.remove()
-        costs = [layer.flops if balance == OPERATIONS else float(layer.parameters) for layer in found]
-        self.cuts, self.names = cut(self.placement, costs, sizes), Names(layers)
-        self.tied, self._tied_stages = self.names.tied(self.cuts)
-        self._given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given))
+        program = self.program(own)
+        self.placement = program.placement
+        self.parts = Parts(layers, given, self.placement, self.device, balance=balance, sizes=sizes)
+        self.cuts, self.names, self.tied = self.parts.cuts, self.parts.names, self.parts.tied
         _check_values(layers)
-        self.stages = self._make_stages(layers, loss, found)
+        keys = self.placement.stages_of(self.mesh.coordinate("pp"))
+        self.stages = {key: self.parts.stage(key, loss, program)[0] for key in keys}
+        self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         self._channel = Channel(down, up, self.placement.neighbours)
         self._broken = ""
-        self.shared = SharedGradient(self.mesh.through(self._holders(), apart="tied"))
+        self.shared = SharedGradient(self.mesh.through(self.parts.holders, apart="tied"))
         self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self))
         self.optimizer: WeightEvents | None = None
         _take(layers)
@@ -156,39 +149,12 @@ class Pipeline:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ConfigError(f"micro_batches[{index}]: {type(pair).__name__}; (input, target) is wanted")
             given = _together(pair[0])
-            if not self._given.fits(given):
+            if not self.parts.given.fits(given):
                 found = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
                 raise ConfigError(
-                    f"micro_batches[{index}]: its input is {found}, the example was {self._given}; all must be like it"
+                    f"micro_batches[{index}]: its input is {found}, the example was {self.parts.given}; all must "
+                    "be like it"
                 )
-
-    def _holders(self) -> list[int]:
-        """Pipeline ranks that hold the tied parameters."""
-        replicas = range(self.placement.num_replicas)
-        return sorted({self.placement.rank_of(s, replica) for s in self._tied_stages for replica in replicas})
-
-    def _make_stages(
-        self, layers: Sequence[nn.Module], loss: LossFunction, found: Sequence[Crossing]
-    ) -> dict[StageKey, Stage]:
-        stages: dict[StageKey, Stage] = {}
-        held: set[int] = set()  # parameters of this rank's stages so far
-        for key in self.placement.stages_of(self.mesh.coordinate("pp")):
-            items, queue, last = self.cuts[key[0]], WeightGradQueue(), key[0] == self.placement.num_stages - 1
-            own = [layers[index] for index in items]
-            own = [
-                self.names.copied(layer, index) if any(id(p) in held for p in layer.parameters()) else layer
-                for index, layer in zip(items, own, strict=True)
-            ]
-            held |= {id(p) for layer in own for p in layer.parameters()}
-            arrives = found[items.start - 1].boundary if items.start else self._given
-            leaves = found[items.stop - 1].boundary
-            writes = found[items.start].writes
-            module = StageModule(own, loss if last else None, arrives, leaves, items.start, copies=writes)
-            module.to(self.device)
-            split_backwards(module, queue, self.device, self._calls)
-            first, specs = key[0] == 0, (arrives.message, leaves.message)
-            stages[key] = Stage([module], queue, spec=specs[0], out_spec=specs[1], is_first=first, is_last=last)
-        return stages
 
     def layers(self, key: StageKey) -> list[tuple[int, nn.Module]]:
         """(Number, layer) of a stage of this rank."""
@@ -196,18 +162,9 @@ class Pipeline:
         return list(enumerate(module.layers, module.first))
 
     def parameters(self, key: StageKey) -> list[tuple[str, nn.Parameter]]:
-        """(Name, parameter) of what learns in a stage of this rank, each once. Tied ones come first, in an order that
-        is the same on all stages: their gradients are summed together."""
-        found = {id(p): p for _, layer in self.layers(key) for p in layer.parameters() if p.requires_grad}
-        named = [(self.names.of(parameter), parameter) for parameter in found.values()]
-        return [
-            *sorted((pair for pair in named if pair[0] in self.tied), key=lambda pair: pair[0]),
-            *(p for p in named if p[0] not in self.tied),
-        ]
-
-    def counts_tied(self, key: StageKey) -> bool:
-        """Whether this stage's copies of tied parameters are the ones that counts."""
-        return key == (min(self._tied_stages, default=0), 0)
+        """(Name, parameter) of what learns in a stage of this rank: `Parts.parameters`."""
+        module: Any = self.stages[key].modules[0]
+        return self.parts.parameters(module)
 
     def program(self, microbatches: int) -> Program:
         """The validated program of a batch of so many micro-batches a replica. Raises ScheduleError."""

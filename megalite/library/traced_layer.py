@@ -40,8 +40,14 @@ def layers_from_module(
     `module(example)` computes. Raises ConfigError, with the line, for what depends on values of the input.
     """
     axis = mesh["tp"] if mesh is not None else Axis.single("tp")
-    cuts = cut_parameters(module, tensor_parallel or {}, axis) if axis.size > 1 else {}
-    traced = trace(module, (example,) if isinstance(example, Tensor) else tuple(example), cuts)
+    given = (example,) if isinstance(example, Tensor) else tuple(example)
+    return layers_over(axis, module, given, tensor_parallel or {})
+
+
+def layers_over(axis: Axis, module: nn.Module, example: tuple[Tensor, ...], table: Table) -> list[nn.Module]:
+    """The same over an axis, which to look at the cut may be without ranks to talk to."""
+    cuts = cut_parameters(module, table, axis) if axis.size > 1 else {}
+    traced = trace(module, example, cuts)
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
     line = linearise(traced, cut)
     keys: dict[int, tuple[str, ...]] = {}
@@ -255,3 +261,19 @@ def _times(graph: fx.Graph, before: fx.Node, number: Any, training: fx.Node) -> 
 
 def _is_counter(node: Any) -> bool:
     return isinstance(node, fx.Node) and str(node.target).endswith("num_batches_tracked")
+
+
+def draws(layer: nn.Module) -> bool:
+    """Whether a layer in training draws random numbers; one that was not traced may."""
+    graphs = [m.graph for m in layer.modules() if isinstance(m, fx.GraphModule)]
+    return not isinstance(layer, TracedLayer) or any(_draws(node) for graph in graphs for node in graph.nodes)
+
+
+def _draws(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+    chance = given.get("dropout_p", given.get("p", 0.0))  # of bernoulli, too
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return bool(chance) if "dropout" in str(node.target) or "dropout_p" in given else tagged

@@ -85,10 +85,17 @@ class Hooks:
     """The hooks of a run, in the order in which they are called, and what the trainer tells them (see `Hook`).
 
     It adds what several of them need: steps become a record a log interval, the run a summary.
-    clock: seconds, monotonic.
+    clock: seconds, monotonic. flops_per_sample: as in `IntervalStats`.
     """
 
-    def __init__(self, hooks: Sequence[Hook], *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        flops_per_sample: float | None = None,
+    ) -> None:
+        self._flops_per_sample = flops_per_sample
         self._hooks = list(hooks)
         self._clock = clock
         self._interval: IntervalStats | None = None
@@ -100,7 +107,11 @@ class Hooks:
         """Opens the first log interval."""
         self._began = self._clock()
         self._interval = IntervalStats(
-            trainer.config, world_size=trainer.mesh.size("world"), device=trainer.device, clock=self._clock
+            trainer.config,
+            world_size=trainer.mesh.size("world"),
+            device=trainer.device,
+            clock=self._clock,
+            flops_per_sample=self._flops_per_sample,
         )
         self._tell("on_start", trainer)
 

@@ -33,12 +33,14 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 
 
-def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> Hooks:
+def make_hooks(
+    config: Config, rank: int, start_facts: Record | None = None, flops_per_sample: float | None = None
+) -> Hooks:
     """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
 
-    start_facts: what the start line of metrics.jsonl says besides the usual.
+    start_facts: what the start line of metrics.jsonl says besides the usual. flops_per_sample: of a model not ours.
     """
-    hooks: list[Hook] = [StragglerHook(), MemoryCheckHook()]
+    hooks: list[Hook] = [StragglerHook(), *([] if config.model.is_foreign else [MemoryCheckHook()])]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
         hooks.append(ConsoleHook())
@@ -55,7 +57,7 @@ def make_hooks(config: Config, rank: int, start_facts: Record | None = None) -> 
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile")
         hooks.append(guarded(profiler, "the profiler"))
-    return Hooks(hooks)
+    return Hooks(hooks, flops_per_sample=flops_per_sample)
 
 
 class JsonlHook(Hook):

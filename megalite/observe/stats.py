@@ -93,6 +93,7 @@ class IntervalStats:
         world_size: devices that share the work.
         device: where the tensors of the steps live; its memory is what `peak_memory_bytes` reports.
         clock: seconds, monotonic.
+        flops_per_sample: of a model that is not ours.
     """
 
     def __init__(
@@ -102,12 +103,15 @@ class IntervalStats:
         world_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
+        flops_per_sample: float | None = None,
     ) -> None:
         self._tokens_per_sample = config.model.seq_length
         tp = config.parallel.tensor_model_parallel_size
         phases = {length: config.at_length(length).model for length in config.length_schedule.lengths}
         self._flops_per_sample = {
             length: flops_per_iteration(model, config.model.seq_length // length, tp)
+            if flops_per_sample is None
+            else flops_per_sample
             for length, model in phases.items()
         }
         self._world_size = world_size

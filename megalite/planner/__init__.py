@@ -50,4 +50,4 @@ from megalite.planner.software import (
     TORCH_2023,
     Software,
 )
-from megalite.planner.startup_table import describe_layout, format_table, in_units, startup_rows
+from megalite.planner.startup_table import describe_layout, foreign_rows, format_table, in_units, startup_rows

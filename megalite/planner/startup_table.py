@@ -31,9 +31,7 @@ def startup_rows(
         device: what the ranks run on, as text.
     """
     model, training, parallel = config.model, config.training, config.parallel
-    dp = config.data_parallel_size(world_size)
     batch = config.global_batch_size(world_size)
-    iterations, samples = config.train_iterations(world_size), config.total_train_samples(world_size)
     lengths = list(dict.fromkeys(length for length, _ in config.phases(world_size)))
     flops = [
         flops_per_iteration(
@@ -57,20 +55,61 @@ def startup_rows(
         ),
         ("parameters", _parameters(model)),
         *([("experts", _experts(model))] if model.experts.num_experts is not None else []),
+        *_run_rows(config, world_size, device),
+        *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
+        ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
+        ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
+    ]
+
+
+def foreign_rows(
+    config: Config,
+    world_size: int,
+    *,
+    layers: Sequence[int],
+    parameters: int,
+    by_stage: Sequence[int],
+    flops_per_sample: float,
+    device: str = "cpu",
+) -> list[tuple[str, str]]:
+    """The same rows about a module of the user's own.
+
+    layers, by_stage: layers and parameters of each stage, tied ones in each that holds them. parameters: of the module.
+    """
+    model, batch = config.model, config.global_batch_size(world_size)
+    counts = f"{in_units(parameters)} ({parameters:,})"
+    if len(by_stage) > 1:
+        counts += f"; by stage {', '.join(in_units(count) for count in by_stage)}"
+    sizes = " + ".join(map(str, layers))
+    return [
+        (
+            "model",
+            f"{model.module.model_module}: {sum(layers)} traced layers{f' ({sizes})' if len(layers) > 1 else ''}, "
+            f"sequence {model.seq_length:,}, vocabulary {model.vocab_size:,}",
+        ),
+        ("parameters", counts),
+        *_run_rows(config, world_size, device),
+        ("FLOPs", f"{in_units(flops_per_sample * batch, 'FLOP')} per step (counted in the traced module, x 3)"),
+    ]
+
+
+def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, str]]:
+    """Rows about what does not depend on the model."""
+    training, seq_length = config.training, config.model.seq_length
+    dp, batch = config.data_parallel_size(world_size), config.global_batch_size(world_size)
+    iterations, samples = config.train_iterations(world_size), config.total_train_samples(world_size)
+    return [
         ("layout", f"{describe_layout(config, world_size)}, on {world_size} x {device}"),
         ("precision", _precision(config)),
         (
             "batch",
             f"{batch:,} samples = {config.num_microbatches(world_size)} micro-batches of {training.micro_batch_size} "
-            f"on {dp} replica{'s' * (dp > 1)}; {in_units(batch * model.seq_length)} tokens per step",
+            f"on {dp} replica{'s' * (dp > 1)}; {in_units(batch * seq_length)} tokens per step",
         ),
         (
             "training",
-            f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * model.seq_length)} tokens",
+            f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * seq_length)} tokens",
         ),
-        *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
-        ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
-        ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
     ]
 
 

@@ -19,7 +19,15 @@ from multiprocessing.connection import Connection
 from megalite.launch import Outcome, die_with_parent, supervise
 from megalite.testing.case import Case, rank_body
 
-SHARED_PACKAGES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "megalite.testing.wire")
+SHARED_PACKAGES = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.export._trace",
+    "safetensors.torch",
+    "megalite.testing.wire",
+)
 
 
 def zygote_environment(environment: dict[str, str]) -> dict[str, str]:

@@ -20,12 +20,7 @@ from megalite.inventory import AXIS_FAMILIES, boundary_shape
 from megalite.magnitudes import Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
-from megalite.optim import (
-    CORRECTIONS,
-    OPTIMIZERS,
-    Delay,
-    UpdateRule,
-)
+from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
 from megalite.parallel.pipeline import RecomputedStage, SharedGradient, Stage, holders, replica_axes
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
@@ -40,6 +35,7 @@ from megalite.parallel.zero import (
 )
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.expert_bias import ExpertBias
+from megalite.train.foreign import BuiltStages, ForeignModel, Ties
 from megalite.train.scale_history import ScaleHistory
 
 logger = logging.getLogger(__name__)
@@ -70,6 +66,7 @@ class Model:
     num_versions: weight versions that each stage keeps (2BW: 2).
     update_per_microbatch: as in `Program`.
     delay: how many updates old this rank's gradients are.
+    foreign: the module of `--model-module`, if it is one.
     """
 
     stages: dict[StageKey, Stage]
@@ -82,29 +79,33 @@ class Model:
     delay: Delay
     expert_bias: ExpertBias
     scales: ScaleHistory
+    foreign: ForeignModel | None = None
 
 
-def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device) -> Model:
-    """Builds, initialises and shards this rank's stages. `cuts[s]`: indices of stage s in the list of layers."""
-    specs = _announced(layer_specs(config.model), mesh)
-    placement = program.placement
-    rank = mesh.coordinate("pp")
-    num_versions = program.weight_versions[rank]
-    tied_apart = config.model.trains_tied_embeddings and len(cuts) > 1
+def build_model(
+    config: Config,
+    mesh: ParallelMesh,
+    program: Program,
+    cuts: list[range],
+    device: torch.device,
+    foreign: ForeignModel | None = None,
+) -> Model:
+    """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s."""
+    placement, rank = program.placement, mesh.coordinate("pp")
+    ties = _ties(config, placement, cuts) if foreign is None else foreign.ties
     copies = replica_axes(mesh, placement)
     families = _families(config, mesh)
-    stages: dict[StageKey, Stage] = {}
+    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device)
+    stages = {key: stage for key, (stage, _) in built.items()}
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
-    for key in placement.stages_of(rank):
-        own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
-        stages[key], modules = _build_stage(own, mesh, items, key, program, device)
+    for key, (_, modules) in built.items():
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
             families,
             beside=[made for stage in buffers.values() for made in stage],  # share scratch memory
             options=zero_options(config),
-            tied=frozenset({WORD_EMBEDDINGS}) if tied_apart else frozenset(),
-            counts_tied=key == (0, 0),  # the first stage's copy of a tied weight enters the norm and checkpoints
+            tied=ties.names,
+            counts_tied=key == ties.home,
             replica=key[1],
             num_gradients=program.gradient_buffers,
             keep_gradients=program.keeps_gradients,
@@ -113,7 +114,7 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
             fill=partial(fill, seed=config.training.seed),
             device=device,
         )
-        for module in modules:
+        for module in modules if buffers[key] else ():
             buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]))
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
@@ -131,26 +132,36 @@ def build_model(config: Config, mesh: ParallelMesh, program: Program, cuts: list
         buffers,
         optimizer,
         placement,
-        SharedGradient(mesh.through(holders(placement) if tied_apart else [], apart="embedding")),
-        num_versions,
+        SharedGradient(mesh.through(ties.ranks, apart="embedding")),
+        program.weight_versions[rank],
         program.update_per_microbatch,
         delay,
         ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), copies),
         ScaleHistory(stages, mesh.over("tp", "cp", "dp"), copies),
+        foreign,
     )
 
 
-def _build_stage(
-    config: Config, mesh: ParallelMesh, specs: list[LayerSpec], key: StageKey, program: Program, device: torch.device
-) -> tuple[Stage, list[LayerStack]]:
-    """A stage and its modules, one for each weight version; what they put aside and note is the stage's."""
-    notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
-    versions = range(program.weight_versions[mesh.coordinate("pp")])
-    modules = [_build_module(config, mesh, specs, notes, device) for _ in versions]
-    spec, first, last = boundary_spec(config, device), key[0] == 0, key[0] == program.placement.num_stages - 1
-    make = RecomputedStage if key[0] in program.recomputed else Stage
-    stage = make(modules, notes[0], spec=spec, is_first=first, is_last=last, loads=notes[1], magnitudes=notes[2])
-    return stage, modules
+def _ties(config: Config, placement: StagePlacement, cuts: list[range]) -> Ties:
+    apart = config.model.trains_tied_embeddings and len(cuts) > 1
+    return Ties(frozenset({WORD_EMBEDDINGS}), holders(placement)) if apart else Ties()
+
+
+def _build_stages(
+    config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device
+) -> BuiltStages:
+    """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
+    specs, built = _announced(layer_specs(config.model), mesh), BuiltStages()
+    rank, last, spec = mesh.coordinate("pp"), program.placement.num_stages - 1, boundary_spec(config, device)
+    for key in program.placement.stages_of(rank):
+        own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
+        notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
+        modules = [_build_module(own, mesh, items, notes, device) for _ in range(program.weight_versions[rank])]
+        ends, (queue, loads, sizes) = (key[0] == 0, key[0] == last), notes
+        make = RecomputedStage if key[0] in program.recomputed else Stage
+        stage = make(modules, queue, spec=spec, is_first=ends[0], is_last=ends[1], loads=loads, magnitudes=sizes)
+        built[key] = stage, modules
+    return built
 
 
 def _families(config: Config, mesh: ParallelMesh) -> dict[str, FamilyAxes]:

@@ -17,9 +17,12 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE
-from megalite.planner import checkpoint_bytes, format_table, startup_rows
+from megalite.planner import checkpoint_bytes, format_table
 from megalite.progress import ProgressBar
 from megalite.schedule import Program, render_text, simulate
+from megalite.train.announcement import rows_of
+from megalite.train.build import parameter_dtype
+from megalite.train.foreign import ForeignModel
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
@@ -42,18 +45,27 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     programs = ProgramCache(config)
     programs.prove(world_size, Axis.single("world"))
     program = programs.full(world_size)
-    cuts = stage_layer_ranges(config, program)
+    foreign = look_at_module(config, program) if config.model.is_foreign else None
+    cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
     notes = [f" not checked: devices, memory, data, --load and --save ({world_size} ranks are not meant for this host)"]
     if world_size <= max(HOST, os.cpu_count() or 1):
         check_devices(config.parallel, config.parallel.nprocs or 1)
-        check_local_memory(config, world_size, program, cuts)
+        if foreign is None:
+            check_local_memory(config, world_size, program, cuts)
         config, notes = check_start(config, world_size, tokenizer)
-    table = startup_rows(config, world_size, program=program, cuts=cuts)
+    table = rows_of(config, world_size, program, cuts, foreign)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
         drawing = render_text(simulate(program, batches=2 if program.asynchronous else 1))
         parts += ["", "\n".join(line[:WIDEST] for line in drawing.splitlines())]
     return "\n".join(parts)
+
+
+def look_at_module(config: Config, program: Program) -> ForeignModel:
+    """The module of `--model-module`, without values where its factory allows it. Raises ConfigError."""
+    tp = config.parallel.tensor_model_parallel_size
+    axis = Axis("tp", tp, 0, tuple(range(tp)))
+    return ForeignModel(config, axis, program, torch.device("meta"), parameter_dtype(config), look=True)
 
 
 def check_local_memory(config: Config, world_size: int, program: Program, cuts: Sequence[range]) -> None:
@@ -77,7 +89,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
     config = resolve_schedules(directory.config, world_size, start).config
     if start is not None and start.source is None:
         notes += check_whole(start.path, with_state=not start.weights_only and config.checkpoint.load_optim)
-    if save is not None and not config.training.skip_train:
+    if save is not None and not config.training.skip_train and not config.model.is_foreign:
         check_space(save, checkpoint_bytes(config))
     if any(path.stat().st_size > LONGEST_TEXT for path in raw_texts(config)):
         return config, [*notes, " not checked: raw text, which is tokenised at the start"]

@@ -53,7 +53,7 @@ def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, e
     """
     training, kept = config.training, False
     mode = training.float32_matmul_precision
-    if mode == "auto" and training.precision.name != "fp32":
+    if mode == "auto" and (training.precision.name != "fp32" or config.model.is_foreign):  # whose shapes are unknown
         mode = "highest"
     elif mode == "auto":
         chosen = dict(earlier) if isinstance(earlier, dict) else {}

@@ -23,15 +23,15 @@ from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor
-from megalite.parallel.tensor import check_float8
-from megalite.planner import format_table, startup_rows
+from megalite.planner import format_table
 from megalite.train import matmul_precision
+from megalite.train.announcement import announce, open_module
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
+from megalite.train.foreign import ForeignModel
 from megalite.train.matmul_precision import set_matmul_precision
-from megalite.train.memory_check import check_memory
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import resume_report
@@ -79,15 +79,9 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     programs = ProgramCache(config)
     programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
-    cuts = stage_layer_ranges(config, program)
-    if world.is_first:
-        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        table = startup_rows(config, world.size, program=program, cuts=cuts, device=device)
-        logger.info("\n%s", format_table(table))
-        for line in device_advice(config, world.device):
-            logger.warning(line)
-    check_float8(config, world.device)
-    check_memory(config, world, mesh.world, program, cuts)
+    foreign = open_module(config, mesh["tp"], program, world) if config.model.is_foreign else None
+    cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
+    announce(config, world, mesh.world, program, cuts, foreign)
     world.report_phase("start-up: run directory")
     with RunDirectory(config, mesh.world) as directory:
         start = directory.start()
@@ -102,7 +96,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         data = open_data(config, mesh, tokenizer, world.device, earlier_requests=earlier_requests)
         changed = changed_data(earlier.get("data", {}), data.datasets.surveys, config)
         world.report_phase("start-up: model")
-        model = build_model(config, mesh, program, cuts, world.device)
+        model = build_model(config, mesh, program, cuts, world.device, foreign)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
         state = RunState(config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base)
         progress, facts = TrainingProgress(), None
@@ -121,18 +115,9 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
             facts = report.record
             if world.is_first:
                 logger.info("\n%s", format_table(report.rows))
-        trainer = assemble_trainer(world, data, programs, state, progress, facts)
+        trainer = assemble_trainer(world, data, programs, state, progress, facts, foreign)
         mesh.complete()
         yield OpenRun(trainer, state, directory)
-
-
-def device_advice(config: Config, device: torch.device) -> list[str]:
-    """What is legal but slow on this device."""
-    if device.type == "cuda" and config.model.hidden_dropout > 0 and not config.training.compile:
-        return [
-            f"--hidden-dropout={config.model.hidden_dropout}: some 80 kernels a place without --compile, one with it"
-        ]
-    return []
 
 
 def make_mesh(config: Config, world: World) -> ParallelMesh:
@@ -186,6 +171,7 @@ def assemble_trainer(
     state: RunState,
     progress: TrainingProgress,
     start_facts: Record | None,
+    foreign: ForeignModel | None = None,
 ) -> Trainer:
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
     config, model, mesh = state.config, state.model, data.mesh
@@ -224,7 +210,7 @@ def assemble_trainer(
         lengths=config.length_schedule,
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
-        hooks=make_hooks(config, world.rank, start_facts),
+        hooks=make_hooks(config, world.rank, start_facts, None if foreign is None else foreign.flops_per_sample),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         experts=ExpertReport(config, model, mesh, world.device),
         finish_save=state.checkpointer.wait,

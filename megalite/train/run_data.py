@@ -29,6 +29,7 @@ from megalite.data import (
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 from megalite.parallel.context import SequenceCut
+from megalite.train.foreign import ModuleInput
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class RunData:
         return self.config.training.eval_iters
 
     @property
-    def cut(self) -> SequenceCut:
-        """Which part of every sequence this rank computes."""
+    def cut(self) -> Callable[[Microbatch], Microbatch]:
+        """Takes what of every sequence this rank computes, as its layers want it."""
+        if self.config.model.is_foreign:
+            return ModuleInput.of
         return SequenceCut(self.mesh.coordinate("cp"), self.mesh.size("cp"), self.mesh.size("cp_ring"))
 
     def token_bytes(self) -> Tensor | None:

@@ -24,6 +24,7 @@ from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, BaseModel
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
+from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
 from megalite.train import matmul_precision, param_schedules
@@ -70,6 +71,7 @@ class RunState:
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),
             **({} if self.base is None else {BASE_META: self.base.to_meta()}),
+            **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
         shards, background = self._shards(self._version(progress)), self.config.checkpoint.async_save
@@ -94,6 +96,7 @@ class RunState:
         with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
         shards = [*model.optimizer.shards(), *model.expert_bias.shards(version), *model.scales.shards(version)]
+        shards += self._still
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
         else:  # what a run did not need is as before its first step
@@ -130,11 +133,16 @@ class RunState:
     def _version(self, progress: TrainingProgress) -> int:
         return progress.microbatches if self.model.update_per_microbatch else progress.updates
 
+    @property
+    def _still(self) -> list[TensorShard]:
+        return self.model.foreign.still if self.model.foreign is not None else []
+
     def _shards(self, version: int) -> list[TensorShard]:
         return [
             *self.model.optimizer.shards(),
             *self.model.expert_bias.shards(version),
             *self.model.scales.shards(version),
+            *self._still,
             *self._older_shards(version),
         ]
 

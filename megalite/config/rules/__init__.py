@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from megalite.config.root import Config
 from megalite.config.rules.context import context_parallel, sequence_lengths
 from megalite.config.rules.experts import expert_parallel, experts
+from megalite.config.rules.foreign import foreign_module
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
 from megalite.config.rules.layout import (
     batch,
@@ -26,7 +27,7 @@ from megalite.config.rules.lora import lora
 from megalite.config.rules.run import float8, learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
-__all__ = ["LAYOUT_RULES", "RULES", "warnings"]
+__all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
 
 LAYOUT_RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     world,

@@ -250,6 +250,8 @@ def warnings(config: Config, world_size: int) -> list[str]:
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
     lines += context_warnings(config)
+    if config.model.module.tensor_parallel_globs and parallel.tensor_model_parallel_size == 1:
+        lines.append(f"--tensor-parallel-globs: has no effect at {TP}=1; drop it, or raise {TP}")
     if training.precision.fp16 and parallel.hardware.device == "cpu":
         lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
     name, lr = config.optimizer.optimizer, config.optimizer.lr

@@ -1,0 +1,69 @@
+"""Rules of a module of the user's own (`--model-module`): what is ours alone is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.foreign import KINDS, OF_MODULES
+from megalite.config.model import ModelConfig
+from megalite.config.root import Config
+from megalite.config.rules.text import CP, TP
+from megalite.config.schema import flat, options_of
+from megalite.config.values import as_typed
+
+
+def foreign_module(config: Config, world_size: int) -> Iterator[str]:
+    """What goes with `--model-module`. No other rule's silence applies to it."""
+    model, given = config.model, config.model.module
+    if given.model_module is None:
+        return
+    flag, size = f"--model-module={given.model_module}", config.parallel.tensor_model_parallel_size
+    name, colon, factory = given.model_module.rpartition(":")
+    if not name or not factory.isidentifier():
+        yield f"{flag}: expected package.module:factory, or my_model.py:factory"
+    values = flat(model)
+    for option in options_of("model", ModelConfig):
+        value = values[option.name]
+        if option.name not in OF_MODULES and not option.required and value != option.default:
+            yield not_with_module(as_typed(option.flag, value))
+    yield from (not_with_module(typed) for typed in _of_our_models(config))
+    try:
+        table = given.table
+    except ValueError as error:
+        yield f"--tensor-parallel-globs={error}: expected {', '.join(f'{kind}:GLOB' for kind in KINDS)}"
+        return
+    if size > 1 and not table:
+        yield f"{TP}={size}: --model-module says by --tensor-parallel-globs which layers its ranks share; give it"
+
+
+def not_with_module(typed: str) -> str:
+    """The line about a flag that speaks of our own models."""
+    return f"{typed}: speaks of megalite's own models, not of a --model-module; drop it"
+
+
+def _of_our_models(config: Config) -> Iterator[str]:
+    """Flags of other sections that are set, as typed."""
+    parallel, training, data, samples = config.parallel, config.training, config.data, config.logging.samples
+    if parallel.context.context_parallel_size > 1:
+        yield f"{CP}={parallel.context.context_parallel_size}"
+    if parallel.experts.expert_model_parallel_size > 1:
+        yield f"--expert-model-parallel-size={parallel.experts.expert_model_parallel_size}"
+    if parallel.experts.expert_tensor_parallel_size is not None:
+        yield f"--expert-tensor-parallel-size={parallel.experts.expert_tensor_parallel_size}"
+    for name, value in flat(parallel.stage_layout).items():
+        if value is not None:
+            yield as_typed(f"--{name.replace('_', '-')}", value)
+    if training.float8.fp8_format is not None:
+        yield f"--fp8-format={training.float8.fp8_format}"
+    if training.seq_length_schedule is not None:
+        yield f"--seq-length-schedule={training.seq_length_schedule}"
+    if samples.sample_interval is not None:
+        yield f"--sample-interval={samples.sample_interval}"
+    switches = {
+        "--sequence-parallel": parallel.sequence_parallel,
+        "--tp-comm-overlap": parallel.tp_comm_overlap,
+        "--compile": training.compile,
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+    }
+    yield from (flag for flag, on in switches.items() if on)

@@ -1,0 +1,101 @@
+"""A module by its name: `package.module:factory` or `my_model.py:factory`, as `--model-module` gives it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalite.errors import ConfigError
+
+
+def module_of(name: str, *, seed: int, vocab_size: int, seq_length: int) -> nn.Module:
+    """What the function `name` makes; torch's generator begins at `seed`, so all ranks make the same.
+
+    It is called with those of `vocab_size` and `seq_length` that it takes. Packages are looked for in the working
+    folder, too. Raises ConfigError in one line, with that of the user's code, for whatever goes wrong.
+    """
+    factory = _factory(name)
+    offered = {"vocab_size": vocab_size, "seq_length": seq_length}
+    arguments = _arguments(factory, offered, name)
+    torch.manual_seed(seed)
+    try:
+        made = factory(**arguments)
+    except Exception as error:  # whatever somebody's function raises
+        raise ConfigError(f"--model-module={name}: {_reason(error)}") from None
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"--model-module={name}: returns {type(made).__name__}; a torch.nn.Module is wanted")
+    return made
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    where, _, attribute = name.rpartition(":")
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else _package(where)
+    except Exception as error:  # whatever is wrong with somebody's file
+        raise ConfigError(f"--model-module={name}: {_reason(error)}") from None
+    found: Any = getattr(module, attribute, None)
+    if not callable(found) or isinstance(found, nn.Module):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = f"; it has {', '.join(sorted(public)[:8])}" if public else ""
+        what = "has no function of that name" if found is None else f"{attribute} is no function that makes a module"
+        raise ConfigError(f"--model-module={name}: {where} {what}{near}")
+    return found  # type: ignore[no-any-return]  # the user's
+
+
+def _package(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> ModuleType:
+    """Runs a file as Python runs a script: what lies beside it can be imported."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(f"model_module_{path.stem}", path)  # hides no package
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(factory: Callable[..., Any], offered: dict[str, int], name: str) -> dict[str, int]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except ValueError:  # a function without a signature
+        return {}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for parameter in parameters:
+        optional = parameter.default is not parameter.empty or parameter.kind not in kinds
+        if not optional and parameter.name not in offered:
+            raise ConfigError(
+                f"--model-module={name}: takes {parameter.name}, which has no default; {' and '.join(offered)} are "
+                "given where they are taken, and nothing else"
+            )
+    taken = {parameter.name for parameter in parameters if parameter.kind in kinds}
+    return {key: value for key, value in offered.items() if key in taken}
+
+
+def _reason(error: Exception) -> str:
+    """`my_model.py:7: ValueError: ...` of what the user's code raised."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and "<frozen" not in f.filename
+    ]
+    at = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{at}{type(error).__name__}: {first}"

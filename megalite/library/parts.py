@@ -1,0 +1,128 @@
+"""Layers cut over the stages of a placement: what each stage holds, in which shapes things cross, what it weighs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megalite.comm import TensorSpec
+from megalite.gradient import WeightGradQueue
+from megalite.library.cutting import Boundary, Tensors, crossings, cut
+from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
+from megalite.library.names import Names
+from megalite.parallel.pipeline import RecomputedStage, Stage
+from megalite.schedule import Program, StageKey, StagePlacement
+
+OPERATIONS, PARAMETERS = "operations", "parameters"
+
+
+class Parts:
+    """The list of layers, the same on all ranks, and those of this rank's stages.
+
+    example: what the first layer takes; its shape is every micro-batch's. device: where stages compute.
+    balance, sizes: as in `Pipeline`.
+
+    cuts: the layers of each stage. found: what leaves each layer, its operations and parameters.
+    names: of all their parameters. tied: names of those that several stages hold, and `tied_stages` these.
+    held: this rank's stages as they are made, in their first weight version.
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        example: Tensors,
+        placement: StagePlacement,
+        device: torch.device,
+        *,
+        balance: str = OPERATIONS,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.layers, self.placement, self.device = list(layers), placement, device
+        self._calls: Counter[int] = Counter()
+        counting = count_calls(layers, self._calls)
+        self.found = crossings(layers, example, device)
+        for handle in counting:
+            handle.remove()
+        costs = [layer.flops if balance == OPERATIONS else float(layer.parameters) for layer in self.found]
+        self.cuts, self.names = cut(placement, costs, sizes), Names(layers)
+        self.tied, self.tied_stages = self.names.tied(self.cuts)
+        self.given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, device) for x in example))
+        self.held: dict[StageKey, StageModule] = {}
+        self._taken: set[int] = set()  # parameters of these stages
+
+    @property
+    def holders(self) -> list[int]:
+        """Pipeline ranks that hold the tied parameters."""
+        replicas = range(self.placement.num_replicas)
+        return sorted({self.placement.rank_of(s, replica) for s in self.tied_stages for replica in replicas})
+
+    def stage(
+        self, key: StageKey, loss: LossFunction, program: Program, kind: type[StageModule] = StageModule
+    ) -> tuple[Stage, list[StageModule]]:
+        """A stage of this rank and its modules, one for each weight version of the program. What learns is apart in
+        each version; everything else is one."""
+        items, queue, versions = (
+            self.cuts[key[0]],
+            WeightGradQueue(),
+            program.weight_versions[self.placement.rank_of(*key)],
+        )
+        own = [self.layers[index] for index in items]
+        own = [
+            self.names.copied(layer, index) if any(id(p) in self._taken for p in layer.parameters()) else layer
+            for index, layer in zip(items, own, strict=True)
+        ]
+        own = [layer.to(self.device) for layer in own]
+        self._taken |= {id(p) for layer in own for p in layer.parameters()}
+        more = [self._version(own, items) for _ in range(versions - 1)]  # before their forwards are replaced
+        modules = [self._module(key, layers, loss, kind, queue) for layers in [own, *more]]
+        self.held[key] = modules[0]
+        first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
+        spec, out_spec = modules[0].arrives.message, modules[0].leaves.message
+        make = RecomputedStage if key[0] in program.recomputed else Stage
+        return make(modules, queue, spec=spec, out_spec=out_spec, is_first=first, is_last=last), modules
+
+    def parameters(self, module: StageModule) -> list[tuple[str, nn.Parameter]]:
+        """(Name, parameter) of what learns in a stage, each once. Tied ones come first, in an order that is the same on
+        all stages: their gradients are summed together."""
+        found = {id(p): p for layer in module.layers for p in layer.parameters() if p.requires_grad}
+        named = [(self.names.of(parameter), parameter) for parameter in found.values()]
+        return [
+            *sorted((pair for pair in named if pair[0] in self.tied), key=lambda pair: pair[0]),
+            *(pair for pair in named if pair[0] not in self.tied),
+        ]
+
+    def _module(
+        self, key: StageKey, own: list[nn.Module], loss: LossFunction, kind: type[StageModule], queue: WeightGradQueue
+    ) -> StageModule:
+        items, last = self.cuts[key[0]], key[0] == self.placement.num_stages - 1
+        arrives = self.found[items.start - 1].boundary if items.start else self.given
+        leaves, writes = self.found[items.stop - 1].boundary, self.found[items.start].writes
+        module = kind(own, loss if last else None, arrives, leaves, items.start, copies=writes)
+        split_backwards(module, queue, self.device, self._calls)
+        return module
+
+    def _version(self, own: list[nn.Module], items: range) -> list[nn.Module]:
+        """The layers with other parameters to train, and with everything else that they have."""
+        copies = [self.names.copied(layer, index) for layer, index in zip(own, items, strict=True)]
+        held: dict[int, nn.Parameter | None] = {}
+        for old, new in zip(own, copies, strict=True):
+            for theirs, ours in zip(old.modules(), new.modules(), strict=True):
+                ours._buffers.update(theirs._buffers)
+                for name, parameter in theirs._parameters.items():
+                    if parameter is not None and not parameter.requires_grad:
+                        ours._parameters[name] = parameter
+                    elif parameter is not None:  # one of several layers stays one
+                        ours._parameters[name] = held.setdefault(id(parameter), ours._parameters[name])
+        self._calls.update(
+            {
+                id(new): self._calls[id(old)]
+                for one, other in zip(own, copies, strict=True)
+                for old, new in zip(one.modules(), other.modules(), strict=True)
+                if id(old) in self._calls
+            }
+        )
+        return copies

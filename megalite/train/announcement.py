@@ -1,0 +1,72 @@
+"""What a run says and checks before anything of the model's size is allocated: the table, advice, memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from megalite.comm import Axis, World
+from megalite.config import Config
+from megalite.parallel.tensor import check_float8
+from megalite.planner import foreign_rows, format_table, startup_rows
+from megalite.schedule import Program
+from megalite.train.build import parameter_dtype
+from megalite.train.foreign import ForeignModel
+from megalite.train.memory_check import check_memory
+
+logger = logging.getLogger(__name__)
+
+
+def open_module(config: Config, axis: Axis, program: Program, world: World) -> ForeignModel:
+    """The module of `--model-module`, traced and cut. axis: the tensor-parallel ranks. Raises ConfigError."""
+    world.report_phase("start-up: --model-module")
+    return ForeignModel(config, axis, program, world.device, parameter_dtype(config))
+
+
+def announce(
+    config: Config, world: World, axis: Axis, program: Program, cuts: Sequence[range], foreign: ForeignModel | None
+) -> None:
+    """Prints the table and what is slow here; refuses what cannot fit. Collective over `axis`, all ranks. Raises
+    ConfigError."""
+    if world.is_first:
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+        logger.info("\n%s", format_table(rows_of(config, world.size, program, cuts, foreign, device)))
+        for line in device_advice(config, world.device):
+            logger.warning(line)
+    check_float8(config, world.device)
+    if foreign is None:
+        check_memory(config, world, axis, program, cuts)
+
+
+def rows_of(
+    config: Config,
+    world_size: int,
+    program: Program,
+    cuts: Sequence[range],
+    foreign: ForeignModel | None,
+    device: str = "cpu",
+) -> list[tuple[str, str]]:
+    """The rows of the table."""
+    if foreign is None:
+        return startup_rows(config, world_size, program=program, cuts=cuts, device=device)
+    counts = [foreign.count(stage) for stage in range(len(cuts))]
+    return foreign_rows(
+        config,
+        world_size,
+        layers=[len(items) for items in cuts],
+        parameters=foreign.count(),
+        by_stage=counts,
+        flops_per_sample=foreign.flops_per_sample,
+        device=device,
+    )
+
+
+def device_advice(config: Config, device: torch.device) -> list[str]:
+    """What is legal but slow on this device."""
+    if device.type == "cuda" and config.model.hidden_dropout > 0 and not config.training.compile:
+        return [
+            f"--hidden-dropout={config.model.hidden_dropout}: some 80 kernels a place without --compile, one with it"
+        ]
+    return []

@@ -1,0 +1,248 @@
+"""`--model-module`: somebody's module in place of our families, in a run like any other.
+
+    factory -> module -> layers (megalite.library) -> stages that read tokens and return the summed loss
+
+Every rank makes the whole module with the same values and keeps the layers of its stages. Checkpoints hold the module's
+own names. What it draws in training (dropout) is keyed by (seed, layer, first sample of the micro-batch), so that a
+resumed run draws what the run without a break would have drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+
+from megalite.comm import Axis, ParallelMesh, TensorShard
+from megalite.config import Config
+from megalite.errors import ConfigError
+from megalite.inventory import placement_of
+from megalite.library import Parts, Sample, StageModule, draws, layers_over, module_of, still_shards
+from megalite.microbatch import Microbatch
+from megalite.parallel.pipeline import Stage
+from megalite.schedule import Program, StageKey
+
+BACKWARD = 2
+"""Products of a backward, in those of its forward."""
+
+
+@dataclass(frozen=True)
+class ModuleInput(Microbatch):
+    """A micro-batch for layers whose messages have shapes of their own."""
+
+    def arranged(self, x: Tensor) -> Tensor:
+        return x
+
+    @classmethod
+    def of(cls, microbatch: Microbatch) -> ModuleInput:
+        return cls(**vars(microbatch))
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Parameters that several stages hold. ranks: along the pipeline, that have a copy. home: the stage whose copies
+    enter the norm and checkpoints."""
+
+    names: frozenset[str] = frozenset()
+    ranks: Sequence[int] = ()
+    home: StageKey = (0, 0)
+
+
+class StageLayers(Protocol):
+    """The layers of a stage in one weight version."""
+
+    names: tuple[str, ...]
+
+    def ordered(self) -> list[nn.Module]:
+        """Them, in order."""
+
+    def logical_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """(Logical name, parameter), each parameter once."""
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Torch's own."""
+
+
+BuiltStages = dict[StageKey, tuple[Stage, Sequence[StageLayers]]]
+
+
+class TokenStage(StageModule):
+    """A stage that reads the tokens of a micro-batch; the last one returns the summed loss.
+
+    seed: of what its layers draw, None where they draw nothing. trained: (name, parameter) of what learns.
+    """
+
+    seed: int | None = None
+    names: tuple[str, ...] = ()
+    trained: Sequence[tuple[str, nn.Parameter]] = ()
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]  # made to a Sample
+        """`x` is None on the first stage."""
+        self.sample = int(microbatch.sample_ids[0]) if self.seed is not None and self.training else None
+        return super().forward(x, Sample((microbatch.tokens,), microbatch))
+
+    def before(self, layer: int) -> None:
+        """Begins torch's generators at a key of the layer's own."""
+        if self.seed is not None and self.sample is not None:
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {self.sample}".encode()) >> 1)
+
+    def ordered(self) -> list[nn.Module]:
+        """The layers in order."""
+        return list(self.layers)
+
+    def logical_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """(Name in the module, parameter), each parameter once."""
+        return self.trained
+
+
+def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
+    """Cross entropy of the next tokens, in fp32 or wider, summed where the loss mask is 1."""
+    wide = torch.promote_types(torch.float32, logits.dtype)
+    losses = F.cross_entropy(logits.flatten(0, 1).to(wide), microbatch.labels.flatten(), reduction="none")
+    return (losses * microbatch.loss_mask.flatten().to(wide)).sum()
+
+
+class ForeignModel:
+    """The module of `--model-module` as layers, cut over the stages of a program.
+
+    axis: the tensor-parallel ranks. dtype: of parameters. look: build on `meta`, to look at it only.
+    still: what of this rank's stages no update changes: buffers that are saved, and parameters that do not learn.
+    Raises ConfigError in one line for whatever cannot be done with it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        axis: Axis,
+        program: Program,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        look: bool = False,
+    ) -> None:
+        self.name, self._seed, size = config.model.module.model_module or "", config.training.seed, axis.size
+        shape = config.training.micro_batch_size, config.model.seq_length
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        module = cast(made(config, look=look), dtype).train()
+        try:
+            layers = layers_over(axis, module, (tokens,), config.model.module.table if size > 1 else {})
+            self.parts = Parts(layers, (tokens,), program.placement, device)
+        except ConfigError as error:
+            raise ConfigError(f"--model-module={self.name}: {_in_flags(str(error))}") from None
+        self._check_logits((*shape, config.model.vocab_size))
+        if program.update_per_microbatch and self.parts.tied:
+            raise ConfigError(
+                f"--pipeline-schedule={program.name}: {', '.join(sorted(self.parts.tied))} would drift apart: several "
+                "stages of --model-module share it; use 2bw"
+            )
+        self.still: list[TensorShard] = []
+        self.stages = [self._named(items) for items in self.parts.cuts]
+        samples = config.training.micro_batch_size
+        self.flops_per_sample = (1 + BACKWARD) * size * sum(layer.flops for layer in self.parts.found) / samples
+
+    @property
+    def cuts(self) -> list[range]:
+        """The layers of each stage."""
+        return self.parts.cuts
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of all logical tensors that learn, each once."""
+        return {name: shape for stage in self.stages for name, shape in stage.items()}
+
+    def count(self, stage: int | None = None) -> int:
+        """Elements of all of them, or of those of a stage with its copies of tied ones."""
+        return sum(math.prod(shape) for shape in (self.parameters if stage is None else self.stages[stage]).values())
+
+    @property
+    def ties(self) -> Ties:
+        """Which of its parameters several stages hold."""
+        parts = self.parts
+        return Ties(parts.tied, parts.holders, (min(parts.tied_stages), 0)) if parts.tied else Ties()
+
+    def build(self, mesh: ParallelMesh, program: Program) -> BuiltStages:
+        """This rank's stages and their modules, one for each weight version; the layers of others are let go. All are
+        made before one's memory is shared out: two may hold the same parameters."""
+        rank, built = mesh.coordinate("pp"), BuiltStages()
+        for key in program.placement.stages_of(rank):
+            stage, modules = self.parts.stage(key, summed_loss, program, TokenStage)
+            found = [module for module in modules if isinstance(module, TokenStage)]
+            random = any(draws(layer) for layer in found[0].layers)
+            for module in found:
+                module.trained = self.parts.parameters(module)
+                module.seed = self._seed if random else None
+            built[key] = stage, found
+        self.parts.layers.clear()
+        self.still = list(still_shards(self.parts, mesh))
+        return built
+
+    def _named(self, items: range) -> dict[str, tuple[int, ...]]:
+        names = self.parts.names
+        return {
+            names.of(p): placement_of(p).global_shape
+            for index in items
+            for p in self.parts.layers[index].parameters()
+            if names.of(p) in names.trained
+        }
+
+    def _check_logits(self, wanted: tuple[int, ...]) -> None:
+        spec = self.parts.found[-1].boundary.specs[0]
+        found = spec.shape
+        if len(found) != 3 or found[:2] != wanted[:2]:
+            raise ConfigError(
+                f"--model-module={self.name}: returns {list(found)} for tokens [{wanted[0]}, {wanted[1]}]; logits "
+                f"[{wanted[0]}, {wanted[1]}, vocabulary] are wanted"
+            )
+        if found[2] < wanted[2]:
+            raise ConfigError(
+                f"--model-module={self.name}: returns logits of {found[2]:,} ids, the tokenizer has {wanted[2]:,}; let "
+                "the factory take vocab_size, or give the tokenizer of the model"
+            )
+
+
+def made(config: Config, *, look: bool) -> nn.Module:
+    """What the factory makes. look: on `meta`, unless it does more than make parameters."""
+
+    def module() -> nn.Module:
+        model = config.model
+        return module_of(
+            model.module.model_module or "",
+            seed=config.training.seed,
+            vocab_size=model.vocab_size,
+            seq_length=model.seq_length,
+        )
+
+    if look:
+        try:
+            with torch.device("meta"):
+                return module()
+        except ConfigError:
+            pass  # it reads values, perhaps those of a file
+    return module()
+
+
+def _in_flags(text: str) -> str:
+    """Messages of the library, in the words of the command."""
+    text = text.replace("tensor_parallel:", "--tensor-parallel-globs:").replace(
+        "tensor_parallel?", "--tensor-parallel-globs?"
+    )
+    return text.replace("cut the layers otherwise (sizes=...)", "use another --pipeline-model-parallel-size")
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module with its parameters, and what of its buffers a state dict holds, in another precision. What is worked
+    out from sizes (rotary frequencies) stays as precise as it is."""
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in part._non_persistent_buffers_set:
+                part._buffers[name] = buffer.to(dtype)
+    return module

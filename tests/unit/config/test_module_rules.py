@@ -1,0 +1,66 @@
+"""Flags beside `--model-module`: what speaks of our own models is refused, one line each."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config import Config, dump_yaml, from_dict, parse, to_dict
+from megalite.errors import ConfigError
+
+BASE = (
+    "--model-module mine:factory --seq-length 8 --micro-batch-size 1 --lr 1e-3 --train-iters 2 --mock-data "
+    "--vocab-size 8"
+)
+OURS = "speaks of megalite's own models, not of a --model-module; drop it"
+
+ONE_LINE = [
+    ("--num-layers 2", f"--num-layers=2: {OURS}"),
+    ("--hidden-dropout 0.0", f"--hidden-dropout=0: {OURS}"),
+    ("--swiglu", f"--swiglu: {OURS}"),
+    ("--num-experts 2", f"--num-experts=2: {OURS}"),
+    ("--lora-rank 2", f"--lora-rank=2: {OURS}"),
+    ("--recompute-granularity full", f"--recompute-granularity=full: {OURS}"),
+    ("--context-parallel-size 2 --nprocs 2", f"--context-parallel-size=2: {OURS}"),
+    ("--expert-model-parallel-size 2 --nprocs 2", f"--expert-model-parallel-size=2: {OURS}"),
+    ("--sequence-parallel --nprocs 2", f"--sequence-parallel: {OURS}"),
+    ("--bf16 --fp8-format e4m3", f"--fp8-format=e4m3: {OURS}"),
+    ("--compile", f"--compile: {OURS}"),
+    ("--reset-attention-mask", f"--reset-attention-mask: {OURS}"),
+    ("--reset-position-ids", f"--reset-position-ids: {OURS}"),
+    ("--seq-length-schedule 0:4,8:8", f"--seq-length-schedule=0:4,8:8: {OURS}"),
+    ("--sample-interval 2 --sample-prompts PROMPTS", f"--sample-interval=2: {OURS}"),
+    ("--model-module mine", "--model-module=mine: expected package.module:factory, or my_model.py:factory"),
+    (
+        "--tensor-model-parallel-size 2 --nprocs 2",
+        "--tensor-model-parallel-size=2: --model-module says by --tensor-parallel-globs which layers its ranks share; "
+        "give it",
+    ),
+    (
+        "--tensor-model-parallel-size 2 --nprocs 2 --tensor-parallel-globs *.up",
+        "--tensor-parallel-globs=*.up: expected col:GLOB, row:GLOB, vocab:GLOB",
+    ),
+]
+
+
+def parsed(more: str) -> Config:
+    return parse(f"{BASE} {more}".split(), check_files=False)
+
+
+@pytest.mark.parametrize(("changes", "line"), ONE_LINE)
+def test_one_line(changes: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(changes)
+    assert line in str(caught.value).split("\n")
+
+
+def test_what_a_run_writes_down_says_nothing_of_our_sizes() -> None:
+    config = parsed("--tensor-model-parallel-size 2 --nprocs 2 --tensor-parallel-globs col:*.up row:*.down")
+    assert set(to_dict(config)["model"]) == {"model_module", "tensor_parallel_globs", "seq_length", "vocab_size"}
+    assert from_dict(to_dict(config)) == config
+    assert "hidden_size" not in dump_yaml(config)
+
+
+def test_globs_alone_are_refused() -> None:
+    flags = BASE.replace("--model-module mine:factory", "--num-layers 2 --hidden-size 8 --num-attention-heads 2")
+    with pytest.raises(ConfigError, match="--tensor-parallel-globs=col:x: needs --model-module"):
+        parse([*flags.split(), "--tensor-parallel-globs", "col:x"])
