@@ -92,7 +92,7 @@ def remedy(
     config = misfit.config
     offloaded = replace(config, optimizer=replace(config.optimizer, offload=HostOffload(optimizer_cpu_offload=True)))
     moved: dict[str, object] = {"optimizer_cpu_offload": True}
-    may_move = not hardware.on_cpu and not config.optimizer.offload.optimizer_cpu_offload
+    may_move = not hardware.on_cpu and not config.optimizer.offload.fraction
     changes = _smallest(FastEstimator(config, world_size, hardware, source), stale)
     if may_move and (changes is None or len(changes) > 1):
         host = FastEstimator(offloaded, world_size, hardware, source)

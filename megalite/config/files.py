@@ -99,6 +99,11 @@ def _other_files(config: Config) -> Iterator[str]:
     for flag, path in files.items():
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
+    folder = config.optimizer.offload.optimizer_offload_path
+    if folder is not None and not os.path.isdir(folder):
+        yield f"--optimizer-offload-path={folder}: no such folder; make it first"
+    elif folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        yield f"--optimizer-offload-path={folder}: cannot be written to; give another folder"
     load, save = config.checkpoint.load, config.checkpoint.save
     is_save = load is not None and save is not None and os.path.abspath(load) == os.path.abspath(save)
     if load is not None and not is_save and not os.path.lexists(load):  # a file has a message of its own

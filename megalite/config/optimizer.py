@@ -108,13 +108,19 @@ class OptimizerArgs(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class HostOffload(Spelled):
-    """Masters and moments in host memory, and when they are stepped."""
+    """Masters and moments in host memory or in files, and when they are stepped."""
 
     optimizer_cpu_offload: bool = option(False, "keep and update them there")
     optimizer_offload_fraction: float = option(
         1.0, "part of them that goes there", gt=0, le=1, hint="1 is all of them", needs="optimizer_cpu_offload"
     )
 
+    optimizer_offload_path: str | None = option(
+        None,
+        "keep them in memory-mapped files in this folder, a file a rank, and stream them bucket by bucket "
+        "(ZeRO-Infinity); a fast local disk",
+        metavar="DIR",
+    )
     delayed_parameter_update: bool = option(
         False,
         "a batch computes its gradients on weights that lack the update of the batch before, whose step runs meanwhile "
@@ -123,7 +129,8 @@ class HostOffload(Spelled):
 
     @property
     def fraction(self) -> float:
-        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+        moves = self.optimizer_cpu_offload or self.optimizer_offload_path is not None
+        return self.optimizer_offload_fraction if moves else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,7 +194,7 @@ class FastEstimator:
         size, zero = self.size, layout.zero_stage
         moments = 2 * OPTIMIZER_SPECS[self.config.optimizer.optimizer].most_moments(self.config.optimizer)
         master = size.wide if size.wide != size.compute else 0
-        offloaded = self.config.optimizer.offload.optimizer_cpu_offload
+        offloaded = self.config.optimizer.offload.fraction > 0
         states = 0.0
         for number, each in self.families(layout):
             parts = [each.ranks if zero >= stage else 1 for stage in (1, 2, 3)]

@@ -39,7 +39,7 @@ WALKED_ACTIONS = 20_000
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank while it trains. host: in the memory of the node, not on the device."""
+    """Bytes on one rank while it trains. host: in the memory of the node, not on the device; file: on a disk."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -51,6 +51,7 @@ class RankMemory:
     buffers: float = 0.0
     workspace: float = 0.0
     host: float = 0.0
+    file: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -72,7 +73,7 @@ class RankMemory:
         return {name: round(getattr(self, name)) for name in TERMS} | {"total": round(self.total)}
 
 
-TERMS = tuple(field.name for field in fields(RankMemory) if field.name != "host")
+TERMS = tuple(field.name for field in fields(RankMemory) if field.name not in ("host", "file"))
 
 
 def rank_memory(
@@ -123,6 +124,7 @@ def rank_memory(
         buffers=states.scratch + states.gathered + _sequence_buffers(config) + shared_memory_bytes(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
         host=states.host,
+        file=states.file,
     )
 
 

@@ -27,7 +27,8 @@ from megalite.inventory import (
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO 2 and 3); host is off the device."""
+    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO 2 and 3); host and file are off the
+    device."""
 
     weights: int = 0
     gradients: int = 0
@@ -36,6 +37,7 @@ class StateBytes:
     scratch: int = 0
     gathered: int = 0
     host: int = 0
+    file: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
         """Two stages of a rank: their states add up, and so does what each may hold for a moment."""
@@ -112,7 +114,7 @@ def _state_bytes(
         copies = config.expert_copies(world_size) if family == "expert" else copies
         shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
         buckets = _buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
-        part = _family_bytes(config, buckets, size, shards, 1 if frozen else versions, num_gradients)
+        part = _family_bytes(config, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu)
         if frozen:
             part = StateBytes(weights=part.weights, gathered=part.gathered)
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
@@ -121,7 +123,13 @@ def _state_bytes(
 
 
 def _family_bytes(
-    config: Config, buckets: Sequence[_Bucket], size: ElementBytes, shards: int, versions: int, num_gradients: int
+    config: Config,
+    buckets: Sequence[_Bucket],
+    size: ElementBytes,
+    shards: int,
+    versions: int,
+    num_gradients: int,
+    on_cpu: bool,
 ) -> StateBytes:
     """Of the buffers of one family and dtype. shards: ranks over which ZeRO shards it."""
     zero = config.parallel.zero_stage
@@ -134,7 +142,12 @@ def _family_bytes(
     come_and_go = zero == 3 and shards > 1
     separate = size.compute != size.wide or versions > 1
     remainders = config.optimizer.store_param_remainders and size.compute != size.wide
-    on_host, moments_host, moments = _moments(config, buckets, owners, owned, size)
+    on_host, moments_host, moments = _moments(config, buckets, owners, owned, size, on_cpu)
+    offload = config.optimizer.offload
+    moved, in_file = on_host * size.wide + moments_host, offload.optimizer_offload_path is not None
+    # A gradient is copied to the host (and kept there for a delayed step), a weight on its way to the device is too.
+    copies = on_host * (size.gradient + size.compute) if not on_cpu else 0
+    copies += on_host * size.gradient if on_cpu and offload.delayed_parameter_update else 0
     largest = sorted((bucket.numel for bucket in buckets), reverse=True)
     return StateBytes(
         weights=versions * (owned if come_and_go else numel) * size.compute,
@@ -143,7 +156,8 @@ def _family_bytes(
         moments=moments,
         scratch=min(2, len(streamed)) * max((bucket.numel for bucket in streamed), default=0) * size.gradient,
         gathered=sum(largest[:2]) * size.compute if come_and_go else 0,
-        host=on_host * size.wide + moments_host,
+        host=copies + (0 if in_file else moved),
+        file=moved if in_file else 0,
     )
 
 
@@ -220,9 +234,9 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def _moments(
-    config: Config, buckets: Sequence[_Bucket], owners: int, owned: int, size: ElementBytes
+    config: Config, buckets: Sequence[_Bucket], owners: int, owned: int, size: ElementBytes, on_cpu: bool
 ) -> tuple[int, int, int]:
-    """(Elements whose master is on the host, bytes of moments there, bytes of moments on the device)."""
+    """(Elements whose master is on the host or in a file, bytes of moments there, bytes of moments on the device)."""
     optimizer = config.optimizer
     fraction = optimizer.offload.fraction
     rule = OPTIMIZER_SPECS[optimizer.optimizer]
@@ -236,7 +250,8 @@ def _moments(
             state = bucket.statistics * size.wide
         if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):
             state += bucket.elements * size.wide
-        if not bucket.whole and moved < fraction * owned:
+        movable = not bucket.whole or (on_cpu and optimizer.offload.optimizer_offload_path is not None)
+        if movable and moved < fraction * owned:
             moved, on_host, there = moved + share, on_host + share, there + state
         else:
             here += state

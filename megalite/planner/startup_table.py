@@ -189,7 +189,18 @@ def _precision(config: Config) -> str:
 
 
 def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
-    names = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace", "host")
+    names = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "boundary",
+        "logits",
+        "buffers",
+        "workspace",
+        "host",
+        "file",
+    )
     parts = [f"{name} {in_units(getattr(memory, name), 'B')}" for name in names if getattr(memory, name)]
     where = f" on the ranks of pipeline coordinate {rank}, the fullest" if num_ranks > 1 else " on each rank"
     return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"

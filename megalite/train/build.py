@@ -125,6 +125,7 @@ def build_model(
         make_optimizer=optimizer_factory(config, delay),
         norm_axis=_norm_axis(config, mesh, program),
         offload_fraction=config.optimizer.offload.fraction,
+        offload_path=config.optimizer.offload.optimizer_offload_path,
         store_param_remainders=config.optimizer.store_param_remainders,
     )
     return Model(

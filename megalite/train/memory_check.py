@@ -197,7 +197,7 @@ def _changes(config: Config, world: int) -> Iterator[tuple[str, Config]]:
         }
         for name, size in sizes.items():
             yield f"--{name.replace('_', '-')}={2 * size}", with_parallel(**{name: 2 * size})
-    if not config.optimizer.offload.optimizer_cpu_offload:
+    if not config.optimizer.offload.fraction:
         offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
         yield "--optimizer-cpu-offload", replace(config, optimizer=replace(config.optimizer, offload=offload))
     if training.precision.name in ("fp32", "fp64"):

@@ -117,7 +117,10 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
                 logger.info("\n%s", format_table(report.rows))
         trainer = assemble_trainer(world, data, programs, state, progress, facts, foreign)
         mesh.complete()
-        yield OpenRun(trainer, state, directory)
+        try:
+            yield OpenRun(trainer, state, directory)
+        finally:
+            model.optimizer.close()
 
 
 def make_mesh(config: Config, world: World) -> ParallelMesh:

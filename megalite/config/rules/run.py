@@ -113,8 +113,9 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:
             yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
-        if optimizer.offload.optimizer_cpu_offload:
-            yield "--store-param-remainders: excludes --optimizer-cpu-offload; give one of them"
+        for flag in ("optimizer_cpu_offload", "optimizer_offload_path"):
+            if getattr(optimizer.offload, flag):
+                yield f"--store-param-remainders: excludes --{flag.replace('_', '-')}; give one of them"
         if find_schedule(config.parallel.schedule).asynchronous:
             yield (
                 f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "

@@ -38,6 +38,7 @@ Where things are:
     sub_optimizers.py  the update rule over masters and moments on the device
     offloaded_optimizers.py    over those on the host, and over masters that share memory with the weights
     delayed_optimizer.py   the same step, of which the host's part runs behind the next batch
+    state_file.py      masters and moments in a file, mapped into memory
     nonfinite.py       which gradients are not finite
     param_groups.py    what an update rule gets to know about its tensors
     param_remainders.py    masters of bf16 weights in 16 bits

@@ -66,6 +66,12 @@ class DelayedOptimizer(ShardedOptimizer):
             step.result()
             self._gather(self._version_behind)
 
+    def close(self) -> None:
+        """Also lets the thread come to its end."""
+        if self._step_behind is not None:
+            self._thread.shutdown()
+        super().close()
+
     @torch.no_grad()
     def _update_behind(self, numbers: dict[str, Any], version: int) -> None:
         device = self.buffers[0].device

@@ -20,6 +20,7 @@ from megalite.inventory import ParameterRange, Segment
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.param_remainders import ParamRemainders
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
+from megalite.parallel.zero.state_file import StateFile
 
 
 @dataclass
@@ -28,7 +29,7 @@ class MasterShard:
 
     buffers, bucket, segment: those that the elements belong to.
     tensor: the fp32 (or wider) copy; the compute weights themselves if they have that dtype and one version.
-    offloaded: master and moments are in host memory.
+    offloaded: master and moments are in host memory, or in `file`.
     remainders: the 16 bits that the bucket's bf16 weights lack, if the masters are stored that way.
     """
 
@@ -40,6 +41,7 @@ class MasterShard:
     tensor: Tensor
     offloaded: bool = False
     remainders: ParamRemainders | None = None
+    file: StateFile | None = None
 
     @property
     def gradient(self) -> Tensor:
@@ -82,12 +84,15 @@ class MasterShard:
 
 
 def cut_master_shards(
-    buffers: ParameterBuffers, offload_fraction: float = 0.0, store_param_remainders: bool = False
+    buffers: ParameterBuffers,
+    offload_fraction: float = 0.0,
+    store_param_remainders: bool = False,
+    file: StateFile | None = None,
 ) -> list[MasterShard]:
     """The master shards of one family of a stage, in buffer order.
 
-    offload_fraction: whole buckets are offloaded until this fraction is reached. Matrices that need other
-        tensor-parallel ranks for their update stay on the device.
+    offload_fraction: whole buckets are offloaded until this fraction is reached, to `file` if there is one. Matrices
+        that are updated whole stay on a GPU, and in the memory of a CPU rank unless they go to the file.
     store_param_remainders: as in `ShardedOptimizer`.
     """
     separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
@@ -96,12 +101,13 @@ def cut_master_shards(
     moved = 0
     for bucket in buffers.buckets:
         whole = any(segment.whole for segment in bucket.plan.segments)
-        offload = not whole and moved < offload_fraction * owned
+        movable = not whole or (file is not None and buffers.device.type == "cpu")
+        offload = movable and moved < offload_fraction * owned
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
         remainders = None
         if offload:
-            master = host_copy(master, buffers.main_dtype)
+            master = (host_copy if file is None else file.copy_of)(master, buffers.main_dtype)
         elif store_param_remainders and buffers.dtype == torch.bfloat16 and buffers.num_versions == 1:
             remainders = ParamRemainders(master)
             master = remainders.masters
@@ -116,7 +122,7 @@ def cut_master_shards(
                 entry = segment.ranges[0].entry
                 stop = start + entry.numel
                 values = values[: entry.numel].view(entry.shape)
-            masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders))
+            masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders, file))
     return masters
 
 

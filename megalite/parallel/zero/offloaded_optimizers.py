@@ -3,20 +3,25 @@
     DeviceOptimizer       gradient ------------------------> rule.step()                             (sub_optimizers.py)
     RemainderOptimizer    weights, 16 bits --> masters ----> rule.step() ----> weights, 16 bits      a bucket at a time
     HostOptimizer         gradient --copy to the host -----> rule.step()                             a bucket at a time
+    FileOptimizer         the same; while a bucket is stepped the next one is read                   a bucket at a time
 
 Copies to the host run on a stream of their own, so that they overlap the device's update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import mmap
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.faults import fault_point
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.param_groups import MakeOptimizer
+from megalite.parallel.zero.state_file import announce, let_go
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 
 
@@ -91,6 +96,52 @@ class HostOptimizer(DeviceOptimizer):
             self._received[id(master)].copy_(source, non_blocking=True)
 
 
+class FileOptimizer(HostOptimizer):
+    """Masters and moments of one bucket in a file. following: what is stepped next."""
+
+    following: FileOptimizer | None = None
+
+    def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
+        super().__init__(masters, make_optimizer)
+        assert masters[0].file is not None
+        self._file = masters[0].file
+        self._take_in()
+
+    @property
+    def regions(self) -> list[mmap.mmap]:
+        """What holds its masters and its state."""
+        tensors = [*(master.tensor for master in self.masters), *self._state()]
+        regions = (self._file.region_of(tensor) for tensor in tensors)
+        return list({id(region): region for region in regions if region is not None}.values())
+
+    def begin_step(self, **numbers: Any) -> None:
+        if self.following is not None:
+            announce(self.following.regions)
+        super().begin_step(**numbers)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._take_in()
+        let_go(self.regions)
+        fault_point("opt_bucket")
+
+    def write_weights(self, version: int, *, as_masters: bool = False) -> None:
+        super().write_weights(version, as_masters=as_masters)
+        let_go(self.regions)
+
+    def _take_in(self) -> None:
+        """Moves what the rule has allocated into the file: rules make their moments in their first step."""
+        for tensor in self._state():
+            self._file.take_in(tensor)
+
+    def _state(self) -> Iterator[Tensor]:
+        """The rule's tensors that are as large as masters. (The rows and columns of Adafactor are not.)"""
+        for master in self.masters:
+            yield from self.moments(master).values()
+        yield from getattr(self.rule, "last_steps", {}).values()
+        yield from (statistic.values for statistic, _ in self.statistics() if statistic.whole)
+
+
 class RemainderOptimizer(DeviceOptimizer):
     """Masters of one bucket, joined from weights and remainders for the step only (`ParamRemainders`)."""
 
@@ -116,11 +167,17 @@ def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOpti
     for master in masters:
         groups.setdefault(_place(master), []).append(master)
     ordered = sorted(groups.items(), key=lambda item: item[0][0])
-    return [kind(group, make_optimizer) for (_, kind, _), group in ordered]
+    made = [kind(group, make_optimizer) for (_, kind, _), group in ordered]
+    in_file = [sub for sub in made if isinstance(sub, FileOptimizer)]
+    for sub, following in pairwise(in_file):
+        sub.following = following
+    return made
 
 
 def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
     """(Order of the step, class, group) of the sub-optimizer that a master belongs to."""
+    if master.file is not None and master.offloaded:
+        return 4, FileOptimizer, id(master.bucket)
     if master.offloaded:
         return 3, HostOptimizer, id(master.bucket)
     if master.remainders is not None:

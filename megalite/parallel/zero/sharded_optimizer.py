@@ -23,6 +23,7 @@ from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
 from megalite.parallel.zero.offloaded_optimizers import make_sub_optimizers
 from megalite.parallel.zero.param_groups import MakeOptimizer
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
+from megalite.parallel.zero.state_file import StateFile
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 
 
@@ -62,6 +63,7 @@ class ShardedOptimizer:
             summed; it consists of whole axes of every family.
         offload_fraction: part of the masters and moments that is kept and updated in host memory (ZeRO-Offload, arXiv
             2101.06840).
+        offload_path: a folder; that part is in a file there instead (ZeRO-Infinity, arXiv 2104.07857).
         store_param_remainders: store the masters of bf16 weights as the 16 bits that the weights lack (exact).
     """
 
@@ -72,11 +74,14 @@ class ShardedOptimizer:
         make_optimizer: MakeOptimizer,
         norm_axis: Axis,
         offload_fraction: float = 0.0,
+        offload_path: str | None = None,
         store_param_remainders: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.norm_axis = norm_axis
-        self.masters = [m for b in self.buffers for m in cut_master_shards(b, offload_fraction, store_param_remainders)]
+        self.file = None if offload_path is None else StateFile(offload_path, norm_axis.ranks[norm_axis.rank])
+        how = offload_fraction, store_param_remainders, self.file
+        self.masters = [master for family in self.buffers for master in cut_master_shards(family, *how)]
         self.sub_optimizers = make_sub_optimizers(self.masters, make_optimizer)
         self._sub_optimizer_of = {id(m): sub for sub in self.sub_optimizers for m in sub.masters}
         self._counted = [m for m in self.masters if self._counts(m)]
@@ -100,7 +105,7 @@ class ShardedOptimizer:
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights (if they are not the compute weights) and of optimizer state on the device, and of
-        both in host memory."""
+        both in host memory or in the file."""
         weights = {m.bucket.weights[0].shard.untyped_storage().data_ptr() for m in self.masters}
         held = {"master": 0, "state": 0, "offloaded": 0}
         for master in self.masters:
@@ -202,6 +207,11 @@ class ShardedOptimizer:
             sub.end_step()
             if version is not None:
                 sub.write_weights(version)
+
+    def close(self) -> None:
+        """Removes the file of masters and moments, if there is one. Local."""
+        if self.file is not None:
+            self.file.close()
 
     @torch.no_grad()
     def write_weights(self, version: int = 0, *, as_masters: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,7 +55,16 @@ def make_parameters(tp: Axis) -> list[tuple[str, nn.Parameter]]:
 State = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
-def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int = 1, offload: float = 0.0) -> State:
+def body_train(
+    world: World,
+    name: str,
+    stage: int,
+    tp_size: int,
+    replicate: int = 1,
+    offload: float = 0.0,
+    path: str | None = None,
+    bucket_size: int | None = None,
+) -> State:
     """Three steps on given gradients; this rank's masters and moments as (name, whole shape, offset, values)."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp_size, dp_replicate=replicate)
     row = OPTIMIZERS[name.removesuffix("*")]
@@ -62,7 +73,7 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
     buffers = ParameterBuffers(
         [parameters],
         axes=mesh.family(),
-        options=ZeroOptions(stage, bucket_size=200 if offload else None),
+        options=ZeroOptions(stage, bucket_size=200 if offload else bucket_size),
         whole=OPTIMIZER_SPECS[name.removesuffix("*")].whole,
     )
     optimizer = ShardedOptimizer(
@@ -70,6 +81,7 @@ def body_train(world: World, name: str, stage: int, tp_size: int, replicate: int
         make_optimizer=lambda g: row(g, settings),
         norm_axis=mesh.world,
         offload_fraction=offload,
+        offload_path=path,
     )
     for step in range(1, 4):
         buffers.gradients.begin_batch(1)
@@ -142,3 +154,16 @@ def test_adafactor_is_that_of_transformers(scale_parameter: bool) -> None:
         assert state
         for label, value in state.items():
             assert float((found[f"optimizer/{label}/{n}"] - value).abs().max()) < 1e-12, (label, n)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("adam", "soap") else pytest.param(n, marks=pytest.mark.full) for n in OPTIMIZERS]
+)
+def test_a_file_changes_no_bit(name: str, tmp_path: Path, full: bool) -> None:
+    for stage, tp in [(1, 1), (2, 2), (3, 1)] if full else [(2, 1)]:
+        plain = assembled(run_ranks(body_train, 2 * tp, name, stage, tp, bucket_size=200))
+        moved = assembled(run_ranks(body_train, 2 * tp, name, stage, tp, 1, 1.0, str(tmp_path)))
+        assert plain.keys() == moved.keys()
+        for label, value in plain.items():
+            assert torch.equal(moved[label], value), f"stage {stage}, tp {tp}: {label}"
+    assert not any(tmp_path.iterdir()), "the files are removed at the end"

@@ -1,0 +1,121 @@
+"""Masters and moments in a file of this rank's, mapped into memory (`--optimizer-offload-path`).
+
+    <folder>/optimizer_rank_00003.bin     [ masters of bucket 0 | masters of bucket 1 | ... | moments | ... ]
+
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857. The file is memory that is larger than the host's, not a
+checkpoint: it is made anew by every start and removed at the end, and what a killed run leaves is overwritten. Pages of
+the bucket that is being stepped are in memory, those of the next one are on their way, and the rest the system may
+write out and drop whenever it needs room.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.errors import ConfigError
+
+FLAG = "--optimizer-offload-path"
+
+
+class StateFile:
+    """Memory for tensors in a file of `folder`, with space reserved on the disk: a write can never find it full.
+
+    rank: of this process in the world. Raises ConfigError where the folder cannot take such a file.
+    """
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.folder, self.path = folder, Path(folder) / f"optimizer_rank_{rank:05d}.bin"
+        self.nbytes = 0
+        self._regions: dict[int, mmap.mmap] = {}
+        if not Path(folder).is_dir():
+            raise ConfigError(f"{FLAG}={folder}: no such folder; make it first")
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+            self._descriptor = os.open(self.path, flags, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{FLAG}={folder}: {self.path.name} cannot be written there ({error.strerror}); give another folder"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise ConfigError(
+                f"{FLAG}={folder}: {self.path.name} is in use by another run; give each run a folder of its own"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        self.close = weakref.finalize(self, _remove, self._descriptor, self.path)
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros in the file. Raises ConfigError where the disk is full."""
+        shape = torch.Size(shape)
+        size = math.ceil(shape.numel() * dtype.itemsize / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        try:
+            _reserve(self._descriptor, self.nbytes, size)
+            region = mmap.mmap(self._descriptor, size, offset=self.nbytes)
+        except OSError as error:
+            free = os.statvfs(self.folder)
+            raise ConfigError(
+                f"{FLAG}={self.folder}: no room for {size / 2**30:.3g} GiB more of masters and moments "
+                f"({error.strerror}): {self.path.name} has {self.nbytes / 2**30:.3g} GiB, "
+                f"{free.f_bavail * free.f_frsize / 2**30:.3g} GiB are free; give a folder on a larger disk"
+            ) from error
+        self.nbytes += size
+        tensor = torch.frombuffer(region, dtype=dtype, count=shape.numel()).view(shape)
+        self._regions[tensor.data_ptr()] = region
+        return tensor
+
+    def copy_of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values of `x`, in the file."""
+        return self.empty(x.shape, dtype).copy_(x)
+
+    def take_in(self, x: Tensor) -> None:
+        """Moves `x` into the file; it stays the same object, and its views stay where they are."""
+        if self.region_of(x) is None:
+            moved = self.copy_of(x, x.dtype)
+            x.set_(moved.untyped_storage(), 0, moved.size(), moved.stride())
+
+    def region_of(self, x: Tensor) -> mmap.mmap | None:
+        """What holds the storage of `x`; None where that is not in the file."""
+        return self._regions.get(x.untyped_storage().data_ptr())
+
+
+def announce(regions: Iterable[mmap.mmap]) -> None:
+    """Says that these will be read soon: the system begins to read them."""
+    _advise(regions, "MADV_WILLNEED")
+
+
+def let_go(regions: Iterable[mmap.mmap]) -> None:
+    """Says that these are not needed for now. What has been written stays: the mapping is shared with the file."""
+    _advise(regions, "MADV_DONTNEED")
+
+
+def _reserve(descriptor: int, begin: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, begin, size)
+    else:
+        os.ftruncate(descriptor, begin + size)
+
+
+def _advise(regions: Iterable[mmap.mmap], advice: str) -> None:
+    if hasattr(mmap, advice):
+        for region in regions:
+            region.madvise(getattr(mmap, advice))
+
+
+def _remove(descriptor: int, path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+    os.close(descriptor)

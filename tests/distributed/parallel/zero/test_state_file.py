@@ -1,0 +1,138 @@
+"""Masters and moments in a file change where numbers are, not the numbers; whatever the file meets is one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from equivalence.layouts import TINY, saved_tensors, train_body
+
+from megalite.comm.world import World
+from megalite.config import parse
+from megalite.errors import ConfigError
+from megalite.parallel.zero import state_file
+from megalite.parallel.zero.state_file import StateFile
+from megalite.testing import run_ranks, run_single, try_ranks
+from megalite.train.run import open_run, run_training
+
+TWO_LAYERS = ("--num-layers", "2", "--micro-batch-size", "2", "--ddp-bucket-size", "3000", "--hidden-dropout", "0.1")
+
+
+def in_file(folder: Path) -> tuple[str, str]:
+    folder.mkdir(exist_ok=True)
+    return "--optimizer-offload-path", str(folder)
+
+
+def saved_by(folder: Path, *flags: str, world_size: int = 1, steps: int = 2) -> dict[str, torch.Tensor]:
+    argv = [*TINY, *TWO_LAYERS, "--data-cache-path", str(folder.parent / "cache"), "--save", str(folder)]
+    run_ranks(train_body, world_size, [*argv, *flags, "--auto-resume"], steps)
+    return saved_tensors(folder)
+
+
+def test_a_run_moves_between_device_host_and_file(tmp_path: Path) -> None:
+    whole = saved_by(tmp_path / "whole", steps=4)
+    host = ("--optimizer-cpu-offload",)
+    file = in_file(tmp_path / "file")
+    part = (*host, "--optimizer-offload-fraction", "0.4", *file)
+    for flags in (file, host, (), part):
+        found = saved_by(tmp_path / "moving", *flags, steps=1)
+    assert not any((tmp_path / "file").iterdir()), "the files of a run are removed at its end"
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(found[name], value), name
+
+
+def whole_run(world: World, argv: list[str]) -> int:
+    return run_training(parse(argv, world_size=world.size), world)
+
+
+def test_killed_between_buckets_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    def command(folder: Path, *more: str) -> list[str]:
+        argv = [*TINY, *TWO_LAYERS, "--zero-stage", "1", "--save-interval", "2", "--save", str(folder), *more]
+        argv[argv.index("--train-iters") + 1] = "4"
+        return [*argv, "--data-cache-path", str(tmp_path / "cache")]
+
+    files = in_file(tmp_path / "files")
+    run_ranks(whole_run, 2, command(tmp_path / "whole"))
+    argv = command(tmp_path / "killed", *files, "--auto-resume")
+    buckets = 10  # made at the start and stepped twice, then some of the third step
+    case = try_ranks(whole_run, 2, argv, faults=[f"kill@opt_bucket:rank=1:after={3 * buckets + 3}"])
+    assert case.outcome.culprit is not None, "nobody was killed"
+    assert {path.name for path in (tmp_path / "files").iterdir()} >= {"optimizer_rank_00001.bin"}
+    run_ranks(whole_run, 2, argv)
+    expected, found = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "killed")
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def still_step(world: World, argv: list[str]) -> bool:
+    """Whether a first step, whose learning rate is 0, leaves every weight of a model that was loaded as it is."""
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        before = [shard.local.clone() for shard in run.state.model.optimizer.shards() if "/" not in shard.name]
+        assert run.trainer.train_step(drain=True).learning_rate == 0.0
+        after = [shard.local for shard in run.state.model.optimizer.shards() if "/" not in shard.name]
+        versions = [shard.local for shard in run.state.model.optimizer.version_shards(1, "")]
+        return all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(before, after, versions, strict=True))
+
+
+def test_weights_alone_and_a_step_of_nothing_leave_every_bit(tmp_path: Path) -> None:
+    saved_by(tmp_path / "run")
+    argv = [*TINY, *TWO_LAYERS, "--load", str(tmp_path / "run"), "--no-load-optim", "--finetune", "--lr-warmup-iters"]
+    argv += ["5", "--data-cache-path", str(tmp_path / "cache"), *in_file(tmp_path / "file")]
+    assert run_single(still_step, argv)
+
+
+def test_the_state_is_in_the_file(tmp_path: Path) -> None:
+    file = StateFile(str(tmp_path), 7)
+    masters = file.copy_of(torch.arange(5000.0), torch.float32)
+    moment = torch.full((10, 10), 3.0, dtype=torch.bfloat16)
+    row = moment[2]
+    file.take_in(moment)
+    row_there = moment[2].fill_(4.0)
+    state_file.let_go([region for region in map(file.region_of, (masters, row_there)) if region is not None])
+    content = (tmp_path / "optimizer_rank_00007.bin").read_bytes()
+    assert np.frombuffer(content, np.float32, 5000).tolist() == list(range(5000))
+    halves = np.frombuffer(content, np.uint16, 100, offset=20480)  # the next page; a bf16 is the upper half of an fp32
+    assert (halves[:20] == 0x4040).all() and (halves[20:30] == 0x4080).all() and (halves[30:] == 0x4040).all()
+    assert row.eq(3.0).all() and moment[2].eq(4.0).all() and file.region_of(row) is None
+
+
+def test_what_a_killed_run_left_is_overwritten_and_a_living_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "optimizer_rank_00000.bin"
+    path.write_bytes(b"x" * 10_000)
+    file = StateFile(str(tmp_path), 0)
+    assert path.stat().st_size == 0 and file.empty((3,), torch.float64).eq(0).all()
+    with pytest.raises(ConfigError, match=r"optimizer_rank_00000\.bin is in use by another run; give each run"):
+        StateFile(str(tmp_path), 0)
+    del file
+    StateFile(str(tmp_path), 0)
+
+
+def full_disk(*arguments: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_folder_that_cannot_hold_it_is_refused_in_one_line(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    argv = [*TINY, *TWO_LAYERS, "--optimizer-offload-path", str(missing)]
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    assert caught.value.problems == [f"--optimizer-offload-path={missing}: no such folder; make it first"]
+    with mock.patch.object(os, "access", lambda path, mode: False), pytest.raises(ConfigError) as caught:
+        parse([*TINY, *TWO_LAYERS, *in_file(tmp_path)])
+    assert caught.value.problems == [f"--optimizer-offload-path={tmp_path}: cannot be written to; give another folder"]
+    (tmp_path / "optimizer_rank_00002.bin").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written there"):
+        StateFile(str(tmp_path), 2)
+    file = StateFile(str(tmp_path), 0)
+    with (
+        mock.patch.object(state_file, "_reserve", full_disk),
+        pytest.raises(ConfigError, match=r"no room for .* GiB more of masters and moments \(No space left on device\)"),
+    ):
+        file.empty((1 << 20,), torch.float32)
