@@ -1,6 +1,6 @@
 """Says what this machine has for megalite: versions, devices, optional packages, and whether local ranks can talk.
 
-    python tools/doctor.py [--skip-collectives]
+    python tools/doctor.py [--skip-collectives] [--disk DIR]
 
 Exit status 0: training can start here. 1: the local collective test failed.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import ToolParser, run_tool  # noqa: E402
-from megalite.errors import RuntimeFailure  # noqa: E402
+from megalite.errors import ConfigError, RuntimeFailure  # noqa: E402
 from megalite.extras import EXTRA_OF  # noqa: E402
 
 CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
@@ -38,12 +38,15 @@ def main(argv: list[str]) -> None:
     """Prints the report. Raises RuntimeFailure when local ranks cannot talk to each other."""
     parser = ToolParser(description="What this machine has for megalite.")
     parser.add_argument("--skip-collectives", action="store_true", help="start no ranks, measure nothing")
+    parser.add_argument("--disk", metavar="DIR", help="measure the disk of this folder (default: temporary files')")
     arguments = parser.parse_args(argv)
     print_environment()
     print_packages()
     print_launcher()
     if not arguments.skip_collectives:
         print_collectives()
+        print_memory(arguments.disk)
+        print("\nready")
 
 
 def print_environment() -> None:
@@ -133,7 +136,20 @@ def print_collectives() -> None:
             size = f"{measurement.num_bytes / 2**20:g} MiB" if measurement.num_bytes >= 2**20 else "4 KiB"
             speed = f"{measurement.seconds * 1e3:9.3f} ms   {measurement.bandwidth / 1e9:7.2f} GB/s"
             _line(measurement.operation, f"{size:>8}   {speed}")
-    print("\nready")
+
+
+def print_memory(disk: str | None) -> None:
+    """What the host's memory, its disk and the link to a device move, as lines of a hardware file."""
+    from memory_test import folder_of, measure_memory
+
+    folder = folder_of(disk)
+    print(f"\nmemory and disk ({folder}), for the file of tools/plan.py --hardware")
+    try:
+        measured = measure_memory(str(folder))
+    except OSError as error:
+        raise ConfigError(f"--disk={folder}: cannot be measured ({error.strerror}); give another folder") from error
+    for name, rate in measured.items():
+        print(f"  {name}: {rate:.2e}")
 
 
 def _line(name: str, text: str) -> None:

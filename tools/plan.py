@@ -37,6 +37,7 @@ from megalite.planner import (
     pareto,
     reasons_against,
     search,
+    states_text,
     summary,
 )
 from megalite.progress import ProgressBar
@@ -57,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
         "--hardware", default="h100", metavar="NAME|FILE", help=f"{', '.join(available())}, or a YAML file like theirs"
     )
     p.add_argument("--devices-per-node", type=int, metavar="N", help="default: what the hardware file says")
+    p.add_argument(
+        "--host-memory-gb",
+        type=float,
+        metavar="G",
+        help="memory of each host, 1e9 bytes: --what-if largest-model uses it",
+    )
     p.add_argument("--profile", metavar="FILE", help="measured times (tools/profile_layers.py) instead of the roofline")
     p.add_argument("--top", type=int, default=10, metavar="K", help="candidates to show (default 10)")
     p.add_argument("--json", action="store_true", help="print JSON")
@@ -116,6 +123,8 @@ def _run(argv: list[str]) -> None:
     args, rest = parser().parse_known_args(argv)
     _check(args)
     hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
+    if args.host_memory_gb is not None:
+        hardware = replace(hardware, host_memory_bytes=args.host_memory_gb * 1e9)
     source: TimeSource = Roofline(hardware)
     if args.profile:
         source = profile = load_profile(args.profile, hardware)
@@ -137,6 +146,7 @@ def _run(argv: list[str]) -> None:
     print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
     if args.explain and not args.json:
         print(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
+        print("".join(f"{line}\n" for line in states_text(found.predictions[0], hardware)), end="")
     if args.write_config:
         _write(found.predictions[0].config, args.num_devices, args.write_config)
 
@@ -153,6 +163,10 @@ def _check(args: argparse.Namespace) -> None:
         check(args.plot)
     if args.write_config is not None and not Path(args.write_config).absolute().parent.is_dir():
         raise ConfigError(f"--write-config={args.write_config}: no such folder; make it first")
+    if args.host_memory_gb is not None and (args.what_if != "largest-model" or not args.host_memory_gb > 0):
+        raise ConfigError(
+            f"--host-memory-gb={args.host_memory_gb:g}: the room on each host, above 0, for --what-if largest-model"
+        )
     if args.what_if == "upgrades" and args.profile:
         raise ConfigError(
             f"--profile={args.profile}: measured times know no upgrade; leave it out of --what-if upgrades"

@@ -2,7 +2,7 @@
 and which upgrade pays.
 
     smallest-cluster    N, N/2, ... until the model does not fit, then between the last two
-    largest-model       wider and deeper until it does not fit
+    largest-model       wider and deeper until it does not fit; with the memory of the hosts, states are kept there
     token-budget        the training's tokens on N/4 to 4N devices
     upgrades            memory, links, rates of the device, one at a time
 
@@ -26,6 +26,7 @@ from megalite.planner import (
     Roofline,
     TimeSource,
     budget,
+    chunk_capacity,
     energy_text,
     gib,
     layout_text,
@@ -37,6 +38,7 @@ from megalite.progress import OnProgress, untold
 from plan_fit import shortage
 
 BAR = 24
+GIB = 2**30
 
 #: Searches between the last cluster on which a model fits and the first on which it does not.
 REFINED = 3
@@ -61,6 +63,7 @@ class Sweep:
     axis: str
     hardware: Hardware
     rows: tuple[Row, ...]
+    note: str = ""
 
 
 Try = Callable[[str, float, Config, int, Hardware, TimeSource], Row]
@@ -113,15 +116,21 @@ def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, sourc
 
 
 def _largest_model(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
-    """Width and depth grow together, as model families do."""
-    rows = []
+    """Width and depth grow together, as model families do. With the memory of the hosts masters and moments are there,
+    and beside what this program does stands how much could be trained in chunks over both."""
+    rows, room, chunks = [], hardware.host_memory_bytes, 0.0
+    if room and not hardware.on_cpu:
+        offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
+        config = replace(config, optimizer=replace(config.optimizer, offload=offload))
     model = config.model
     for _ in range(12):
         size = count_parameters(model)
         grown = replace(config, model=model)
         name = f"{size / 1e9:,.3g} G parameters"
-        rows.append(attempt(name, float(size), grown, world_size, hardware, source))
-        if rows[-1].found is None:
+        rows.append(_within(attempt(name, float(size), grown, world_size, hardware, source), hardware))
+        if room and (capacity := chunk_capacity(grown, world_size, hardware)) >= size:
+            chunks = capacity
+        if rows[-1].found is None and (not room or capacity < size):
             break
         heads = model.num_attention_heads * 5 // 4 // 8 * 8 or model.num_attention_heads * 2
         scale = max(heads, model.num_attention_heads + 1)
@@ -136,7 +145,22 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
             else model.ffn_size * scale // model.num_attention_heads,
         )
     title = f"largest model on {world_size:,} devices"
-    return Sweep("largest-model", title, "parameters", hardware, tuple(rows))
+    note = ""
+    if room:
+        title += f" with {room / GIB:,.0f} GiB on each host"
+        note = f"in chunks over devices and hosts (PatrickStar, 14 bytes a parameter): {chunks / 1e9:,.3g} G parameters"
+    return Sweep("largest-model", title, "parameters", hardware, tuple(rows), note)
+
+
+def _within(row: Row, hardware: Hardware) -> Row:
+    """A layout whose states do not fit into its hosts does not fit."""
+    if row.found is None or not hardware.host_memory_bytes:
+        return row
+    ranks = min(hardware.devices_per_node, row.found.world_size)
+    over = ranks * max(memory.host for memory in row.found.memory) - hardware.host_memory_bytes
+    if over <= 0:
+        return row
+    return replace(row, found=None, why=f"does not fit: {over / GIB:,.1f} GiB too much on each host, all of it states")
 
 
 def _token_budget(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
@@ -190,6 +214,7 @@ def table(answer: Sweep) -> str:
             f"{energy_text(energy):>9}  {gib(row.found.memory_bytes):>6}  {bar:<{BAR}}  "
             f"{layout_text(row.found.config, row.found.world_size)}"
         )
+    lines += [f"  {answer.note}"] if answer.note else []
     return "\n".join(lines)
 
 

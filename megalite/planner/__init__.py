@@ -6,6 +6,7 @@
            ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> result_table.py
            ──> estimate.py  those closed forms
            ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
+           ──> host_states.py  seconds of optimizer states off the device; chunks.py  room over devices and hosts
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
 Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
@@ -20,10 +21,12 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 `tools/check_plan.py`, which measures what was predicted.
 """
 
+from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
+from megalite.planner.host_states import efficiency, host_traffic
 from megalite.planner.memory import TERMS, RankMemory, rank_memory, shared_memory_bytes
 from megalite.planner.model_states import checkpoint_bytes
 from megalite.planner.predict import Prediction, predict, program_of
@@ -34,6 +37,7 @@ from megalite.planner.result_table import (
     energy_text,
     gib,
     layout_text,
+    states_text,
     summary,
     time_text,
     tokens_text,

@@ -16,6 +16,12 @@ import yaml
 
 from megalite.errors import ConfigError
 
+OPTIONAL = (
+    *("multiprocessors", "tile_latency"),
+    *("host_memory_bytes", "host_link", "host_copy", "disk_read", "disk_write"),
+)
+"""What a file may leave out."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -36,8 +42,10 @@ class Hardware:
     reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
     hide behind computation. power: watts of one device with its share of the node. multiprocessors: what computes a
     tile of a product each (0: products are not cut into tiles, and matrix_half_size counts); tile_latency: seconds in
-    which a tile begins. measured: what a profile found between processes of one node, by operation (all_reduce, gather,
-    send); not in the files.
+    which a tile begins. Of a node's host, 0 where not known: host_memory_bytes; host_link: bytes/s between one device
+    and its host; host_copy, disk_read, disk_write: bytes/s of all its devices together (a copy reads and writes: both
+    count). measured: what a profile found between processes of one node, by operation (all_reduce, gather, send); not
+    in the files.
     """
 
     name: str
@@ -59,6 +67,11 @@ class Hardware:
     power: float
     multiprocessors: float = 0
     tile_latency: float = 0.0
+    host_memory_bytes: float = 0.0
+    host_link: float = 0.0
+    host_copy: float = 0.0
+    disk_read: float = 0.0
+    disk_write: float = 0.0
     measured: Mapping[str, Link] = field(default_factory=dict)
 
     @property
@@ -122,7 +135,7 @@ def parse_hardware(data: Any, where: str) -> Hardware:
     values: dict[str, Any] = {}
     names = [entry.name for entry in fields(Hardware) if entry.name != "measured"]
     for name in names:
-        raw = data.get(name, 0 if name in ("multiprocessors", "tile_latency") else None)
+        raw = data.get(name, 0 if name in OPTIONAL else None)
         if name in ("name", "kind"):
             values[name] = str(raw)
         elif name in ("intra_node", "inter_node"):

@@ -26,6 +26,7 @@ from megalite.planner.activations import recomputed
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
+from megalite.planner.host_states import host_traffic
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.model_states import Copies, families_of, stage_elements
 from megalite.planner.software import MEGALITE, Software
@@ -47,7 +48,8 @@ SIMULATED_ACTIONS = 6_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one layout does. memory: one entry per pipeline rank. breakdown: seconds of the step, by cause."""
+    """What one layout does. memory: one entry per pipeline rank. breakdown: seconds of the step, by cause.
+    offloaded_elements: parameters of a device whose optimizer states are off it."""
 
     config: Config
     world_size: int
@@ -58,6 +60,7 @@ class Prediction:
     model_flops: float
     hardware_flops: float
     peak_flops: float
+    offloaded_elements: float = 0.0
 
     @property
     def fullest(self) -> int:
@@ -130,7 +133,8 @@ def predict(
     steady = replace(steady, busy=m * work)
     reduce, gather = costs.reduction(program, steady)
     elements = max(costs.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
-    step = source.optimizer_step(config, elements) * (m if program.update_per_microbatch else 1)
+    step = _optimizer_step(config, elements, hardware, source, steady.makespan)
+    step *= m if program.update_per_microbatch else 1
     batch = config.global_batch_size(world_size)
     seconds = {
         "pipeline": steady.makespan,
@@ -146,7 +150,20 @@ def predict(
     twice = float(batch * config.model.seq_length * sum(model_layers(config.model)[item].flops() for item in again))
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(seconds.values())
-    return Prediction(config, world_size, total, steady.bubble_over_ideal, memory, seconds, flops, flops + twice, peak)
+    away = config.optimizer.offload.fraction * elements
+    bubble = steady.bubble_over_ideal
+    return Prediction(config, world_size, total, bubble, memory, seconds, flops, flops + twice, peak, away)
+
+
+def _optimizer_step(config: Config, elements: float, hardware: Hardware, source: TimeSource, meanwhile: float) -> float:
+    """Seconds of a step of `elements` parameters: on the device what is there, then what is off it, as far as the
+    `meanwhile` of the next batch does not hide that."""
+    offload = config.optimizer.offload
+    away = host_traffic(config, offload.fraction * elements, hardware).seconds
+    if not away:
+        return source.optimizer_step(config, elements)
+    hidden = meanwhile if offload.delayed_parameter_update else 0.0
+    return source.optimizer_step(config, (1 - offload.fraction) * elements) + max(0.0, away - hidden)
 
 
 def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) -> Prediction:
@@ -165,6 +182,7 @@ def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) ->
         mean(lambda one: one.model_flops),
         mean(lambda one: one.hardware_flops),
         each[0].peak_flops,
+        each[0].offloaded_elements,
     )
 
 

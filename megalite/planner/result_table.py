@@ -9,7 +9,9 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.inventory import FLOPS_CONVENTION
+from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
+from megalite.planner.host_states import efficiency, host_traffic
 from megalite.planner.predict import Prediction
 from megalite.planner.search import SearchResult, pareto
 from megalite.planner.search_space import layout_of
@@ -157,6 +159,33 @@ def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
     days, energy = budget(prediction, hardware)
     tokens = prediction.config.total_train_samples(prediction.world_size) * prediction.config.model.seq_length
     return f"{tokens_text(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}"
+
+
+def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
+    """What moving optimizer states off the device leaves of the peak, where nothing is hidden; a line each tier."""
+    config, world = prediction.config, prediction.world_size
+    if not config.optimizer.offload.fraction:
+        return []
+    owned = prediction.offloaded_elements
+    traffic = host_traffic(config, owned, hardware)
+    peak = hardware.matrix_flops[precision_name(config)]
+    tiers = {
+        "the link to the host": (traffic.link, traffic.link_bandwidth),
+        "the host's memory": (traffic.host, traffic.host_bandwidth),
+        "the disk": (traffic.disk, traffic.disk_bandwidth),
+    }
+    lines = []
+    for name, (nbytes, bandwidth) in tiers.items():
+        if nbytes and bandwidth:
+            ait = prediction.model_flops / world / nbytes
+            lines.append(
+                f"optimizer states over {name}: {ait:,.0f} FLOP a byte, {bandwidth / 1e9:.3g} GB/s a device: "
+                f"{efficiency(ait, bandwidth, peak):.1%} of the peak if nothing hides it (arXiv 2104.07857)"
+            )
+    return lines or [
+        "optimizer states off the device: give host_link, host_copy, disk_read, disk_write in the file of "
+        "--hardware (python tools/doctor.py measures them)"
+    ]
 
 
 def gib(nbytes: float) -> str:

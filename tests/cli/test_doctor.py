@@ -9,10 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 
 from collective_test import SIZES, measure_collectives
 from megalite.comm.world import World
 from megalite.errors import ConfigError, RuntimeFailure
+from megalite.planner.hardware import parse_hardware
 from megalite.testing import run_single
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,15 @@ def test_report_names_versions_packages_and_speeds(capfd: pytest.CaptureFixture[
     output = capfd.readouterr().out
     for word in ("torch  ", "safetensors", "wandb", "apex", "all-reduce, 2 ranks", "send/receive", "ready"):
         assert word in output
+    known = yaml.safe_load((ROOT / "megalite/planner/hardware/h100.yaml").read_text())
+    lines = [line for line in output.splitlines() if line.startswith(("  host_", "  disk_"))]
+    hardware = parse_hardware(known | yaml.safe_load("\n".join(line.strip() for line in lines)), "doctor")
+    assert min(hardware.host_copy, hardware.disk_read, hardware.disk_write) > 1e6
+
+
+def test_a_disk_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--disk=.*/none: cannot be measured \(No such file or directory\); give"):
+        _doctor().print_memory(str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(("hip", "cuda", "line"), [("6.2.41133", None, "hip"), (None, "12.8", "cuda")])
