@@ -29,6 +29,7 @@ from command_line import ToolParser
 from megalite.errors import ConfigError, MegaliteError, ScheduleError
 from megalite.schedule import (
     SCHEDULES,
+    ActivationRoom,
     Costs,
     Program,
     StagePlacement,
@@ -37,11 +38,14 @@ from megalite.schedule import (
     dump_program,
     find_schedule,
     forward_program,
+    insert_transfers,
     load_program,
+    merge_backward,
     render_html,
     render_svg,
     render_text,
     render_trace,
+    residency,
     schedule_warnings,
     simulate,
     validate,
@@ -75,6 +79,13 @@ def parser() -> argparse.ArgumentParser:
     )
     for name in ("forward", "backward-input", "backward-weight"):
         p.add_argument(f"--cost-{name}", type=_cost, default=Fraction(1), metavar="TIME", help="default 1")
+    p.add_argument(
+        "--activation-capacity",
+        type=_cost,
+        metavar="N",
+        help="micro-batches whose activations a rank may hold; the others wait on the host (EVICT, PREFETCH)",
+    )
+    p.add_argument("--cost-transfer", type=_cost, default=Fraction(0), metavar="TIME", help="to or from it, default 0")
     p.add_argument("--cost-communication", type=_cost, default=Fraction(0), metavar="TIME", help="one hop, default 0")
     p.add_argument("--format", choices=("text", "json", "svg", "html", "trace", "file"), default="text")
     p.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
@@ -90,7 +101,24 @@ def _cost(text: str) -> Fraction:
 
 
 def _costs(args: argparse.Namespace) -> Costs:
-    return Costs(args.cost_forward, args.cost_backward_input, args.cost_backward_weight, args.cost_communication)
+    return Costs(
+        args.cost_forward,
+        args.cost_backward_input,
+        args.cost_backward_weight,
+        args.cost_communication,
+        args.cost_transfer,
+    )
+
+
+def _moving(program: Program, args: argparse.Namespace) -> Program:
+    """With EVICT and PREFETCH, if the ranks have a capacity."""
+    if args.activation_capacity is None:
+        return program
+    if program.rounds is not None:
+        raise ConfigError(f"--activation-capacity: {program.name} keeps no activations; leave it out")
+    one, chunks = (1.0,) * program.num_stages, float(args.activation_capacity / program.activation_unit)
+    room = ActivationRoom(one, one, (chunks,) * program.num_ranks)
+    return insert_transfers(merge_backward(program), room)
 
 
 def _program(name: str, args: argparse.Namespace) -> Program:
@@ -119,6 +147,7 @@ def _program(name: str, args: argparse.Namespace) -> Program:
 def _show(args: argparse.Namespace) -> str:
     """The output for one schedule."""
     program = load_program(args.pipeline_schedule_file) if args.schedule is None else _program(args.schedule, args)
+    program = _moving(program, args)
     report = validate(program)
     if args.format == "file":  # to be changed, and run with --pipeline-schedule-file
         if program.rounds:
@@ -148,6 +177,7 @@ def _show(args: argparse.Namespace) -> str:
                 render_text(timeline, line_width=shutil.get_terminal_size((160, 24)).columns),
                 "",
                 "\n".join(facts[: 4 if program.rounds else None]),
+                *_held(program),
                 *([] if program.rounds else [f"gradient sums   in {order}"]),
             ]
         )
@@ -155,8 +185,21 @@ def _show(args: argparse.Namespace) -> str:
     )
 
 
+def _held(program: Program) -> list[str]:
+    """What lies where, if the ranks have a capacity."""
+    if program.room is None:
+        return []
+    ranks = [residency(actions, program.recomputed, program.room) for actions in program.unroll(1)]
+    unit = float(program.activation_unit)
+    device, host = (" ".join(f"{unit * row[i]:g}" for row in ranks) for i in (0, 1))
+    transfers = " ".join(str(row.transfers) for row in ranks)
+    return [f"on the device   {device} of them at most, on the host {host}; transfers a batch {transfers}"]
+
+
 def _compare(args: argparse.Namespace) -> str:
     """The table, or its JSON rows, or the pictures of all schedules on one page."""
+    if args.activation_capacity is not None:
+        raise ConfigError("--activation-capacity: shows one schedule; give it with --schedule, not with --compare")
     names = list(SCHEDULES) if args.compare == "all" else [name.strip() for name in args.compare.split(",")]
     schedules = [find_schedule(name) for name in names]
     batches = args.num_batches or (2 * ASYNCHRONOUS_BATCHES if any(s.asynchronous for s in schedules) else 1)
@@ -188,7 +231,14 @@ def _compare(args: argparse.Namespace) -> str:
 
 def _own_flags(text: str) -> str:
     """A line about a training's flags in the words of this tool."""
-    return text.replace("--pipeline-schedule=", "--schedule=").replace("--global-batch-size", "--num-microbatches")
+    words = {
+        "--pipeline-schedule=": "--schedule=",
+        "--global-batch-size": "--num-microbatches",
+        "--device-memory-budget-gb": "--activation-capacity",
+    }
+    for flag, own in words.items():
+        text = text.replace(flag, own)
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -156,8 +156,9 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = option(False, "compute attention scores and softmax in fp32 (or wider)")
     recompute_granularity: str | None = option(
         None,
-        "recompute in backward: selective (attention core) or full (whole layers); unset: nothing",
-        choices=("selective", "full"),
+        "recompute in backward: selective (attention core), full (whole layers), or auto (the fewest whole layers with "
+        "which --device-memory-budget-gb is kept); unset: nothing",
+        choices=("selective", "full", "auto"),
     )
     recompute_method: str | None = option(
         None,

@@ -80,6 +80,12 @@ class DeviceOptions(Spelled):
         "kernels with a fixed order of additions alone, so that a run on GPUs repeats and resumes bit for bit; slower, "
         "and an error where there is none",
     )
+    device_memory_budget_gb: float | None = option(
+        None,
+        "GB (1e9 bytes) of a device that a run may take: masters and moments, then activations, go to the host as far "
+        "as they must; with --recompute-granularity auto layers are recomputed first",
+        gt=0,
+    )
     ignore_memory_estimate: bool = option(
         False, "start although the predicted memory is more than the hosts or GPUs have free", saved=False
     )

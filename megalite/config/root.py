@@ -17,6 +17,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.schema import Option, options_of
 from megalite.config.staleness import Correction, correction_of
 from megalite.config.training import BatchRamp, TrainingConfig
+from megalite.schedule import ActivationRoom
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
@@ -40,6 +41,8 @@ class Config:
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    room: ActivationRoom | None = None
+    """What --device-memory-budget-gb leaves to activations, where some of them have to wait on the host."""
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)

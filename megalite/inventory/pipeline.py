@@ -10,10 +10,12 @@ from functools import cache, lru_cache
 from megalite.config import Config, ModelConfig
 from megalite.inventory.layers import model_layers
 from megalite.schedule import (
+    ActivationRoom,
     Program,
     build_program,
     delay_update,
     find_schedule,
+    insert_transfers,
     insert_unshard,
     load_program,
     lower,
@@ -23,15 +25,14 @@ from megalite.schedule import (
 
 
 def computations(config: Config, num_microbatches: int, schedule: str | None = None, *, waits: bool = False) -> Program:
-    """F, B, I, W and STEP of a batch as they run, without messages, reductions and gathers.
+    """F, R, B, I, W, EVICT, PREFETCH and STEP of a batch as they run, without messages, reductions and gathers.
 
     schedule: instead of the configuration's. waits: for the update before, although the configuration delays it.
     Raises ScheduleError.
     """
     parallel, delayed = config.parallel, config.optimizer.offload.delayed_parameter_update and not waits
     if parallel.pipeline_schedule_file is not None:
-        program = merge_backward(load_program(parallel.pipeline_schedule_file))
-        return delay_update(program) if delayed else program
+        return _changed(load_program(parallel.pipeline_schedule_file), delayed, config.room)
     return _built(
         schedule or parallel.schedule,
         delayed,
@@ -39,16 +40,30 @@ def computations(config: Config, num_microbatches: int, schedule: str | None = N
         num_microbatches,
         parallel.virtual_pipeline_model_parallel_size,
         parallel.chimera_pairs,
+        config.room,
     )
 
 
 @cache
 def _built(
-    name: str, delayed: bool, num_ranks: int, num_microbatches: int, num_chunks: int | None, num_pairs: int
+    name: str,
+    delayed: bool,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    num_pairs: int,
+    room: ActivationRoom | None,
 ) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
-    program = merge_backward(build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs))
-    return delay_update(program) if delayed else program
+    program = build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
+    return _changed(program, delayed, room)
+
+
+def _changed(program: Program, delayed: bool, room: ActivationRoom | None) -> Program:
+    """The program with what the configuration changes in it; activations move where they have to keep to some room."""
+    program = merge_backward(program)
+    program = delay_update(program) if delayed else program
+    return program if room is None else insert_transfers(program, room)
 
 
 def lowered_program(

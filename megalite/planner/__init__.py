@@ -6,6 +6,7 @@
            ──> search.py  every legal layout, pruned by closed forms, the best simulated ──> result_table.py
            ──> estimate.py  those closed forms
            ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
+           ──> budget.py  what lies on the host under a budget of device memory
            ──> host_states.py  seconds of optimizer states off the device; chunks.py  room over devices and hosts
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
@@ -21,6 +22,7 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 `tools/check_plan.py`, which measures what was predicted.
 """
 
+from megalite.planner.budget import within_budget
 from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource

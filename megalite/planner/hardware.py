@@ -78,6 +78,10 @@ class Hardware:
     def on_cpu(self) -> bool:
         return self.kind == "cpu"
 
+    def host_transfer(self, nbytes: float) -> float:
+        """Seconds of a copy to or from the host; where that is not known, as fast as to a neighbour."""
+        return nbytes / (self.host_link or self.intra_node.bandwidth)
+
     @property
     def usable_bytes(self) -> float:
         """Device memory for tensors."""

@@ -30,7 +30,9 @@ from megalite.schedule import (
     SCHEDULES,
     Action,
     Program,
+    Residency,
     ScheduleShape,
+    residency,
 )
 
 #: A batch with more actions than this is not walked; the schedule's declared peak is taken instead.
@@ -109,6 +111,10 @@ def rank_memory(
     spaces = {stage: workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
     logits, block = (max(space[i] for space in spaces.values()) for i in (0, 1))
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
+    host = float(states.host)
+    if program.room is not None:
+        held = moved(program, rank)
+        full, host = max(0.0, held.device - head), host + held.host
     message = boundary_bytes(config) if program.num_ranks > 1 else 0.0
     gradients = float(states.gradients)
     if config.parallel.zero_stage >= 2 and not program.keeps_gradients:  # they come as the activations go
@@ -123,9 +129,16 @@ def rank_memory(
         logits=head + logits,
         buffers=states.scratch + states.gathered + _sequence_buffers(config) + shared_memory_bytes(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
-        host=states.host,
+        host=host,
         file=states.file,
     )
+
+
+@cache
+def moved(program: Program, rank: int) -> Residency:
+    """Where the activations of a batch are, of a program that moves some of them."""
+    assert program.room is not None
+    return residency(program.order(rank, program.batch(0)), program.recomputed, program.room)
 
 
 def _sequence_buffers(config: Config) -> float:

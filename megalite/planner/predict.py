@@ -34,7 +34,9 @@ from megalite.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    EVICT,
     FORWARD,
+    PREFETCH,
     RECOMPUTE,
     Costs,
     Program,
@@ -297,6 +299,9 @@ class _Stages:
             exact[stage, BACKWARD_INPUT] = times.backward_input
             exact[stage, BACKWARD_WEIGHT] = times.backward_weight
             exact[stage, RECOMPUTE] = self.again(stage)
+            if self.config.room is not None:
+                seconds = self.hardware.host_transfer(self.config.room.full[stage])
+                exact |= {(stage, EVICT): seconds, (stage, PREFETCH): seconds}
         return Costs(communication=0.0 if self.software.waits else self.hop(), exact=exact)
 
     def hop(self) -> float:

@@ -16,7 +16,7 @@ from megalite.inventory import (
     count_trained_parameters,
     flops_per_iteration,
 )
-from megalite.planner.memory import RankMemory, rank_memory
+from megalite.planner.memory import RankMemory, moved, rank_memory
 from megalite.schedule import Program
 
 
@@ -59,6 +59,7 @@ def startup_rows(
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
+        *_budget(config, program, ranks),
     ]
 
 
@@ -204,6 +205,28 @@ def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
     parts = [f"{name} {in_units(getattr(memory, name), 'B')}" for name in names if getattr(memory, name)]
     where = f" on the ranks of pipeline coordinate {rank}, the fullest" if num_ranks > 1 else " on each rank"
     return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"
+
+
+def _budget(config: Config, program: Program, ranks: Sequence[RankMemory]) -> list[tuple[str, str]]:
+    """What lies where under `--device-memory-budget-gb`."""
+    given, model = config.parallel.hardware.device_memory_budget_gb, config.model
+    if given is None:
+        return []
+    parts = [f"{in_units(1e9 * given, 'B')} a device, {in_units(max(rank.total for rank in ranks), 'B')} planned"]
+    held = [moved(program, rank) for rank in range(program.num_ranks)] if program.room is not None else []
+    device, host = (max((each[i] for each in held), default=0.0) for i in (0, 1))
+    if (states := max(rank.host for rank in ranks) - host) > 0:
+        parts.append(f"masters and moments: {in_units(states, 'B')} of a rank on its host")
+    if model.recompute_granularity == "full" and model.recompute_num_layers is not None:
+        numbers = " ".join(map(str, model.recompute_num_layers))
+        again = "all layers" if model.recompute_method == "uniform" else f"{numbers} layers of the stages"
+        parts.append(f"recomputed: {again}")
+    if held:
+        parts.append(
+            f"activations: at most {in_units(device, 'B')} on a device and {in_units(host, 'B')} on its host, "
+            f"{max(each.transfers for each in held)} transfers a batch"
+        )
+    return [("budget", "; ".join(parts))]
 
 
 def in_units(number: float, unit: str = "") -> str:

@@ -20,12 +20,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Protocol
 
 from megalite.config import Config, StageLayout
 from megalite.inventory import Layer, blocks_of, model_layers
 from megalite.planner.activations import recomputed
 from megalite.planner.cost import LayerTimes, add_times
-from megalite.planner.hardware import Hardware
 from megalite.planner.memory import rank_memory
 from megalite.schedule import Program, compact_layout, partition_of
 
@@ -47,13 +47,23 @@ def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -
     return replace(config, model=model)
 
 
+class DeviceMemory(Protocol):
+    """What a rank's memory is measured against (a `Hardware`, or a budget)."""
+
+    @property
+    def usable_bytes(self) -> float: ...
+
+    @property
+    def on_cpu(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class MemoryHeadroom:
     """The memory of one layout, asked rank by rank."""
 
     config: Config
     world_size: int
-    hardware: Hardware
+    hardware: DeviceMemory
     program: Program
 
     def stages_of(self, rank: int) -> list[int]:

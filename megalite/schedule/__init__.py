@@ -29,9 +29,11 @@ from megalite.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    EVICT,
     FORWARD,
     NONE,
     NORM,
+    PREFETCH,
     RECOMPUTE,
     RECV_B,
     RECV_F,
@@ -55,6 +57,7 @@ from megalite.schedule.drawing.text import render_text
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.program import BatchRange, PeakActivations, Program
+from megalite.schedule.room import ActivationRoom
 from megalite.schedule.schedules.registry import (
     ALIASES,
     SCHEDULES,
@@ -68,4 +71,5 @@ from megalite.schedule.schedules.registry import (
 from megalite.schedule.simulate import Costs, Span, Time, Timeline, simulate
 from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.text_format import dump_program, load_program, parse_program
+from megalite.schedule.transfers import Residency, insert_transfers, residency
 from megalite.schedule.validate import ValidationReport, validate

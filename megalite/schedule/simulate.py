@@ -26,6 +26,7 @@ from megalite.schedule.action import (
     STEP,
     Action,
 )
+from megalite.schedule.links import TRANSFER_KINDS, Links
 from megalite.schedule.memory import live_versions, peak_activations
 from megalite.schedule.program import BatchSpec, Program
 from megalite.schedule.stage_placement import StagePlacement
@@ -49,6 +50,7 @@ class Costs:
     forward, backward_input, backward_weight: tF, tI, tW of a whole rank. tR, to run a forward again, is tF.
     communication: tC, one hop of an activation.
     stages: a factor per stage, for embedding and head (None: all equal).
+    transfer: what one chunk's activations take to or from the host.
     exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, R, B, I and W take
         no time unless it is given here.
     overlap: time of an OVERLAP as a fraction of the sum of its parts (1: no gain).
@@ -58,6 +60,7 @@ class Costs:
     backward_input: Time = Fraction(1)
     backward_weight: Time = Fraction(1)
     communication: Time = Fraction(0)
+    transfer: Time = Fraction(0)
     stages: Sequence[Time] | None = None
     exact: Mapping[tuple[int, str], Time] = field(default_factory=dict)
     overlap: Time = Fraction(1)
@@ -72,7 +75,7 @@ class Costs:
             halves = (action._replace(kind=kind) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT))
             return sum((self.of(half, program) for half in halves), Fraction(0))
         base = {FORWARD: self.forward, BACKWARD_INPUT: self.backward_input, BACKWARD_WEIGHT: self.backward_weight}
-        base[RECOMPUTE] = self.forward
+        base |= {RECOMPUTE: self.forward} | dict.fromkeys(TRANSFER_KINDS, self.transfer)
         factor = self.stages[action.stage] if self.stages is not None else Fraction(1)
         return base.get(action.kind, Fraction(0)) * factor * program.activation_unit
 
@@ -84,6 +87,7 @@ class Timeline:
     idle_per_rank: makespan minus work. idle_inside_per_rank: gaps between a rank's first and last action.
     peak_activations_per_rank: in micro-batches through a whole rank. weight_versions_per_rank: alive at once.
     batch_starts: first micro-batch of each batch. unit: of the times, "" if simulated, "ms" if measured.
+    transfers: EVICT and PREFETCH, which run beside the spans.
     """
 
     num_ranks: int
@@ -93,6 +97,7 @@ class Timeline:
     peak_activations_per_rank: tuple[Time, ...] = ()
     weight_versions_per_rank: tuple[int, ...] = ()
     unit: str = ""
+    transfers: tuple[Span, ...] = ()
 
     @classmethod
     def measured(
@@ -169,7 +174,8 @@ def simulate(
     costs = costs or Costs()
     lists = program.unroll(batches)
     norms = _Norms(program, batches) if global_norm and not program.update_per_microbatch else None
-    spans = _run(program, lists, costs, norms)
+    links = Links()
+    spans = _run(program, lists, costs, norms, links)
     unit = program.activation_unit
     return Timeline(
         program.num_ranks,
@@ -178,6 +184,7 @@ def simulate(
         tuple(batch.start for batch in program.batches(batches)),
         () if program.rounds else tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
         tuple(live_versions(actions) for actions in lists),
+        transfers=tuple(sorted((Span(*span) for span in links.spans), key=lambda span: (span.start, span.rank))),
     )
 
 
@@ -230,7 +237,9 @@ class _Norms:
                 yield (STEP, 0, 0, update), self.latest[update]
 
 
-def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs, norms: _Norms | None) -> list[Span]:
+def _run(
+    program: Program, lists: Sequence[Sequence[Action]], costs: Costs, norms: _Norms | None, links: Links
+) -> list[Span]:
     done: dict[ResultKey, Time] = {}
     clock: list[Time] = [Fraction(0)] * program.num_ranks
     position = [0] * program.num_ranks
@@ -254,6 +263,12 @@ def _run(program: Program, lists: Sequence[Sequence[Action]], costs: Costs, norm
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
+            if action.kind in TRANSFER_KINDS:
+                links.start(rank, action, start, costs.of(action, program))
+                position[rank] += 1
+                continue
+            if action.is_compute:
+                start = links.ready(rank, action, start)
             clock[rank] = start + costs.of(action, program)
             if action.is_compute or action.kind == STEP or clock[rank] > start:
                 spans.append(Span(rank, action, start, clock[rank]))

@@ -7,6 +7,8 @@
     V4 versions      born before use, alive until the last use, the same for F and B, as old as declared
     V5 declared      live weight versions and gradient buffers stay within the declared numbers
     V6 memory        so do the activations, for any share of them that W needs
+    V9 room          activations that wait on the host are back when used; what a rank holds keeps to its capacity at
+                     every computation
     V7 summation     the order in which each stage adds up its gradients is recorded in the report
 
 Of a program of forwards alone (`decode.py`) V2, V3 and
@@ -44,6 +46,7 @@ from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvou
 from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import BatchRange, BatchSpec, Program
 from megalite.schedule.simulate import ResultKey, dependencies, produced, simulate
+from megalite.schedule.transfers import transfer_faults
 
 Lists = Sequence[Sequence[Action]]
 """The whole run of every rank."""
@@ -107,6 +110,8 @@ def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterat
     yield "V4 weight versions", _first(_versions(program, run, lists))
     yield "V5 declared weight versions and gradient buffers", _first(_declared(program, run, lists))
     yield "V6 declared activations", _first(_activations(program, run, lists))
+    if program.room is not None:
+        yield "V9 room for activations", _first(_transfers(program, lists))
 
 
 def _first(faults: Iterator[MessageFault]) -> list[MessageFault]:
@@ -327,6 +332,13 @@ def _activations(program: Program, run: Sequence[BatchRange], lists: Lists) -> I
             if whole > full or whole + weight_only > full + more:
                 held = f"{whole} + {weight_only} (awaiting W) chunk activations, declared {full} + {more}"
                 yield MessageFault(f"rank {rank} holds {held}", rank, position)
+
+
+def _transfers(program: Program, lists: Lists) -> Iterator[MessageFault]:
+    assert program.room is not None
+    for rank, actions in enumerate(lists):
+        for position, wrong in transfer_faults(actions, program.recomputed, program.room, program.room.capacity[rank]):
+            yield MessageFault(wrong, rank, position)
 
 
 def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Lists) -> str:

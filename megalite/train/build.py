@@ -21,7 +21,7 @@ from megalite.magnitudes import Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
-from megalite.parallel.pipeline import RecomputedStage, SharedGradient, Stage, holders, replica_axes
+from megalite.parallel.pipeline import SharedGradient, Stage, holders, replica_axes, stage_type
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
@@ -159,7 +159,7 @@ def _build_stages(
         notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
         modules = [_build_module(own, mesh, items, notes, device) for _ in range(program.weight_versions[rank])]
         ends, (queue, loads, sizes) = (key[0] == 0, key[0] == last), notes
-        make = RecomputedStage if key[0] in program.recomputed else Stage
+        make = stage_type(program, key, [stage for stage, _ in built.values()], device)
         stage = make(modules, queue, spec=spec, is_first=ends[0], is_last=ends[1], loads=loads, magnitudes=sizes)
         built[key] = stage, modules
     return built

@@ -17,7 +17,7 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE
-from megalite.planner import checkpoint_bytes, format_table
+from megalite.planner import checkpoint_bytes, format_table, within_budget
 from megalite.progress import ProgressBar
 from megalite.schedule import Program, render_text, simulate
 from megalite.train.announcement import rows_of
@@ -42,6 +42,8 @@ LARGEST_CHECKPOINT = 1 << 34
 def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError."""
     config, tokenizer = resolve_tokenizer(config)
+    on_cpu = config.parallel.hardware.device == "cpu" or not torch.cuda.is_available()
+    config = within_budget(config, world_size, on_cpu=on_cpu)
     programs = ProgramCache(config)
     programs.prove(world_size, Axis.single("world"))
     program = programs.full(world_size)

@@ -23,7 +23,7 @@ from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor
-from megalite.planner import format_table
+from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, open_module
 from megalite.train.batch_reader import BatchReader
@@ -74,6 +74,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     """Builds everything and loads the checkpoint, if there is one; releases the run directory at the end."""
     world.report_phase("start-up: tokenizer")
     config, tokenizer = resolve_tokenizer(config)
+    config = within_budget(config, world.size, on_cpu=world.device.type == "cpu")
     world.report_phase("start-up: process groups")
     mesh = make_mesh(config, world)
     programs = ProgramCache(config)

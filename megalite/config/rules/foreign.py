@@ -57,6 +57,8 @@ def _of_our_models(config: Config) -> Iterator[str]:
         yield f"--fp8-format={training.float8.fp8_format}"
     if training.seq_length_schedule is not None:
         yield f"--seq-length-schedule={training.seq_length_schedule}"
+    if parallel.hardware.device_memory_budget_gb is not None:
+        yield f"--device-memory-budget-gb={parallel.hardware.device_memory_budget_gb:g}"
     if samples.sample_interval is not None:
         yield f"--sample-interval={samples.sample_interval}"
     switches = {

@@ -162,9 +162,9 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
 
 def recomputed_twice(config: Config, flag: str) -> Iterator[str]:
     """What is not said of a run whose schedule, given by `flag`, recomputes whole stages."""
-    model = config.model
-    if model.recompute_granularity == "full":
-        yield f"--recompute-granularity=full: {flag} recomputes whole stages itself; leave it out"
+    model, kind = config.model, config.model.recompute_granularity
+    if kind in ("full", "auto"):
+        yield f"--recompute-granularity={kind}: {flag} recomputes whole stages itself; leave it out"
     if model.cpu_offloading_num_layers:
         yield (
             f"--cpu-offloading-num-layers={model.cpu_offloading_num_layers}: {flag} recomputes whole stages and keeps "

@@ -83,6 +83,9 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
                 yield f"{flag}={show(value)}: needs --recompute-granularity=full"
     else:
         yield from _recomputed_layers(config)
+    budget = config.parallel.hardware.device_memory_budget_gb
+    if model.recompute_granularity == "auto" and budget is None:
+        yield "--recompute-granularity=auto: needs --device-memory-budget-gb"
     offloaded = model.cpu_offloading_num_layers
     if offloaded > model.num_layers:
         yield f"--cpu-offloading-num-layers={offloaded}: more than --num-layers={model.num_layers}"

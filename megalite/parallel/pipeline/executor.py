@@ -26,14 +26,15 @@ from megalite.comm import Channel, IncomingMessage, MessageLabel
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.microbatch import StageInput
-from megalite.parallel.pipeline.recomputed import RecomputedStage
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
+    EVICT,
     FORWARD,
     NONE,
+    PREFETCH,
     RECOMPUTE,
     RECV_B,
     RECV_F,
@@ -46,6 +47,8 @@ from megalite.schedule import (
 )
 
 _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
+_OF_STAGE = {BACKWARD_WEIGHT: "backward_weight", RECOMPUTE: "recompute", EVICT: "evict", PREFETCH: "prefetch"}
+"""Kinds that move no tensor between stages -> the stage's method."""
 
 
 class MicrobatchSource(Protocol):
@@ -116,8 +119,7 @@ class Executor:
             FORWARD: self._forward,
             BACKWARD: self._backward,
             BACKWARD_INPUT: self._backward,
-            BACKWARD_WEIGHT: self._backward_weight,
-            RECOMPUTE: self._recompute,
+            **dict.fromkeys(_OF_STAGE, self._of_stage),
             SEND_F: self._send,
             SEND_B: self._send,
             RECV_F: self._post,
@@ -182,13 +184,8 @@ class Executor:
         if dx is not None:
             self._pass_on("B", dx, action, to=action.stage - 1)
 
-    def _backward_weight(self, action: Action, source: MicrobatchSource) -> None:
-        self.stages[action.stage_key].backward_weight(action.microbatch)
-
-    def _recompute(self, action: Action, source: MicrobatchSource) -> None:
-        stage = self.stages[action.stage_key]
-        assert isinstance(stage, RecomputedStage), action
-        stage.recompute(action.microbatch)
+    def _of_stage(self, action: Action, source: MicrobatchSource) -> None:
+        getattr(self.stages[action.stage_key], _OF_STAGE[action.kind])(action.microbatch)
 
     def _send(self, action: Action, source: MicrobatchSource) -> None:
         kind, step = ("F", 1) if action.kind == SEND_F else ("B", -1)

@@ -1,7 +1,8 @@
 """Timelines as Chrome traces: open the JSON at ui.perfetto.dev or chrome://tracing.
 
-One process per pipeline, one thread per rank; F, B, I, W are slices named like `F3 (stage 1)`, STEPs are instants. A
-simulated and a measured timeline written into one file lie side by side, as two processes.
+One process per pipeline, one thread per rank (and one per host link where activations move); F, B, I, W are slices
+named like `F3 (stage 1)`, STEPs are instants. A simulated and a measured timeline written into one file lie side by
+side, as two processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ def trace_events(timeline: Timeline, *, process: int = 0) -> list[dict[str, Any]
     name = f"{timeline.title or 'pipeline'} ({'measured' if timeline.unit else 'simulated'})"
     events: list[dict[str, Any]] = [_meta("process_name", process, 0, name)]
     events += [_meta("thread_name", process, rank, f"rank {rank}") for rank in range(timeline.num_ranks)]
-    for span in timeline.spans:
+    ranks = timeline.num_ranks
+    moving = [rank for rank in range(ranks) if any(span.rank == rank for span in timeline.transfers)]
+    events += [_meta("thread_name", process, ranks + rank, f"rank {rank}, host link") for rank in moving]
+    links = [span._replace(rank=ranks + span.rank) for span in timeline.transfers]
+    for span in [*timeline.spans, *links]:
         event: dict[str, Any] = {
             "name": _name(span.action),
             "cat": span.action.kind,

@@ -14,7 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, STEP, Action
+from megalite.schedule.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    EVICT,
+    FORWARD,
+    PREFETCH,
+    RECOMPUTE,
+    STEP,
+    Action,
+)
 from megalite.schedule.simulate import Span, Timeline
 
 LANE, GAP, BOX_RADIUS = 34, 8, 4
@@ -36,6 +46,7 @@ NAMES = {
 }
 INK, MUTED, PAPER, LANE_FILL, HATCH = "#1d2433", "#69738a", "#ffffff", "#f3f5f9", "#dfe4ee"
 OPTIMIZER = "#b4bccd"
+TRANSFERS = {EVICT: "#9b6fd0", PREFETCH: "#d06fa8"}
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -70,6 +81,7 @@ def render_svg(timeline: Timeline, *, title: str | None = None, max_width: int =
         *_axis(canvas),
         *(part for rank in range(timeline.num_ranks) for part in _lane(canvas, rank)),
         *(part for span in timeline.spans for part in _span(canvas, span)),
+        *(_transfer(canvas, span) for span in timeline.transfers),
         *_legend(canvas, height),
     ]
     return "\n".join(
@@ -158,6 +170,17 @@ def _span(canvas: _Canvas, span: Span) -> Iterator[str]:
         yield from _box(canvas, part, left, right, y + index * height, height, tip)
 
 
+def _transfer(canvas: _Canvas, span: Span) -> str:
+    """A thin bar in the gap below the lane: to the host, and under it from the host."""
+    y = canvas.y(span.rank) + LANE + (1 if span.action.kind == EVICT else GAP / 2 + 1)
+    left, right = canvas.x(float(span.start)), canvas.x(float(span.end))
+    return (
+        f"<g><title>{escape(str(span.action))}: {float(span.start):g} to {float(span.end):g}</title>"
+        f'<rect x="{left:.2f}" y="{y:.1f}" width="{max(right - left, 1):.2f}" height="{GAP / 2 - 1:.1f}" '
+        f'fill="{TRANSFERS[span.action.kind]}"/></g>'
+    )
+
+
 def _box(
     canvas: _Canvas, action: Action, left: float, right: float, top: float, height: float, tip: str
 ) -> Iterator[str]:
@@ -231,5 +254,7 @@ def _legend(canvas: _Canvas, height: float) -> Iterator[str]:
     steps = [span for span in canvas.timeline.spans if span.action.kind == STEP]
     if steps:
         notes.append("grey up to ▲: optimizer step" if any(s.end > s.start for s in steps) else "▲ optimizer step")
+    if canvas.timeline.transfers:
+        notes.append("bars below: activations to and from the host")
     notes.append("hatched: idle")
     yield f'<text x="{x:.0f}" y="{y + 11:.1f}" font-size="12" fill="{MUTED}">{escape("  ·  ".join(notes))}</text>'

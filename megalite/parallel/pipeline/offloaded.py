@@ -1,0 +1,61 @@
+"""A stage whose saved activations may wait on the host (EVICT, PREFETCH), and which stage is of what type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.microbatch import StageInput
+from megalite.parallel.pipeline.recomputed import RecomputedStage
+from megalite.parallel.pipeline.saved_tensors import SavedTensors
+from megalite.parallel.pipeline.stage import Stage
+from megalite.schedule import Program, StageKey
+
+
+class OffloadedStage(Stage):
+    """A `Stage` of a program with `Program.room`. saved: of all stages of the rank; the rest as `Stage`."""
+
+    def __init__(self, *args: Any, saved: SavedTensors, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.saved = saved
+
+    def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
+        """As `Stage.forward`."""
+        with self.saved.of((id(self), number), x):
+            out = super().forward(number, x, microbatch, factor, version=version)
+        self.saved.settle()
+        return out
+
+    def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
+        """As `Stage.backward`."""
+        dx = super().backward(number, dy)
+        self.saved.drop((id(self), number))
+        self.saved.settle()
+        return dx
+
+    def backward_weight(self, number: int) -> None:
+        """As `Stage.backward_weight`."""
+        super().backward_weight(number)
+        self.saved.settle()
+
+    def evict(self, number: int) -> None:
+        """Starts to move what the micro-batch's forward has saved to the host."""
+        self.saved.evict((id(self), number))
+
+    def prefetch(self, number: int) -> None:
+        """Starts to bring it back."""
+        self.saved.prefetch((id(self), number))
+
+
+def stage_type(program: Program, key: StageKey, beside: Sequence[Stage], device: torch.device) -> Callable[..., Stage]:
+    """What makes the stage `key` of a program. beside: the rank's stages so far, which share their memory with it."""
+    if key[0] in program.recomputed:
+        return RecomputedStage
+    if program.room is None:
+        return Stage
+    others = [stage.saved for stage in beside if isinstance(stage, OffloadedStage)]
+    return partial(OffloadedStage, saved=others[0] if others else SavedTensors(device))

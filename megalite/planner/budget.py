@@ -1,0 +1,145 @@
+"""`--device-memory-budget-gb`: what lies where, so that every rank keeps to its budget, decided before the run.
+
+What is needed last goes first (the rule of Belady, by which the activations are chosen too):
+
+    recomputation          where --recompute-granularity is auto: the fewest layers of each stage
+    masters and moments    needed by STEP alone: as many hundredths as must go to the host, which updates them there
+    activations            moved by EVICT and PREFETCH, micro-batch by micro-batch (`schedule.insert_transfers`)
+
+A budget that all of it cannot keep is refused, with the least one that could be.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from megalite.config import Config, config_problems
+from megalite.errors import ConfigError, ScheduleError
+from megalite.inventory import stage_layer_ranges
+from megalite.planner.activations import stage_activations, workspace_bytes
+from megalite.planner.memory import RankMemory, rank_memory
+from megalite.planner.predict import program_of
+from megalite.planner.startup_table import in_units
+from megalite.planner.uneven import MemoryHeadroom, recomputing, smallest_numbers
+from megalite.schedule import ActivationRoom, Program
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What `MemoryHeadroom` asks of the hardware."""
+
+    usable_bytes: float
+    on_cpu: bool
+
+
+def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> Config:
+    """The configuration with what its budget decides. config: legal, with its vocabulary resolved.
+
+    Raises ConfigError where nothing is enough.
+    """
+    gigabytes = config.parallel.hardware.device_memory_budget_gb
+    if gigabytes is None or config.training.skip_train:
+        return config
+    device = _Device(1e9 * gigabytes, on_cpu)
+    if config.model.recompute_granularity == "auto":
+        config = _fewest_recomputed(config, world_size, device)
+    if _fits(config, world_size, device):
+        return config
+    config = _smallest_fraction(config, world_size, device)
+    return config if _fits(config, world_size, device) else _with_room(config, world_size, device)
+
+
+def _memory(config: Config, world_size: int, device: _Device) -> tuple[Program, list[range], list[RankMemory]]:
+    program = program_of(config, world_size)
+    cuts = stage_layer_ranges(config, program)
+    ranks = range(program.num_ranks)
+    memory = [
+        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=device.on_cpu) for rank in ranks
+    ]
+    return program, cuts, memory
+
+
+def _fits(config: Config, world_size: int, device: _Device) -> bool:
+    return all(rank.total <= device.usable_bytes for rank in _memory(config, world_size, device)[2])
+
+
+def _fewest_recomputed(config: Config, world_size: int, device: _Device) -> Config:
+    """`--recompute-granularity auto`: block by block, all of them where that is not enough."""
+    config = replace(config, model=replace(config.model, recompute_granularity=None))
+    program = program_of(config, world_size)
+    cuts = stage_layer_ranges(config, program)
+    room = MemoryHeadroom(config, world_size, device, program)
+    blocks = [room.blocks(cut) for cut in cuts]
+    numbers = list(smallest_numbers(room, cuts) or blocks)
+    if config.parallel.pipeline_schedule_file is not None and len(set(numbers)) > 1:
+        numbers = blocks if len(set(blocks)) > 1 else [max(numbers)] * len(numbers)  # one number for all is written
+    return recomputing(config, numbers, blocks)
+
+
+def _smallest_fraction(config: Config, world_size: int, device: _Device) -> Config:
+    """As few masters and moments on the host as it takes; all of them where that is not enough, none where the
+    optimizer cannot have them there."""
+
+    def placed(hundredths: int) -> Config:
+        given = replace(
+            config.optimizer.offload,
+            optimizer_cpu_offload=hundredths > 0,
+            optimizer_offload_fraction=max(1, hundredths) / 100 if hundredths else 1.0,
+        )
+        return replace(config, optimizer=replace(config.optimizer, offload=given))
+
+    if config.optimizer.offload.fraction or config_problems(placed(100), world_size):
+        return config
+    found = bisect_left(range(101), True, key=lambda hundredths: _fits(placed(hundredths), world_size, device))
+    return placed(min(found, 100))
+
+
+def _with_room(config: Config, world_size: int, device: _Device) -> Config:
+    """Activations move. Raises ConfigError where they cannot, or where it is not enough."""
+    program, cuts, memory = _memory(config, world_size, device)
+    flag = f"--device-memory-budget-gb={config.parallel.hardware.device_memory_budget_gb:g}"
+    least = max(rank.total for rank in memory)
+    why = _immovable(config, program)
+    if why is not None:
+        raise ConfigError(f"{flag}: {in_units(least, 'B')} are needed, and {why}; give as much")
+    longest = config.at_length(max(length for length, _ in config.phases(world_size)))
+    own = [longest.for_stage(stage) for stage in range(len(cuts))]
+    kept = [stage_activations(own[s], cut, on_cpu=device.on_cpu) for s, cut in enumerate(cuts)]
+    chunk = [workspace_bytes(own[s], cut, on_cpu=device.on_cpu)[0] for s, cut in enumerate(cuts)]
+    full = tuple(each.full + each.head for each in kept)
+    stages = [[stage for stage, _ in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
+    heads = [memory[rank].logits - max(chunk[stage] for stage in held) for rank, held in enumerate(stages)]
+    others = [rank.total - rank.activations - head for rank, head in zip(memory, heads, strict=True)]
+    waiting = tuple(each.weight_only for each in kept)
+
+    def roomy(usable: float) -> Config:
+        return replace(config, room=ActivationRoom(full, waiting, tuple(max(0.0, usable - other) for other in others)))
+
+    def possible(usable: float) -> bool:
+        try:
+            return _fits(roomy(usable), world_size, _Device(usable, device.on_cpu))
+        except ScheduleError:
+            return False
+
+    if possible(device.usable_bytes):
+        return roomy(device.usable_bytes)
+    steps = [max(others) + (least - max(others)) * step / 100 for step in range(101)]
+    enough = steps[min(100, bisect_left(steps, True, key=possible))]
+    raise ConfigError(
+        f"{flag}: not enough with masters and moments on the host and activations that come and go; "
+        f"{enough / 1e9:.3g} are, or use --recompute-granularity=auto, a smaller --micro-batch-size or more ranks"
+    )
+
+
+def _immovable(config: Config, program: Program) -> str | None:
+    """Why activations stay where they are."""
+    if program.asynchronous:
+        return f"{program.name} never drains, so that activations outlive their batch and stay"
+    if program.recomputed or config.model.recompute_granularity == "full":
+        return "what recomputation keeps stays where it is"
+    if config.model.cpu_offloading_num_layers:
+        return "--cpu-offloading-num-layers says which activations leave"
+    if config.training.compile:
+        return "--compile decides what is kept"
+    return None

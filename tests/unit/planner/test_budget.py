@@ -1,0 +1,99 @@
+"""A budget of device memory is kept with as little as it takes: few recomputed layers, few states, few transfers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import Config, parse
+from megalite.errors import ConfigError
+from megalite.inventory import stage_layer_ranges
+from megalite.planner import program_of, rank_memory, startup_rows, within_budget
+from megalite.schedule import validate
+
+BASE = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --global-batch-size 16 --train-iters 2 "
+    "--lr 1e-3 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 --bf16 "
+    "--pipeline-model-parallel-size 4 --pipeline-schedule"
+)
+
+
+def config_of(schedule: str, gigabytes: float, more: str = "") -> Config:
+    flags = f"{BASE} {schedule} --device-memory-budget-gb {gigabytes} {more}".split()
+    return parse(flags, world_size=4)
+
+
+def totals(config: Config) -> list[float]:
+    program = program_of(config, 4)
+    cuts = stage_layer_ranges(config, program)
+    return [rank_memory(config, 4, program=program, cuts=cuts, rank=rank).total for rank in range(4)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2"])
+def test_states_leave_first_then_activations_then_nothing_is_enough(schedule: str) -> None:
+    free = max(totals(config_of(schedule, 1)))
+    seen = set()
+    for share in range(100, 4, -12):
+        budget = free * share / 99.99
+        try:
+            config = within_budget(config_of(schedule, budget / 1e9), 4, on_cpu=False)
+        except ConfigError as error:
+            enough = re.search(r"host and activations that come and go; ([\d.e+-]+) are, or use", str(error))
+            assert enough is not None and 1e9 * float(enough[1]) > budget
+            assert max(totals(within_budget(config_of(schedule, 1.01 * float(enough[1])), 4, on_cpu=False))) < free
+            seen.add("refused")
+            continue
+        assert max(totals(config)) <= budget
+        fraction = config.optimizer.offload.fraction
+        assert config.room is None or fraction == 1
+        assert share < 100 or (fraction == 0 and config.room is None)
+        if config.room is not None:
+            program = program_of(config, 4)
+            validate(program)
+            rows = dict(startup_rows(config, 4, program=program, cuts=stage_layer_ranges(config, program)))
+            transfers = max(sum(a.kind in ("EVICT", "PREFETCH") for a in actions) for actions in program.unroll(1))
+            assert f"{transfers} transfers a batch" in rows["budget"]
+            seen.add("activations")
+        elif fraction:
+            offload = replace(config.optimizer.offload, optimizer_offload_fraction=max(fraction - 0.02, 0.0))
+            offload = replace(offload, optimizer_cpu_offload=fraction > 0.02)
+            less = replace(config, optimizer=replace(config.optimizer, offload=offload))
+            assert max(totals(less)) > budget
+            seen.add("states")
+    assert seen >= {"states", "refused"} and (schedule != "gpipe" or "activations" in seen)
+
+
+def test_the_fewest_layers_are_recomputed() -> None:
+    plain = config_of("1f1b", 1)
+    free, least = totals(plain), totals(config_of("1f1b", 1, "--recompute-granularity full"))
+    for share in (0.8, 0.5, 0.2):
+        budget = max(least) + share * (max(free) - max(least))
+        config = within_budget(config_of("1f1b", budget / 1e9, "--recompute-granularity auto"), 4, on_cpu=False)
+        numbers = config.model.recompute_num_layers
+        assert max(totals(config)) <= budget and config.optimizer.offload.fraction == 0
+        assert numbers is not None and len(numbers) == 4 and numbers[0] >= numbers[-1]
+        for rank, number in enumerate(numbers):
+            if number:
+                fewer = tuple(n - (s == rank) for s, n in enumerate(numbers))
+                assert totals(replace(config, model=replace(config.model, recompute_num_layers=fewer)))[rank] > budget
+    whole = within_budget(config_of("1f1b", 1, "--recompute-granularity auto"), 4, on_cpu=False)
+    assert whole.model.recompute_granularity is None
+    tight = within_budget(config_of("1f1b", 0.9 * max(least) / 1e9, "--recompute-granularity auto"), 4, on_cpu=False)
+    assert tight.model.recompute_method == "uniform" and tight.optimizer.offload.fraction > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "why"),
+    [
+        ("2bw", "", "2bw never drains, so that activations outlive their batch and stay"),
+        ("gpipe", "--recompute-granularity full", "what recomputation keeps stays where it is"),
+        ("shifted-critical-path", "", "what recomputation keeps stays where it is"),
+        ("gpipe", "--compile", "--compile decides what is kept"),
+        ("gpipe", "--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers says which activations leave"),
+    ],
+)
+def test_what_cannot_move_is_said(schedule: str, more: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--device-memory-budget-gb=0.001: .* are needed, and {why}; give as much"):
+        within_budget(config_of(schedule, 0.001, more), 4, on_cpu=False)
