@@ -295,14 +295,14 @@ class ParallelMesh:
 
 def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: int, pp: int) -> dict[str, int]:
     """Sizes of the base axes `names`; the one after `inner` gets what the others leave of the world."""
+    if min(sizes := (*inner, replicate, pp)) < 1:
+        raise ConfigError(f"world size {world}: sizes of axes are at least 1, not {min(sizes)}")
     used = prod(inner) * pp
     if world % used:
         label = "*".join(name for name, size in zip(names, inner, strict=False) if size > 1 or name == names[0])
         raise ConfigError([f"world size {world}: not divisible by {label}*pp={used}"])
     if world // used % replicate:
-        raise ConfigError(
-            [f"--num-distributed-optimizer-instances={replicate}: does not divide data-parallel size {world // used}"]
-        )
+        raise ConfigError(f"dp_replicate={replicate}: does not divide the data-parallel size {world // used}")
     return dict(zip(names, (*inner, world // used // replicate, replicate, pp), strict=True))
 
 

@@ -126,7 +126,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         ParallelMesh.build(rank=0, size=6, tp=2, pp=2)
     with pytest.raises(ConfigError, match=r"world size 8: not divisible by etp\*ep\*pp=6"):
         ParallelMesh.build(rank=0, size=8, tp=2, ep=3)
-    with pytest.raises(ConfigError, match="instances=3: does not divide data-parallel size 4"):
+    with pytest.raises(ConfigError, match="dp_replicate=3: does not divide the data-parallel size 4"):
         ParallelMesh.build(rank=0, size=4, dp_replicate=3)
     with pytest.raises(ValueError, match="no view"):
         ParallelMesh.single().over("ep", "cp")
