@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from megalite.comm import Axis, ParallelMesh
 from megalite.errors import ConfigError
 from megalite.library.linearise import Line, Part, linearise
+from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
 from megalite.library.tracing import Traced, trace
 
@@ -50,6 +51,8 @@ def layers_over(axis: Axis, module: nn.Module, example: tuple[Tensor, ...], tabl
     traced = trace(module, example, cuts)
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
     line = linearise(traced, cut)
+    if cuts:
+        check_parts(cut, traced, trace(module, example, {}))
     keys: dict[int, tuple[str, ...]] = {}
     stored = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     held = {id(parameter): cuts[name].local for name, parameter in module.named_parameters() if name in cuts}
