@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,8 +38,20 @@ def test_an_example_learns(name: str) -> None:
         assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.full
+def test_a_module_of_ones_own_learns(tmp_path: Path) -> None:
+    """By the command that its file begins with."""
+    command = (ROOT / "examples" / "model_module.py").read_text().split("python ")[1].replace("\\\n", " ")
+    folder = tmp_path / "mine"
+    run(*command.replace("runs/mine", str(folder)).split(), "--device", "cpu", "--log-interval", "1")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    losses = [line["lm_loss"] for line in lines if line["kind"] == "train"]
+    assert losses[-1] < 0.6 * losses[0]
+    assert run("examples/model_module.py", str(folder)).startswith("def ")
+
+
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES} == {"custom_schedule", *LONG}
+    assert {path.stem for path in EXAMPLES} == {"custom_schedule", "model_module", *LONG}
 
 
 def test_examples_are_short() -> None:
