@@ -91,7 +91,7 @@ class Graphs:
             with _disable_current_modes():
                 return torch.fx.Interpreter(graph).boxed_run(values)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
+        run._boxed_call = True  # type: ignore[attr-defined]  # by which torch knows that it takes a list
         return run
 
 
@@ -164,7 +164,7 @@ def nanogpt(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Ca
 
 def ours(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Callable[[], Tensor], nn.Module]:
     """The same of megalite: bf16 weights, fp32 main gradients."""
-    given = ModelConfig(num_layers=blocks, **MODEL)  # type: ignore[arg-type]
+    given = ModelConfig(num_layers=blocks, **MODEL)  # type: ignore[arg-type]  # a dict of int
     specs = [spec for spec in layer_specs(given) if spec.name.startswith("layers.")]
     model = build_stack(given, specs, LayerContext(dtype=torch.bfloat16), init_seed=1)
     for parameter in model.parameters():

@@ -32,6 +32,7 @@ from megalite.comm.collectives import (
     reduce_scatter_into,
     start_all_to_all_rows,
 )
+from megalite.comm.device_waits import DeviceWaitClock
 from megalite.comm.gathered_json import GatheredJson, all_gather_json
 from megalite.comm.mesh import Axis, ContextAxes, ExpertAxes, FamilyAxes, ParallelMesh
 from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec

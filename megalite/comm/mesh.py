@@ -42,7 +42,7 @@ PRODUCTS = {
 class WaitClock:
     """Seconds for which communication blocked this rank's host: a slow rank has few, the ranks that wait for it many.
 
-    (NCCL blocks the device instead of the host, so on GPUs it stays near zero.)
+    (NCCL blocks the device instead of the host: there it is a `DeviceWaitClock`.)
     """
 
     def __init__(self) -> None:

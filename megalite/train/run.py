@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.checkpoint import Meta
-from megalite.comm import Channel, ParallelMesh, World, share_axis
+from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
 from megalite.config import Config
 from megalite.data import Survey, survey_differences
 from megalite.errors import DataError
@@ -139,6 +139,8 @@ def make_mesh(config: Config, world: World) -> ParallelMesh:
         dp_replicate=parallel.num_distributed_optimizer_instances,
         timeout=60 * parallel.distributed_timeout_minutes,
     )
+    if world.device.type == "cuda":
+        mesh.waits = DeviceWaitClock()
     if world.device.type == "cpu":
         for name in ("tp", "ep"):
             mesh.adopt(share_axis(mesh[name], timeout=60 * parallel.distributed_timeout_minutes))

@@ -21,6 +21,8 @@ MODELS = {
     "llama": ("--num-layers", "4", "--model-type", "llama", "--num-query-groups", "2", "--qk-layernorm"),
     "recompute": ("--num-layers", "4", "--recompute-granularity", "full", "--recompute-method", "uniform"),
     "2bw": ("--num-layers", "4", "--pipeline-schedule", "2bw"),
+    "documents": ("--num-layers", "4", "--reset-position-ids", "--reset-attention-mask"),
+    "window": ("--num-layers", "4", "--window-size", "5"),
 }
 
 
@@ -43,10 +45,16 @@ def test_fp64_on_the_gpu_is_the_oracle(name: str, tmp_path: Path) -> None:
         assert float((found[tensor] - value).abs().max()) < 1e-10, tensor
 
 
-@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--compile"), ("--fp16", "--initial-loss-scale", "1024")])
-def test_half_precision_stays_near_the_oracle(flags: tuple[str, ...], tmp_path: Path) -> None:
-    records = run(tmp_path / "run", "--num-layers", "4", "--no-fp64", *flags)
-    expected = reference((*TINY, "--micro-batch-size", "1", "--num-layers", "4"), STEPS)
+HALF = [("--bf16",), ("--bf16", "--compile"), ("--fp16", "--initial-loss-scale", "1024")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"), [*((flags, "gpt") for flags in HALF), *((HALF[0], n) for n in ("documents", "window"))]
+)
+def test_half_precision_stays_near_the_oracle(flags: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    """What hides documents and what is behind a window are kernels of their own in 16 bits."""
+    records = run(tmp_path / "run", *MODELS[name], "--no-fp64", *flags)
+    expected = reference((*TINY, "--micro-batch-size", "1", *MODELS[name]), STEPS)
     assert_close([record["lm_loss"] for record in records], expected.losses, 2e-2, "loss")
 
 

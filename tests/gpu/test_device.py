@@ -13,6 +13,7 @@ from equivalence.layouts import OPTIMIZERS, TINY
 from gpu.devices import DEVICES, needs_cuda
 from torch import Tensor, nn
 
+from megalite.comm import DeviceWaitClock
 from megalite.comm.mesh import Axis
 from megalite.comm.world import World
 from megalite.config import Float8
@@ -192,3 +193,18 @@ def test_float8_products_are_those_of_the_emulation(kind: str, recipe: str) -> N
         assert float8_difference(given, torch.device("cuda")) < 1e-2
     except RuntimeError as error:  # a run refuses the recipe with this text
         pytest.skip(f"this torch on this GPU: {str(error).splitlines()[0]}")
+
+
+@needs_cuda
+def test_waits_of_the_device_are_timed_and_nobody_waits_for_the_clock() -> None:
+    clock, other, computing = DeviceWaitClock(), torch.cuda.Stream(), torch.cuda.current_stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(200_000_000)  # some 0.1 s
+        arrived = other.record_event()
+    began = time.perf_counter()
+    with clock:
+        computing.wait_event(arrived)
+    early = clock.take()
+    assert time.perf_counter() - began < 0.05 and early == 0.0
+    torch.cuda.synchronize()
+    assert 0.03 < clock.take() < 1.0

@@ -14,14 +14,19 @@ from gpu.devices import NUM_GPUS, needs_cuda, needs_gpus
 
 from megalite.comm import ParallelMesh, barrier
 from megalite.comm.world import World
+from megalite.config.cli import parse
 from megalite.config.parallel import SCHEDULES
+from megalite.observe.observers import read_metrics
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
 
+HALVES = "--micro-batch-size 2 --tp-comm-overlap"
 GRIDS = {
     "dp, ZeRO 1": (2, "--zero-stage 1"),
     "dp, ZeRO 3": (2, "--zero-stage 3"),
     "tp, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp, halves take turns": (2, f"--tensor-model-parallel-size 2 {HALVES}"),
+    "tp, sequence parallel, halves": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {HALVES}"),
     "pp": (2, "--pipeline-model-parallel-size 2"),
     "tp, pp, dp": (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1"),
 }
@@ -62,6 +67,38 @@ def test_ranks_that_share_one_gpu_are_the_oracle(schedule: str) -> None:
     check("cuda", max(2, NUM_GPUS + 1) if NUM_GPUS < 2 else 2, flags)
 
 
+@needs_cuda
+@pytest.mark.parametrize("split", ["", "--sequence-parallel"])
+def test_halves_of_ranks_that_share_one_gpu_are_the_oracle(split: str) -> None:
+    check("cuda", 2, f"--tensor-model-parallel-size 2 {split} {HALVES} --distributed-backend gloo")
+
+
+def body_slow_device(world: World, save: str) -> None:
+    """Trains; the last rank's device does nothing for a while in each forward of a block."""
+    from megalite.nn import Block
+    from megalite.train.run import run_training
+
+    forward = Block.forward
+
+    def sleepy(self: Block, *inputs: Any) -> torch.Tensor:
+        torch.cuda._sleep(50_000_000)
+        return forward(self, *inputs)
+
+    if world.rank == world.size - 1:
+        Block.forward = sleepy  # type: ignore[method-assign]
+    flags = "--num-layers 4 --micro-batch-size 1 --log-interval 4 --device cuda --train-iters 12"
+    argv = [*TINY, *flags.split(), "--save", save, "--data-cache-path", f"{save}-cache"]
+    run_training(parse(argv, world_size=world.size), world)
+
+
+@needs_gpus(2)
+def test_a_slow_device_is_named(tmp_path: Path) -> None:
+    """Its host is as fast as the others', which wait for it on their streams."""
+    run_ranks(body_slow_device, 2, str(tmp_path), device="cuda", timeout=300.0)
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "train"]
+    assert records[-1].get("slowest_rank") == 1
+
+
 def body_barrier(world: World) -> float:
     """Seconds that this rank waited for the one that comes late."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size)
@@ -81,6 +118,7 @@ def test_a_barrier_stops_the_host(device: str) -> None:
 
 COMPILED = {
     "tp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "tp, halves": f"--tensor-model-parallel-size 2 --sequence-parallel {HALVES}",
     "ZeRO 1": "--zero-stage 1",
     "ZeRO 3": "--zero-stage 3",
 }

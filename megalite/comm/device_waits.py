@@ -1,0 +1,58 @@
+"""How long a GPU stood still for messages.
+
+NCCL blocks a stream and not the host, so a clock on the host sees nothing. Here an event is recorded on the computing
+stream before each wait and one behind it; in between is the wait alone. Nobody waits for the events either: those that
+the device has passed are read once an iteration, so a wait is told an iteration or so later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megalite.comm.mesh import WaitClock
+
+
+class DeviceWaitClock(WaitClock):
+    """`WaitClock` of a GPU. Waits on other streams than the one that was current at first are not counted: whoever uses
+    those computes meanwhile.
+
+    make_event, current_stream: torch.cuda's.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
+        current_stream: Callable[[], Any] = lambda: torch.cuda.current_stream(),
+    ) -> None:
+        super().__init__()
+        self._make_event, self._current_stream = make_event, current_stream
+        self._computing = current_stream()
+        self._begun: Any = None
+        self._pending: deque[tuple[Any, Any]] = deque()
+        self._free: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._begun = self._recorded() if self._current_stream() == self._computing else None
+
+    def __exit__(self, *_: object) -> None:
+        if self._begun is not None:
+            self._pending.append((self._begun, self._recorded()))
+            self._begun = None
+
+    def take(self) -> float:
+        """The seconds of waits that the device has behind it and that were not told before."""
+        milliseconds = 0.0
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.popleft()
+            milliseconds += begin.elapsed_time(end)
+            self._free += [begin, end]
+        return milliseconds / 1e3
+
+    def _recorded(self) -> Any:
+        event = self._free.pop() if self._free else self._make_event()
+        event.record()
+        return event
