@@ -12,11 +12,12 @@ Each answer is a sweep of whole searches: a table, and a picture of it (`plan_pl
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from megalite.config import Config
+from megalite.config import Config, ModelConfig
 from megalite.errors import ConfigError
 from megalite.inventory import count_parameters
 from megalite.planner import (
@@ -118,38 +119,54 @@ def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, sourc
 def _largest_model(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
     """Width and depth grow together, as model families do. With the memory of the hosts masters and moments are there,
     and beside what this program does stands how much could be trained in chunks over both."""
-    rows, room, chunks = [], hardware.host_memory_bytes, 0.0
+    rows: list[Row] = []
+    room, chunks = hardware.host_memory_bytes, 0.0
     if room and not hardware.on_cpu:
         offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
         config = replace(config, optimizer=replace(config.optimizer, offload=offload))
-    model = config.model
-    for _ in range(12):
-        size = count_parameters(model)
-        grown = replace(config, model=model)
-        name = f"{size / 1e9:,.3g} G parameters"
-        rows.append(_within(attempt(name, float(size), grown, world_size, hardware, source), hardware))
-        if room and (capacity := chunk_capacity(grown, world_size, hardware)) >= size:
-            chunks = capacity
-        if rows[-1].found is None and (not room or capacity < size):
-            break
-        heads = model.num_attention_heads * 5 // 4 // 8 * 8 or model.num_attention_heads * 2
-        scale = max(heads, model.num_attention_heads + 1)
-        model = replace(
-            model,
-            num_layers=model.num_layers * 5 // 4 // 4 * 4 or model.num_layers + 1,
-            num_attention_heads=scale,
-            hidden_size=model.head_dim * scale,
-            num_query_groups=None if model.query_groups == model.num_attention_heads else model.num_query_groups,
-            ffn_hidden_size=None
-            if model.ffn_hidden_size is None
-            else model.ffn_size * scale // model.num_attention_heads,
-        )
-    title = f"largest model on {world_size:,} devices"
-    note = ""
+
+    def of(model: ModelConfig) -> Row:
+        size, grown = count_parameters(model), replace(config, model=model)
+        row = attempt(f"{size / 1e9:,.3g} G parameters", float(size), grown, world_size, hardware, source)
+        rows.append(_within(row, hardware))
+        return rows[-1]
+
+    tried: list[ModelConfig] = []
+    while len(tried) < 12 and (not tried or rows[-1].found):
+        tried.append(_wider(tried[-1]) if tried else config.model)
+        of(tried[-1])
+    title, note = f"largest model on {world_size:,} device{'s' * (world_size > 1)}", ""
     if room:
+        if rows[-1].found is None and len(tried) > 1:
+            fits, larger = tried[-2:]
+            few, many = math.ceil(fits.num_layers * (fits.hidden_size / larger.hidden_size) ** 2), larger.num_layers
+            for _ in range(REFINED):
+                middle = (few + many) // 2
+                found = few < middle < many and of(replace(larger, num_layers=middle)).found
+                few, many = (middle, many) if found else (few, middle)
+        rows.sort(key=lambda row: row.value)
+        model, capacity = config.model, math.inf
+        while capacity > count_parameters(model):
+            capacity = chunk_capacity(replace(config, model=model), world_size, hardware)
+            if capacity > count_parameters(model):
+                chunks, model = capacity, _wider(model)
         title += f" with {room / GIB:,.0f} GiB on each host"
         note = f"in chunks over devices and hosts (PatrickStar, 14 bytes a parameter): {chunks / 1e9:,.3g} G parameters"
     return Sweep("largest-model", title, "parameters", hardware, tuple(rows), note)
+
+
+def _wider(model: ModelConfig) -> ModelConfig:
+    """A quarter wider and deeper."""
+    heads = model.num_attention_heads * 5 // 4 // 8 * 8 or model.num_attention_heads * 2
+    scale = max(heads, model.num_attention_heads + 1)
+    return replace(
+        model,
+        num_layers=model.num_layers * 5 // 4 // 4 * 4 or model.num_layers + 1,
+        num_attention_heads=scale,
+        hidden_size=model.head_dim * scale,
+        num_query_groups=None if model.query_groups == model.num_attention_heads else model.num_query_groups,
+        ffn_hidden_size=None if model.ffn_hidden_size is None else model.ffn_size * scale // model.num_attention_heads,
+    )
 
 
 def _within(row: Row, hardware: Hardware) -> Row:

@@ -182,6 +182,11 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
                 f"optimizer states over {name}: {ait:,.0f} FLOP a byte, {bandwidth / 1e9:.3g} GB/s a device: "
                 f"{efficiency(ait, bandwidth, peak):.1%} of the peak if nothing hides it (arXiv 2104.07857)"
             )
+    if lines and traffic.disk and not traffic.disk_bandwidth:
+        lines.append(
+            "optimizer states over the disk: its rate is not in the file of --hardware, and not in the step "
+            "(python tools/doctor.py --disk DIR measures it)"
+        )
     return lines or [
         "optimizer states off the device: give host_link, host_copy, disk_read, disk_write in the file of "
         "--hardware (python tools/doctor.py measures them)"

@@ -68,9 +68,9 @@ class StateFile:
         except OSError as error:
             free = os.statvfs(self.folder)
             raise ConfigError(
-                f"{FLAG}={self.folder}: no room for {size / 2**30:.3g} GiB more of masters and moments "
-                f"({error.strerror}): {self.path.name} has {self.nbytes / 2**30:.3g} GiB, "
-                f"{free.f_bavail * free.f_frsize / 2**30:.3g} GiB are free; give a folder on a larger disk"
+                f"{FLAG}={self.folder}: no room for {size / 1e6:,.1f} MB more of masters and moments "
+                f"({error.strerror}): {self.path.name} has {self.nbytes / 1e6:,.1f} MB, "
+                f"{free.f_bavail * free.f_frsize / 1e6:,.1f} MB are free; give a folder on a larger disk"
             ) from error
         self.nbytes += size
         tensor = torch.frombuffer(region, dtype=dtype, count=shape.numel()).view(shape)

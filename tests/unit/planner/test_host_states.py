@@ -48,7 +48,8 @@ def test_what_patrickstar_trained_is_what_devices_and_hosts_hold(
 
 
 def with_host(**rates: float) -> Hardware:
-    return replace(load_hardware("a100-80gb"), **rates)
+    unknown = {"host_link": 0.0, "host_copy": 0.0}
+    return replace(load_hardware("a100-80gb"), **unknown | rates)
 
 
 def optimizer_seconds(hardware: Hardware, *flags: str) -> float:
@@ -93,6 +94,9 @@ def test_the_plan_says_what_is_left_of_the_peak(tmp_path: Path) -> None:
     )
     assert "the link to the host" in link and "the host's memory" in host
     assert "tools/doctor.py measures them" in states_text(found, with_host())[0]
+    assert states_text(found, with_host(host_link=25e9, host_copy=100e9))[2].startswith(
+        "optimizer states over the disk: its rate is"
+    )
     assert host_traffic(found.config, 1.0, with_host()).seconds == 0.0
 
 

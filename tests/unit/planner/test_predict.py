@@ -103,7 +103,7 @@ def test_collectives_follow_alpha_and_beta() -> None:
 
 
 def test_hardware_files_are_complete_and_errors_name_the_field() -> None:
-    names = ("a100-80gb", "b200", "cpu-2core", "h100", "h200", "mi250x", "v100")
+    names = ("a100-80gb", "b200", "cpu-2core", "h100", "h200", "mi250x", "rtx-4090", "v100")
     assert tuple(available()) == names
     assert all(load_hardware(name).usable_bytes > 0 for name in names)
     with pytest.raises(ConfigError, match="one of a100-80gb"):
