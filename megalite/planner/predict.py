@@ -265,8 +265,8 @@ class _Stages:
         total = add_times(self.layers[item] for item in self.cuts[stage])
         again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
-        hop = self.hop() if self.software.waits and len(self.cuts) > 1 else 0.0
-        total += LayerTimes(over + hop, over + again + hop, over)
+        there, back = (self.exposed_hop(backward=backward) for backward in (False, True))
+        total += LayerTimes(over + there, over + again + back, over)
         return self._with_zero(total, stage)
 
     def _with_zero(self, times: LayerTimes, stage: int) -> LayerTimes:
@@ -288,8 +288,7 @@ class _Stages:
 
     def again(self, stage: int) -> float:
         """Seconds of R: the stage's forward once more, whose input is there."""
-        hop = self.hop() if self.software.waits and len(self.cuts) > 1 else 0.0
-        return self.times[stage].forward - hop
+        return self.times[stage].forward - self.exposed_hop()
 
     def simulator_costs(self) -> Costs:
         exact: dict[tuple[int, str], float] = {}
@@ -304,12 +303,20 @@ class _Stages:
                 exact |= {(stage, EVICT): seconds, (stage, PREFETCH): seconds}
         return Costs(communication=0.0 if self.software.waits else self.hop(), exact=exact)
 
-    def hop(self) -> float:
+    def hop(self, *, backward: bool = False) -> float:
+        """Seconds of a message to the next stage, or of a gradient to the one before."""
         tp, pp = self.config.parallel.tensor_model_parallel_size, self.config.parallel.pipeline_model_parallel_size
         group, nbytes = CommGroup(self.hardware, pp, tp * self.dp), boundary_bytes(self.config)
-        if self.software.whole_stages or self.config.parallel.sequence_parallel:
-            return group.send(nbytes)
-        return group.send(nbytes / tp) + CommGroup(self.hardware, tp).gather(nbytes)
+        software = self.software
+        whole = software.whole_stages or (backward and software.whole_gradients)
+        each = max(1, software.waits)
+        if whole or self.config.parallel.sequence_parallel:
+            return each * group.send(nbytes)
+        return each * group.send(nbytes / tp) + CommGroup(self.hardware, tp).gather(nbytes)
+
+    def exposed_hop(self, *, backward: bool = False) -> float:
+        """What of it each pass of a stage stands still for."""
+        return self.hop(backward=backward) if self.software.waits and len(self.cuts) > 1 else 0.0
 
     @cached_property
     def elements(self) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,9 @@ class Software:
     behind_weights: reductions of dx run behind dW.
     interleaved: every message of tensor parallelism runs behind parts of its product.
     whole_stages: each tensor-parallel rank sends a stage's output whole; else a part, and they are gathered there.
-    waits: a stage computes nothing while it sends or receives.
+    whole_gradients: their gradients go back whole.
+    waits: transfers of a pass for which a stage stands still: 1 where it sends and receives at once, 2 where one comes
+        after the other.
     """
 
     name: str
@@ -46,7 +48,8 @@ class Software:
     behind_weights: bool = True
     interleaved: bool = False
     whole_stages: bool = True
-    waits: bool = False
+    whole_gradients: bool = False
+    waits: int = 0
 
     @property
     def fused_attention(self) -> bool:
@@ -62,7 +65,7 @@ _EARLY: dict[str, Any] = {
     "backward_scores": 5.5,
     "optimizer": 16.0,
     "kernels": 22,
-    "waits": True,
+    "waits": 1,
 }
 """Megatron-LM before fused attention: masked softmax, bias and GELU, bias, dropout and addition are one kernel each;
 scores are written by the first product, read and written by softmax and by dropout with its mask, read by the second.
@@ -72,8 +75,11 @@ _ADDED_APART: dict[str, Any] = {"accumulation": None, "behind_weights": False}
 
 #: arXiv 2104.04473.
 MEGATRON_2021 = Software("Megatron-LM 2021", **_EARLY, **_ADDED_APART, whole_stages=False)
-#: The same under DeepSpeed's pipeline engine (arXiv 2201.11990), whose stages send whole tensors.
-DEEPSPEED_2021 = Software("Megatron-DeepSpeed 2021", **_EARLY, **_ADDED_APART)
+#: The same under DeepSpeed's pipeline engine (arXiv 2201.11990), whose source of 2021 sends activations in parts and
+#: gradients whole, each by a call that the compute stream waits for.
+DEEPSPEED_2021 = Software(
+    "Megatron-DeepSpeed 2021", **(_EARLY | {"waits": 2}), **_ADDED_APART, whole_stages=False, whole_gradients=True
+)
 #: With sequence parallelism and selective recomputation (arXiv 2205.05198): products add to fp32 gradients, reductions
 #: of dx run behind dW.
 MEGATRON_2022 = Software("Megatron-LM 2022", **_EARLY, whole_stages=False)

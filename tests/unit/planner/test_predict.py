@@ -18,6 +18,7 @@ from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Link, available, load_hardware, parse_hardware
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
 from megalite.planner.profile import Profile
+from megalite.planner.software import MEGALITE
 from megalite.schedule import Costs, simulate
 
 GPT = (
@@ -181,3 +182,22 @@ def test_half_batches_hide_messages_behind_each_other(sequence: bool) -> None:
     assert forward(1e9) == pytest.approx(
         computed + 2 * messages - overlap * (column + (row if sequence else 0.0)), rel=1e-6
     )
+
+
+def test_transfers_that_a_stage_waits_for_add_to_every_round() -> None:
+    """1F1B of m micro-batches on p stages takes m + p - 1 rounds, each with transfers of a forward and a backward."""
+    p, m, tp = 4, 16, 2
+    config = _gpt(8, 2048, 16, tp, p, m, "--micro-batch-size 1 --pipeline-schedule 1f1b", tp * p)
+    hardware = load_hardware("a100-80gb")
+    send, gather = CommGroup(hardware, p, tp).send, CommGroup(hardware, tp).gather
+    nbytes = 2.0 * 2048 * 2048
+
+    def step(**differs: object) -> float:
+        program = replace(MEGALITE, whole_stages=False, **differs)  # type: ignore[arg-type]  # of its fields
+        return predict(config, tp * p, hardware, Roofline(hardware, program)).step_time
+
+    at_once, in_turn = step(waits=1), step(waits=2)
+    whole_back = step(waits=2, whole_gradients=True)
+    assert in_turn - at_once == pytest.approx((m + p - 1) * 2 * send(nbytes / tp), rel=0.1)
+    more = 2 * (send(nbytes) - send(nbytes / tp)) - gather(nbytes)
+    assert whole_back - in_turn == pytest.approx((m + p - 1) * more, rel=0.1)
