@@ -25,10 +25,11 @@ Proof: `tests/equivalence/test_library.py`.
 """
 
 from megalite.library.checkpoint import STATE_KEYS, read_weights, still_shards
+from megalite.library.cutting import Boundary
 from megalite.library.factory import module_of
 from megalite.library.modules import Sample, StageModule
 from megalite.library.optimizer import ShardedOptimizer
 from megalite.library.parts import Parts
 from megalite.library.pipeline import Pipeline
 from megalite.library.ranks import run
-from megalite.library.traced_layer import draws, layers_from_module, layers_over
+from megalite.library.traced_layer import TracedLayer, draws, layers_from_module, layers_over

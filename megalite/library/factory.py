@@ -93,9 +93,8 @@ def _arguments(factory: Callable[..., Any], offered: dict[str, int], name: str) 
 
 def _reason(error: Exception) -> str:
     """`my_model.py:7: ValueError: ...` of what the user's code raised."""
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and "<frozen" not in f.filename
-    ]
+    ours = (__file__, importlib.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
     at = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{at}{type(error).__name__}: {first}"

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from megalite.comm import Axis, all_gather, copy_to_axis, own_slice, reduce_from_axis
@@ -149,6 +150,11 @@ class _Held(nn.Module):
         return self
 
 
+def _has_no_values(x: Tensor) -> bool:
+    """Whether it is there for its shape: no rank has anything to send."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
 class Enter(_Held):
     """Whole on all ranks, before operations on parts."""
 
@@ -160,7 +166,7 @@ class Sum(_Held):
     """Of the ranks' shares."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if x.is_meta else reduce_from_axis(x, self.axis)
+        return x if _has_no_values(x) else reduce_from_axis(x, self.axis)
 
 
 class Lookup(_Held):
@@ -177,7 +183,7 @@ class Lookup(_Held):
         own = (ids >= begin) & (ids < begin + rows)
         x = F.embedding((ids - begin).clamp(0, rows - 1), weight, padding)
         x = x * own[..., None]
-        return x if x.is_meta else reduce_from_axis(x, self.axis)
+        return x if _has_no_values(x) else reduce_from_axis(x, self.axis)
 
 
 class Logits(_Held):
@@ -188,7 +194,11 @@ class Logits(_Held):
         self.columns = columns
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x.new_empty((*x.shape[:-1], x.shape[-1] * self.axis.size)) if x.is_meta else _Gather.apply(x, self.axis)
+        out = (
+            x.new_empty((*x.shape[:-1], x.shape[-1] * self.axis.size))
+            if _has_no_values(x)
+            else _Gather.apply(x, self.axis)
+        )
         return out.narrow(-1, 0, self.columns)
 
 

@@ -22,6 +22,7 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 `tools/check_plan.py`, which measures what was predicted.
 """
 
+from megalite.planner.activations import StageActivations
 from megalite.planner.budget import within_budget
 from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
@@ -29,8 +30,8 @@ from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
 from megalite.planner.host_states import efficiency, host_traffic
-from megalite.planner.memory import TERMS, RankMemory, rank_memory, shared_memory_bytes
-from megalite.planner.model_states import checkpoint_bytes
+from megalite.planner.memory import TERMS, RankMemory, foreign_memory, rank_memory, shared_memory_bytes
+from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes
 from megalite.planner.predict import Prediction, predict, program_of
 from megalite.planner.profile import Profile, load_profile, mean_profile
 from megalite.planner.result_table import (

@@ -134,6 +134,36 @@ def rank_memory(
     )
 
 
+def foreign_memory(
+    config: Config,
+    program: Program,
+    rank: int,
+    states: StateBytes,
+    kept: Mapping[int, StageActivations],
+    *,
+    message: float,
+    logits: float,
+    on_cpu: bool,
+) -> RankMemory:
+    """Bytes on a rank that holds stages of a module of the user's own, which were measured.
+
+    message: between stages. logits: what comes and goes in the loss.
+    """
+    full, boundary, head, _ = _peak(program, rank, kept, logits)
+    return RankMemory(
+        weights=states.weights,
+        gradients=states.gradients,
+        master=states.master,
+        moments=states.moments,
+        activations=full,
+        boundary=boundary + (2 * message if program.num_ranks > 1 else 0.0),
+        logits=head + logits,
+        buffers=states.scratch + states.gathered + shared_memory_bytes(config, on_cpu),
+        host=states.host,
+        file=states.file,
+    )
+
+
 @cache
 def moved(program: Program, rank: int) -> Residency:
     """Where the activations of a batch are, of a program that moves some of them."""

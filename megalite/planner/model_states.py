@@ -18,6 +18,7 @@ from megalite.inventory import (
     BucketPlan,
     BufferParameter,
     ElementBytes,
+    ParameterPlacement,
     Shape,
     first_alike,
     plan_buckets,
@@ -185,16 +186,44 @@ def _buckets(
         whole = needs_whole is not None and needs_whole(name, len(shape))
         place = parameter.place(parameter.shards(parallel), sequence_parallel=parallel.sequence_parallel, ep=ep)
         entries.append(BufferParameter(index, name, shape, place, whole))
+    return _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
+
+
+def _planned(
+    config: Config, entries: Sequence[BufferParameter], zero: int, shards: int, tied: frozenset[str], on_cpu: bool
+) -> list[_Bucket]:
     plans = plan_buckets(
         entries,
         zero_stage=zero,
         shards=shards,
-        bucket_size=parallel.ddp_bucket_size,
-        overlap=parallel.overlap_grad_reduce,
+        bucket_size=config.parallel.ddp_bucket_size,
+        overlap=config.parallel.overlap_grad_reduce,
         on_cpu=on_cpu,
-        tied=frozenset({WORD_EMBEDDINGS} if apart else ()),
+        tied=tied,
     )
     return [_bucket(config, plan, shards if zero else 1) for plan in plans]
+
+
+def named_state_bytes(
+    config: Config,
+    world_size: int,
+    parameters: Sequence[tuple[str, Shape, ParameterPlacement]],
+    *,
+    tied: frozenset[str],
+    versions: int,
+    num_gradients: int,
+    on_cpu: bool,
+) -> StateBytes:
+    """Bytes of a stage of a model that is not ours, by (name, local shape, placement) of what learns in it. The rest as
+    `state_bytes` takes it."""
+    rule, zero = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, config.parallel.zero_stage
+    entries = [
+        BufferParameter(index, name, shape, place, rule is not None and rule(name, len(shape)))
+        for index, (name, shape, place) in enumerate(parameters)
+    ]
+    shards = max(1, config.gradient_ranks(world_size) // config.parallel.num_distributed_optimizer_instances)
+    buckets = _planned(config, entries, zero, shards, tied, on_cpu)
+    return _family_bytes(config, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
 
 
 def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:

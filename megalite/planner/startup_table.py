@@ -71,17 +71,20 @@ def foreign_rows(
     parameters: int,
     by_stage: Sequence[int],
     flops_per_sample: float,
+    memory: Sequence[RankMemory] = (),
     device: str = "cpu",
 ) -> list[tuple[str, str]]:
     """The same rows about a module of the user's own.
 
     layers, by_stage: layers and parameters of each stage, tied ones in each that holds them. parameters: of the module.
+    memory: of the ranks at each pipeline coordinate.
     """
     model, batch = config.model, config.global_batch_size(world_size)
     counts = f"{in_units(parameters)} ({parameters:,})"
     if len(by_stage) > 1:
         counts += f"; by stage {', '.join(in_units(count) for count in by_stage)}"
     sizes = " + ".join(map(str, layers))
+    heaviest = max(range(len(memory)), key=lambda rank: memory[rank].total, default=0)
     return [
         (
             "model",
@@ -91,6 +94,7 @@ def foreign_rows(
         ("parameters", counts),
         *_run_rows(config, world_size, device),
         ("FLOPs", f"{in_units(flops_per_sample * batch, 'FLOP')} per step (counted in the traced module, x 3)"),
+        *([("memory", _memory_line(memory[heaviest], heaviest, len(memory)))] if memory else []),
     ]
 
 

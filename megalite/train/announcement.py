@@ -10,10 +10,11 @@ import torch
 from megalite.comm import Axis, World
 from megalite.config import Config
 from megalite.parallel.tensor import check_float8
-from megalite.planner import foreign_rows, format_table, startup_rows
+from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
 from megalite.schedule import Program
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
+from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import check_memory
 
 logger = logging.getLogger(__name__)
@@ -30,14 +31,15 @@ def announce(
 ) -> None:
     """Prints the table and what is slow here; refuses what cannot fit. Collective over `axis`, all ranks. Raises
     ConfigError."""
+    on_cpu = world.device.type == "cpu"
+    memory = None if foreign is None else memory_of(config, world.size, program, foreign, on_cpu=on_cpu)
     if world.is_first:
-        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        logger.info("\n%s", format_table(rows_of(config, world.size, program, cuts, foreign, device)))
+        device = "CPU" if on_cpu else torch.cuda.get_device_name(world.device)
+        logger.info("\n%s", format_table(rows_of(config, world.size, program, cuts, foreign, memory, device)))
         for line in device_advice(config, world.device):
             logger.warning(line)
     check_float8(config, world.device)
-    if foreign is None:
-        check_memory(config, world, axis, program, cuts)
+    check_memory(config, world, axis, program, cuts, memory)
 
 
 def rows_of(
@@ -46,19 +48,21 @@ def rows_of(
     program: Program,
     cuts: Sequence[range],
     foreign: ForeignModel | None,
+    memory: Sequence[RankMemory] | None = None,
     device: str = "cpu",
 ) -> list[tuple[str, str]]:
     """The rows of the table."""
     if foreign is None:
         return startup_rows(config, world_size, program=program, cuts=cuts, device=device)
-    counts = [foreign.count(stage) for stage in range(len(cuts))]
+    every = range(len(cuts))
     return foreign_rows(
         config,
         world_size,
         layers=[len(items) for items in cuts],
-        parameters=foreign.count(),
-        by_stage=counts,
+        parameters=foreign.count(every),
+        by_stage=[foreign.count([stage]) for stage in every],
         flops_per_sample=foreign.flops_per_sample,
+        memory=memory or (),
         device=device,
     )
 

@@ -23,6 +23,7 @@ from megalite.schedule import Program, render_text, simulate
 from megalite.train.announcement import rows_of
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
+from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
@@ -52,10 +53,10 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     notes = [f" not checked: devices, memory, data, --load and --save ({world_size} ranks are not meant for this host)"]
     if world_size <= max(HOST, os.cpu_count() or 1):
         check_devices(config.parallel, config.parallel.nprocs or 1)
-        if foreign is None:
-            check_local_memory(config, world_size, program, cuts)
+        check_local_memory(config, world_size, program, cuts, foreign)
         config, notes = check_start(config, world_size, tokenizer)
-    table = rows_of(config, world_size, program, cuts, foreign)
+    memory = None if foreign is None else memory_of(config, world_size, program, foreign, on_cpu=True)
+    table = rows_of(config, world_size, program, cuts, foreign, memory)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
         drawing = render_text(simulate(program, batches=2 if program.asynchronous else 1))
@@ -70,13 +71,16 @@ def look_at_module(config: Config, program: Program) -> ForeignModel:
     return ForeignModel(config, axis, program, torch.device("meta"), parameter_dtype(config), look=True)
 
 
-def check_local_memory(config: Config, world_size: int, program: Program, cuts: Sequence[range]) -> None:
+def check_local_memory(
+    config: Config, world_size: int, program: Program, cuts: Sequence[range], foreign: ForeignModel | None
+) -> None:
     """What `check_memory` asks, of ranks that would all start on this host. Raises ConfigError."""
     gpus = torch.cuda.device_count()
     on_cpu = config.parallel.hardware.device == "cpu" or gpus == 0
     devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(world_size)]
     pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
-    problem = judge(config, pools, program, cuts, on_cpu=on_cpu)
+    memory = None if foreign is None else memory_of(config, world_size, program, foreign, on_cpu=on_cpu)
+    problem = judge(config, pools, program, cuts, on_cpu=on_cpu, memory=memory)
     if problem:
         raise ConfigError(problem)
 

@@ -10,7 +10,7 @@ resumed run draws what the run without a break would have drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megalite.comm import Axis, ParallelMesh, TensorShard
 from megalite.config import Config
 from megalite.errors import ConfigError
-from megalite.inventory import placement_of
+from megalite.inventory import ParameterPlacement, Shape, placement_of
 from megalite.library import Parts, Sample, StageModule, draws, layers_over, module_of, still_shards
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline import Stage
@@ -142,7 +142,7 @@ class ForeignModel:
                 "stages of --model-module share it; use 2bw"
             )
         self.still: list[TensorShard] = []
-        self.stages = [self._named(items) for items in self.parts.cuts]
+        self._held = [self._learning(items) for items in self.parts.cuts]
         samples = config.training.micro_batch_size
         self.flops_per_sample = (1 + BACKWARD) * size * sum(layer.flops for layer in self.parts.found) / samples
 
@@ -151,14 +151,14 @@ class ForeignModel:
         """The layers of each stage."""
         return self.parts.cuts
 
-    @property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of all logical tensors that learn, each once."""
-        return {name: shape for stage in self.stages for name, shape in stage.items()}
+    def held(self, stage: int) -> list[tuple[str, Shape, ParameterPlacement]]:
+        """(Name, local shape, placement) of what learns in a stage, each once."""
+        return self._held[stage]
 
-    def count(self, stage: int | None = None) -> int:
-        """Elements of all of them, or of those of a stage with its copies of tied ones."""
-        return sum(math.prod(shape) for shape in (self.parameters if stage is None else self.stages[stage]).values())
+    def count(self, stages: Iterable[int]) -> int:
+        """Elements of the logical tensors that learn in these stages, each once."""
+        found = {name: place.global_shape for stage in stages for name, _, place in self._held[stage]}
+        return sum(map(math.prod, found.values()))
 
     @property
     def ties(self) -> Ties:
@@ -182,14 +182,11 @@ class ForeignModel:
         self.still = list(still_shards(self.parts, mesh))
         return built
 
-    def _named(self, items: range) -> dict[str, tuple[int, ...]]:
-        names = self.parts.names
-        return {
-            names.of(p): placement_of(p).global_shape
-            for index in items
-            for p in self.parts.layers[index].parameters()
-            if names.of(p) in names.trained
-        }
+    def _learning(self, items: range) -> list[tuple[str, Shape, ParameterPlacement]]:
+        names, found = self.parts.names, dict[str, nn.Parameter]()
+        for index in items:
+            found |= {names.of(p): p for p in self.parts.layers[index].parameters() if p.requires_grad}
+        return [(name, tuple(p.shape), placement_of(p)) for name, p in found.items()]
 
     def _check_logits(self, wanted: tuple[int, ...]) -> None:
         spec = self.parts.found[-1].boundary.specs[0]

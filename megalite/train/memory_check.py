@@ -36,10 +36,17 @@ Pools = Sequence[tuple[Pool, bool]]
 """Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host)."""
 
 
-def check_memory(config: Config, world: World, axis: Axis, program: Program, cuts: Sequence[range]) -> None:
+def check_memory(
+    config: Config,
+    world: World,
+    axis: Axis,
+    program: Program,
+    cuts: Sequence[range],
+    memory: Sequence[RankMemory] | None = None,
+) -> None:
     """Raises ConfigError, on all ranks, where a run cannot fit; warns where it hardly does. Collective.
 
-    config: with its vocabulary resolved. axis: all ranks.
+    config: with its vocabulary resolved. axis: all ranks. memory: of a model that is not ours, as `judge` takes it.
     """
     world.report_phase("start-up: memory")
     mine = [[vars(pool), on_device] for pool, on_device in pools_of(world.device, world.rank)]
@@ -47,7 +54,7 @@ def check_memory(config: Config, world: World, axis: Axis, program: Program, cut
     problem = None
     if axis.is_first:
         pools = [[(Pool(**values), bool(on_device)) for values, on_device in row] for row in rows]
-        problem = judge(config, pools, program, cuts, on_cpu=world.device.type == "cpu")
+        problem = judge(config, pools, program, cuts, on_cpu=world.device.type == "cpu", memory=memory)
     problem = all_gather_json(problem, axis)[0]
     if problem:
         raise ConfigError(problem)
@@ -76,15 +83,24 @@ class Demand:
 
 
 def judge(
-    config: Config, ranks: Sequence[Pools], program: Program, cuts: Sequence[range], *, on_cpu: bool
+    config: Config,
+    ranks: Sequence[Pools],
+    program: Program,
+    cuts: Sequence[range],
+    *,
+    on_cpu: bool,
+    memory: Sequence[RankMemory] | None = None,
 ) -> str | None:
-    """The refusal of a run whose rank r draws from `ranks[r]`, None where it may fit; logs the warning."""
+    """The refusal of a run whose rank r draws from `ranks[r]`, None where it may fit; logs the warning.
+
+    memory: at each pipeline coordinate, of a model that is not ours; what surely lasts are its states.
+    """
     pools: dict[str, Pool] = {}
     for row in ranks:
         for pool, _ in row:
             known = pools.get(pool.key)
             pools[pool.key] = pool if known is None or pool.free > known.free else known
-    demands = demands_of(config, ranks, program, cuts, on_cpu=on_cpu)
+    demands = demands_of(config, ranks, program, cuts, on_cpu=on_cpu, memory=memory)
     ratio = {key: demand.least / max(1.0, pools[key].free + pools[key].swap) for key, demand in demands.items()}
     doubt = {key: demand.predicted / max(1.0, pools[key].free) for key, demand in demands.items()}
     tightest = max(demands, key=lambda key: (ratio[key], doubt[key]), default=None)
@@ -97,7 +113,7 @@ def judge(
         return None
     remedies = [
         f"{flag} ({in_units(demand, 'B')})"
-        for flag, demand in _remedies(config, ranks, tightest, on_cpu=on_cpu)
+        for flag, demand in (_remedies(config, ranks, tightest, on_cpu=on_cpu) if memory is None else ())
         if demand < 0.95 * demands[tightest].predicted
     ]
     helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
@@ -107,11 +123,17 @@ def judge(
 
 
 def demands_of(
-    config: Config, ranks: Sequence[Pools], program: Program, cuts: Sequence[range], *, on_cpu: bool
+    config: Config,
+    ranks: Sequence[Pools],
+    program: Program,
+    cuts: Sequence[range],
+    *,
+    on_cpu: bool,
+    memory: Sequence[RankMemory] | None = None,
 ) -> dict[str, Demand]:
     """Pool -> what its ranks need."""
     world = len(ranks)
-    memory = [
+    memory = memory or [
         rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
         for rank in range(program.num_ranks)
     ]
@@ -138,7 +160,8 @@ def _amounts(config: Config, memory: RankMemory, again: float, *, on_cpu: bool) 
     """(Predicted, what surely lasts while others compute, what comes and goes) of a rank, in bytes on its device."""
     if config.training.skip_train:
         return memory.weights, memory.weights, 0.0
-    if config.training.compile or config.model.cpu_offloading_num_layers:  # keep less than the estimate says
+    model = config.model  # these keep less than the estimate says, or by how much it errs is not known
+    if model.is_foreign or config.training.compile or model.cpu_offloading_num_layers:
         return memory.total - again, memory.model_states, 0.0
     if on_cpu and config.training.precision.half:  # a processor with 16-bit products keeps half of what is assumed
         kept = memory.activations + memory.boundary + memory.logits

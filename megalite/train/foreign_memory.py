@@ -1,0 +1,99 @@
+"""What a module of the user's own needs: its states to the byte, its activations as autograd keeps them.
+
+Activations are measured on tensors without values: a stage's layers run once, and what they save for the backward is
+counted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from megalite.config import Config
+from megalite.library import Boundary, Parts, TracedLayer
+from megalite.planner import RankMemory, StageActivations, StateBytes, foreign_memory, named_state_bytes
+from megalite.schedule import Program
+from megalite.train.foreign import ForeignModel
+
+
+def memory_of(
+    config: Config, world_size: int, program: Program, foreign: ForeignModel, *, on_cpu: bool
+) -> list[RankMemory]:
+    """Bytes of the ranks at each pipeline coordinate. Asked before the stages are built."""
+    last = len(foreign.cuts) - 1
+    kept = {stage: stage_activations(foreign, stage, last=stage == last) for stage in range(last + 1)}
+    specs = [layer.boundary.message for layer in foreign.parts.found]
+    message = max((math.prod(spec.shape) * spec.dtype.itemsize for spec in specs[:-1]), default=0)
+    wide = torch.promote_types(torch.float32, specs[-1].dtype).itemsize
+    found = []
+    for rank in range(program.num_ranks):
+        stages, states = [stage for stage, _ in program.placement.stages_of(rank)], StateBytes()
+        for stage in stages:
+            states += named_state_bytes(
+                config,
+                world_size,
+                foreign.held(stage),
+                tied=foreign.parts.tied,
+                versions=program.weight_versions[rank],
+                num_gradients=program.gradient_buffers,
+                on_cpu=on_cpu,
+            )
+        own = {stage: kept[stage] for stage in stages}
+        logits = 2 * math.prod(specs[-1].shape) * wide if last in own else 0
+        found.append(foreign_memory(config, program, rank, states, own, message=message, logits=logits, on_cpu=on_cpu))
+    return found
+
+
+def stage_activations(foreign: ForeignModel, stage: int, *, last: bool) -> StageActivations:
+    """Bytes that one micro-batch leaves for its backward."""
+    parts, items = foreign.parts, foreign.cuts[stage]
+    arrives = parts.found[items.start - 1].boundary if items.start else parts.given
+    body, out = saved_bytes(parts, items, arrives)
+    head = 0
+    if last:
+        head = out.numel() * torch.promote_types(torch.float32, out.dtype).itemsize  # log-probabilities
+    entry = math.prod(arrives.message.shape) * arrives.message.dtype.itemsize if items.start else 0
+    return StageActivations(full=body, boundary=entry, head=head, weight_only=body / 2, weight_only_block=0.0)
+
+
+def saved_bytes(parts: Parts, items: range, arrives: Boundary) -> tuple[int, Tensor]:
+    """(Bytes that the layers `items` save beside their weights and their input, the first of what leaves)."""
+    device = parts.device if parts.device.type == "cuda" else torch.device("cpu")  # which decides how attention runs
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        inputs = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in parts.given.specs)
+        x: Any = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in arrives.specs)
+        # A tensor that is written into may be no leaf.
+        x = tuple(value.requires_grad_().clone() if value.is_floating_point() else value for value in x)
+        kept = {value.untyped_storage()._cdata: value.untyped_storage() for value in (*x, *inputs)}
+        states = []
+        for layer in (parts.layers[index] for index in items):
+            tensors = [*layer.named_parameters(), *layer.named_buffers()]
+            state = {name: _like(tensor, device) for name, tensor in tensors}
+            kept |= {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in state.values()}
+            states.append(state)
+        weights = len(kept)
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept.setdefault(storage._cdata, storage)
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            for index, state in zip(items, states, strict=True):
+                layer = parts.layers[index]
+                more = {"inputs": inputs} if isinstance(layer, TracedLayer) else {}
+                x = functional_call(layer, state, x, more)
+                x = x if isinstance(x, tuple) else (x,)
+    return sum(storage.nbytes() for storage in list(kept.values())[weights:]), x[0]
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without its values, and without the weak reference that a fake copy of it would leave."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,70 @@
+"""What is predicted of a `--model-module` is what autograd keeps, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import own_models
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megalite.comm import Axis
+from megalite.config import parse
+from megalite.train.foreign import ForeignModel
+from megalite.train.foreign_memory import memory_of, saved_bytes
+from megalite.train.memory_check import demands_of, judge
+from megalite.train.programs import ProgramCache
+
+BASE = (
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --mock-data --vocab-size 32 --lr 1e-3 "
+    "--device cpu"
+)
+
+
+def kept_by_autograd(model: ForeignModel) -> int:
+    """The layers on real tensors."""
+    layers, tokens = model.parts.layers, torch.randint(32, (2, 32))
+    known = {t.untyped_storage()._cdata for layer in layers for t in [*layer.parameters(), *layer.buffers()]}
+    known.add(tokens.untyped_storage()._cdata)
+    found: dict[int, Any] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in known:
+            found[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    x: Any = (tokens,)
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        for layer in layers:
+            x = layer(*x, inputs=(tokens,))
+            x = x if isinstance(x, tuple) else (x,)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["untied", *(pytest.param(n, marks=pytest.mark.full) for n in ("mixer", "gpt2", "llama"))]
+)
+def test_activations_are_what_autograd_keeps(name: str) -> None:
+    config = parse(f"{BASE} --model-module {Path(own_models.__file__)}:{name}".split())
+    program = ProgramCache(config).full(1)
+    model = ForeignModel(config, Axis.single("tp"), program, torch.device("cpu"), torch.float32)
+    found, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given)
+    assert found == kept_by_autograd(model)
+    memory = memory_of(config, 1, program, model, on_cpu=True)
+    count = model.count(range(1))
+    assert 4 * count <= memory[0].weights <= 4 * count + 8192 and memory[0].moments == 2 * memory[0].weights
+    assert memory[0].activations == found
+    pools: Any = [[(_pool(free=1), True)]]
+    line = judge(config, pools, program, model.cuts, on_cpu=True, memory=memory)
+    assert line is not None and "1 rank needs" in line and line.endswith("continue by --ignore-memory-estimate")
+    states = demands_of(config, pools, program, model.cuts, on_cpu=True, memory=memory)["here"]
+    assert states.least < memory[0].model_states < states.predicted, "only what surely lasts refuses a run"
+
+
+def _pool(free: int) -> Any:
+    from megalite.host_memory import Pool
+
+    return Pool("here", "this host", free, 2**40)
