@@ -89,6 +89,8 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
     unknown = sorted(freed - set(SEARCHED))
     if unknown:
         raise ConfigError(f"--free={unknown[0]}: not searched; names are {', '.join(SEARCHED)}, or all")
+    if config.model.recompute_granularity == "auto":  # the search does it
+        freed.add("recompute_granularity")
     given = frozenset(name for name in SEARCHED if name in origins) - freed
     config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
@@ -130,6 +132,9 @@ def _run(argv: list[str]) -> None:
         source = profile = load_profile(args.profile, hardware)
         hardware = profile.hardware
     config, given = resolve(rest, args.free)
+    limit = config.parallel.hardware.device_memory_budget_gb
+    if limit is not None:
+        hardware = replace(hardware, memory_bytes=limit * 1e9 + hardware.reserved_bytes)
     if args.what_if:
         _answer(args, config, hardware, source, given)
         return

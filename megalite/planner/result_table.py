@@ -12,9 +12,10 @@ from megalite.inventory import FLOPS_CONVENTION
 from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_states import efficiency, host_traffic
-from megalite.planner.predict import Prediction
+from megalite.planner.predict import Prediction, program_of
 from megalite.planner.search import SearchResult, pareto
 from megalite.planner.search_space import layout_of
+from megalite.planner.startup_table import budget_rows
 
 GIB = 2**30
 
@@ -151,6 +152,9 @@ def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) 
     lines.append(f"1: GiB on pipeline rank {best.fullest}: {', '.join(terms)}")
     lines.append(f"1: {cost_of_training(best, hardware)}")
     lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p.config))]
+    for number, one in enumerate(shown, 1):
+        rows = budget_rows(one.config, program_of(one.config, one.world_size), one.memory)
+        lines += [f"{number}: {text}" for _, text in rows]
     return "\n".join(lines)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megalite.config import Config, StageLayout
+from megalite.errors import ConfigError
+from megalite.planner.budget import within_budget
 from megalite.planner.cost import TimeSource
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware
@@ -156,7 +158,7 @@ def _simulate(
         if reasons:
             why = why if why and len(why) <= len(reasons) else reasons
             continue
-        cuts, memory = quick.exact_memory(config)
+        config, cuts, memory = _placed(quick, config)
         if max(rank.total for rank in memory) > quick.hardware.usable_bytes:
             rejected.append(OverBudget(config, memory))
         else:
@@ -168,6 +170,19 @@ def _simulate(
         if simulated >= wanted or len(rejected) >= MOST_REJECTED:
             break
     return predictions, rejected, why
+
+
+def _placed(quick: FastEstimator, config: Config) -> tuple[Config, list[range], tuple[RankMemory, ...]]:
+    """A layout with its stages and memory; where a `--device-memory-budget-gb` is given, with what it puts on hosts."""
+    cuts, memory = quick.exact_memory(config)
+    budget = config.parallel.hardware.device_memory_budget_gb
+    if budget is None or max(rank.total for rank in memory) <= quick.hardware.usable_bytes:
+        return config, cuts, memory
+    try:
+        placed = within_budget(config, quick.world_size, on_cpu=quick.hardware.on_cpu)
+    except ConfigError:
+        return config, cuts, memory
+    return placed, *quick.exact_memory(placed)
 
 
 def _is_free(quick: FastEstimator, layout: Layout, given: frozenset[str]) -> bool:

@@ -59,7 +59,7 @@ def startup_rows(
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
-        *_budget(config, program, ranks),
+        *budget_rows(config, program, ranks),
     ]
 
 
@@ -211,7 +211,7 @@ def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
     return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"
 
 
-def _budget(config: Config, program: Program, ranks: Sequence[RankMemory]) -> list[tuple[str, str]]:
+def budget_rows(config: Config, program: Program, ranks: Sequence[RankMemory]) -> list[tuple[str, str]]:
     """What lies where under `--device-memory-budget-gb`."""
     given, model = config.parallel.hardware.device_memory_budget_gb, config.model
     if given is None:

@@ -10,7 +10,16 @@ import pytest
 from megalite.config import Config, parse
 from megalite.errors import ConfigError
 from megalite.inventory import stage_layer_ranges
-from megalite.planner import program_of, rank_memory, startup_rows, within_budget
+from megalite.planner import (
+    SEARCHED,
+    Roofline,
+    load_hardware,
+    program_of,
+    rank_memory,
+    search,
+    startup_rows,
+    within_budget,
+)
 from megalite.schedule import validate
 
 BASE = (
@@ -97,3 +106,20 @@ def test_the_fewest_layers_are_recomputed() -> None:
 def test_what_cannot_move_is_said(schedule: str, more: str, why: str) -> None:
     with pytest.raises(ConfigError, match=rf"--device-memory-budget-gb=0.001: .* are needed, and {why}; give as much"):
         within_budget(config_of(schedule, 0.001, more), 4, on_cpu=False)
+
+
+def test_the_plan_prices_what_a_budget_moves() -> None:
+    config = config_of("gpipe", 1)
+    free = max(totals(config))
+    with pytest.raises(ConfigError) as error:
+        within_budget(config_of("gpipe", 0.1 * free / 1e9), 4, on_cpu=False)
+    enough = float(re.findall(r"come and go; ([\d.e+-]+) are", str(error.value))[0])
+    config = config_of("gpipe", 1.05 * enough)
+    hardware = load_hardware("a100-80gb")
+    hardware = replace(hardware, memory_bytes=1.05e9 * enough, reserved_bytes=0.0)
+    found = search(config, 4, hardware, Roofline(hardware), given=frozenset(SEARCHED))
+    (best,) = found.predictions
+    assert best.config.room is not None and best.memory_bytes <= 1.05e9 * enough < free
+    slow = replace(hardware, host_link=hardware.intra_node.bandwidth / 1000)
+    slower = search(config, 4, slow, Roofline(slow), given=frozenset(SEARCHED)).predictions[0]
+    assert slower.breakdown["pipeline"] > 1.5 * best.breakdown["pipeline"]
