@@ -50,10 +50,8 @@ class _Saved:
     evicted: bool = False
 
     def held(self, index: int) -> bool:
-        """Whether it counts as on the device during that computation."""
-        if not self.made <= index <= self.used:
-            return False
-        return not self.evicted or index <= self.made + 1 or index >= self.used - 1
+        """Whether it counts as on the device during that computation, which is not its maker or the one behind it."""
+        return not self.evicted or index >= self.used - 1
 
 
 def insert_transfers(program: Program, room: ActivationRoom) -> Program:

@@ -197,6 +197,8 @@ def test_a_transfer_as_long_as_a_forward_costs_nothing() -> None:
     changed = insert_transfers(program, ActivationRoom((1.0,) * 8, (0.0,) * 8, (5.0,) * 8))
     plain = simulate(program).makespan
     assert simulate(changed, Costs(transfer=Fraction(1))).makespan == plain
+    for kind in ("EVICT", "PREFETCH"):  # each direction alone
+        assert simulate(changed, Costs(exact={(0, kind): Fraction(9)})).makespan > plain
     slow = simulate(changed, Costs(transfer=Fraction(9)))
     busy = sum(span.end - span.start for span in slow.transfers if span.rank == 0 and span.action.kind == "PREFETCH")
     assert slow.makespan > plain and busy <= slow.makespan <= 2 * busy  # the link sets the pace
