@@ -173,3 +173,31 @@ def test_every_flush_schedule_is_valid_with_it(name: str) -> None:
     program = delay_update(build_program(name, 2, 4))
     assert validate(program, 4).weight_versions_per_rank == (2, 2)
     assert {action.version for action in program.actions_for_batch(0, program.batch(7)) if action.is_compute} <= {6, -1}
+
+
+def scales_body(world: World, argv: list[str], steps: int) -> list[tuple[float, bool, float | None]]:
+    """Loss scale, whether it was skipped, and gradient norm of each step; the state is saved at the end."""
+    found = []
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        for step in range(steps):
+            stats = run.trainer.train_step(drain=step + 1 == steps)
+            found.append((stats.loss_scale, stats.skipped, stats.grad_norm))
+        run.state.save(run.trainer.progress)
+    return found
+
+
+@pytest.mark.full
+def test_in_fp16_it_skips_what_2bw_skips(tmp_path: Path) -> None:
+    """A step behind a batch leaves masters and moments alone where gradients were not finite, and the scale falls."""
+    argv = [*(flag for flag in TINY if flag != "--fp64"), *"--fp16 --initial-loss-scale 1048576 --hysteresis 1".split()]
+    argv += ["--loss-scale-window", "3", "--num-layers", "4", "--micro-batch-size", "1", "--ddp-bucket-size", "3000"]
+    found, saved = [], []
+    for number, flags in enumerate((("--pipeline-schedule", "2bw"), DELAYED, ON_HOST)):
+        places = ["--save", str(tmp_path / str(number)), "--data-cache-path", str(tmp_path / "cache")]
+        found.append(run_ranks(scales_body, 1, [*argv, *flags, *places], 9)[0])
+        saved.append(saved_tensors(tmp_path / str(number)))
+    assert found[0] == found[1] == found[2]
+    assert {skipped for _, skipped, _ in found[0]} == {True, False}, "the case shows nothing"
+    for other in saved[1:]:
+        for name, value in saved[0].items():
+            assert torch.equal(other[name], value), name

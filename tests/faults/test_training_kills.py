@@ -29,6 +29,8 @@ def whole_run(world: World, argv: list[str]) -> int:
 def command(folder: Path, *more: str) -> list[str]:
     argv = [*TINY, "--num-layers", "4", "--micro-batch-size", "1", "--hidden-dropout", "0.1"]
     argv[argv.index("--train-iters") + 1] = str(STEPS)
+    (files := folder.parent / "files").mkdir(exist_ok=True)
+    more = tuple(str(files) if flag == "FILES" else flag for flag in more)
     return [*argv, "--save", str(folder), "--save-interval", "2", "--data-cache-path", str(folder.parent / "c"), *more]
 
 
@@ -40,19 +42,23 @@ LAYOUTS = {
         *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     ),
     "tp": ("--tensor-model-parallel-size", "2"),
+    "delayed": ("--delayed-parameter-update", "--optimizer-cpu-offload", "--zero-stage", "1"),
+    "file": ("--delayed-parameter-update", "--optimizer-offload-path", "FILES", "--ddp-bucket-size", "3000"),
 }
+OFTEN = [name if name not in ("delayed", "file") else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 POINTS = ("iteration", "action", "grad_reduce", "opt_step", "save.begin", "save.shard_written", "save.before_rename")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", OFTEN)
 def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, full: bool) -> None:
     run_ranks(whole_run, 2, command(tmp_path / "whole", *LAYOUTS[name]))
     expected = saved_tensors(tmp_path / "whole")
     rng = random.Random(name)
     for trial in range(12 if full else 1):
         folder = tmp_path / f"killed{trial}"
-        point, rank = rng.choice(POINTS), rng.randrange(2)
-        hits = rng.randrange(1, {"action": 120, "iteration": STEPS}.get(point, 3))
+        points = (*POINTS, "opt_bucket", "opt_bucket") if name == "file" else POINTS
+        point, rank = rng.choice(points), rng.randrange(2)
+        hits = rng.randrange(1, {"action": 120, "iteration": STEPS, "opt_bucket": 70}.get(point, 3))
         where = f":rank={rank}" if point.startswith(("save", "iteration")) else ""
         fault = f"kill@{point}{where}:after={hits}"
         try_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"), faults=[fault])
