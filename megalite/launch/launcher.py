@@ -241,6 +241,8 @@ def _join(
     self_test.check_same_config(store, world, self_test.run_fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
+    if world.device.type == "cuda":  # gloo is used once there, to leave together: no mesh of sockets over all ranks
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Without `device_id`: bound to a device, all messages of a pipeline rank in one direction would share a stream, and
     # a send would queue behind the receive that was posted early.
     dist.init_process_group(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megalite.comm.world import World
@@ -115,3 +118,26 @@ def test_a_wrong_sum_is_an_error_on_every_rank(tmp_path: Path) -> None:
     texts = run_ranks(body_collective, 2, str(tmp_path), 9, broken=True)
     line = "start-up all-reduce failed on cpu: rank 0: sum 1 instead of 3; rank 1: sum 2 instead of 3"
     assert texts == [line, line]
+
+
+def body_sockets(world: World) -> tuple[int, int]:
+    """Open sockets once the ranks have met, and after they have summed a number."""
+
+    def count() -> int:
+        return sum(os.readlink(f"/proc/self/fd/{name}").startswith("socket") for name in descriptors())
+
+    def descriptors() -> list[str]:
+        return [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+
+    before = count()
+    dist.all_reduce(torch.zeros(1))
+    return before, count()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_gloo_opens_the_sockets_that_are_used() -> None:
+    """What the launcher asks of gloo on GPUs (the tests always do): a mesh of all ranks would be seven sockets more."""
+    lazy, eager = run_ranks(body_sockets, 8), run_ranks(body_sockets, 8, env={"TORCH_GLOO_LAZY_INIT": None})
+    assert all(met <= 4 and summed <= 6 for met, summed in lazy)
+    assert all(met >= 8 for met, _ in eager)
