@@ -68,6 +68,8 @@ def _run(argv: list[str]) -> int:
 def resolve(argv: list[str], num_devices: int | None) -> tuple[Config, int]:
     """The configuration, and the ranks that it is meant for. Raises ConfigError where it is not legal."""
     config, _ = read_unjudged(argv)
+    if config.model.is_foreign:
+        raise ConfigError("--model-module: the certificate is of megalite's own models, which it can make smaller")
     if num_devices is not None and num_devices < 1:
         raise ConfigError(f"--num-devices={num_devices}: must be >= 1")
     parallel = config.parallel

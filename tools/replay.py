@@ -78,6 +78,8 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
         raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")
     alone = ["--nprocs", "1"] if place.launcher else []
     config = parse(["--config", str(saved), *alone, *flags], world_size=place.size if place.launcher else None)
+    if config.model.is_foreign:
+        raise ConfigError(f"--load={run}: a run of --model-module; only those of megalite's own models are replayed")
     was = read_unjudged(["--config", str(saved)])[0]
     _same_updates(was, config)
     parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel

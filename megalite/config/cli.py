@@ -80,6 +80,8 @@ def parse_with_origins(
     merged = _merge(levels, reader)
     found = list(reader.problems) + _beside_module(options, merged)
     config, origins, missing = _build(reader, merged)
+    if offered is not None and offered.architecture and offered.offer.model.is_foreign:
+        missing = [name for name in missing if options[name].section != "model"]  # the module is what is missing
     found += [_required(options[name], offered) for name in missing]
     broken = {*reader.broken, *missing}
     if offered is not None:

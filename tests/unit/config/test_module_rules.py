@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.config import Config, dump_yaml, from_dict, parse, to_dict
+from megalite.config import Config, ModelConfig, Offer, architecture_differences, dump_yaml, from_dict, parse, to_dict
 from megalite.errors import ConfigError
 
 BASE = (
@@ -64,3 +64,23 @@ def test_globs_alone_are_refused() -> None:
     flags = BASE.replace("--model-module mine:factory", "--num-layers 2 --hidden-size 8 --num-attention-heads 2")
     with pytest.raises(ConfigError, match="--tensor-parallel-globs=col:x: needs --model-module"):
         parse([*flags.split(), "--tensor-parallel-globs", "col:x"])
+
+
+def test_code_is_never_taken_from_a_checkpoint() -> None:
+    offer = Offer("runs/mine", parsed("").model)
+    flags = "--load runs/mine --use-checkpoint-args --micro-batch-size 1 --lr 1e-3 --train-iters 2 --mock-data".split()
+    line = "--use-checkpoint-args: runs/mine has no code of its --model-module=mine:factory; give the flag"
+    with pytest.raises(ConfigError) as caught:
+        parse(flags, check_files=False, read_offer=lambda *_: offer)
+    assert str(caught.value) == line
+    config = parse([*flags, "--model-module", "moved:factory"], check_files=False, read_offer=lambda *_: offer)
+    assert (config.model.seq_length, config.model.vocab_size) == (8, 8), "what it says besides is taken"
+
+
+def test_a_checkpoint_of_ours_is_not_a_module_and_the_other_way_round() -> None:
+    ours = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=8)
+    theirs = parsed("").model
+    assert (
+        list(architecture_differences(ours, theirs)) == list(architecture_differences(theirs, ours)) == ["model_module"]
+    )
+    assert not architecture_differences(theirs, parsed("--seq-length 4").model)
