@@ -129,6 +129,8 @@ def _delayed_update(config: Config) -> Iterator[str]:
         return
     if config.optimizer.store_param_remainders:
         yield f"{flag}: excludes --store-param-remainders, whose masters share memory with the weights; drop one"
+    if config.parallel.zero_stage == 3 and config.model.adapted_parts:
+        yield f"{flag}: not with --zero-stage=3 and --lora-rank, whose frozen weights have one version; use stage 2"
     if config.parallel.pipeline_schedule_file is not None:
         return
     if schedule.asynchronous:

@@ -91,6 +91,10 @@ DELAYED = [
         "not with --zero-stage=3 and --pipeline-schedule=breadth-first, which would gather both weight versions at "
         "once; use --zero-stage=2, or --pipeline-schedule=1f1b",
     ),
+    (
+        "--zero-stage 3 --lora-rank 2 --lora-alpha 4",
+        "not with --zero-stage=3 and --lora-rank, whose frozen weights have one version; use stage 2",
+    ),
 ]
 
 
