@@ -46,13 +46,12 @@ class HostOptimizer(DeviceOptimizer):
         self._numbers: dict[str, Any] = {}
 
     def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
-        # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
-        sources = [master.gradient for master in self.masters]
         numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
-        if self._stream is None:
-            self._copy(sources)
+        if self._stream is None:  # they are in host memory
             self._numbers = numbers
             return
+        # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
+        sources = [master.gradient for master in self.masters]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._copy(sources)
@@ -60,9 +59,12 @@ class HostOptimizer(DeviceOptimizer):
             self._arrived = self._stream.record_event()
 
     def keep_gradients(self) -> None:
-        """What the device does from now on waits for the copies: the next batch may overwrite the gradients."""
+        """From now on the next batch may overwrite the gradients: there are copies, or what the device does waits for
+        them."""
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
+        else:
+            self._copy([master.gradient for master in self.masters])
 
     def begin_step(self, **numbers: Any) -> None:
         if self._arrived is not None:
@@ -86,7 +88,8 @@ class HostOptimizer(DeviceOptimizer):
         target.copy_(self._staging[id(master)].copy_(master.tensor), non_blocking=True)
 
     def _gradient(self, master: MasterShard) -> Tensor:
-        return self._received[id(master)]
+        received = self._received.get(id(master))
+        return super()._gradient(master) if received is None else received
 
     def _copy(self, sources: Sequence[Tensor]) -> None:
         for master, source in zip(self.masters, sources, strict=True):
