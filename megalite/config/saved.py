@@ -124,15 +124,15 @@ def _scalar(value: Any) -> str:
 
 def _derived(config: Config) -> dict[str, Any]:
     """What fields left open come to, where that needs no world."""
-    model = config.model
+    model, parallel, of_file = config.model, config.parallel, config.parallel.pipeline_schedule_file is not None
     return {
         "ffn_hidden_size": model.ffn_size,
         **({"moe_ffn_hidden_size": model.expert_ffn_size} if model.experts.num_experts else {}),
         "num_query_groups": model.query_groups,
         "kv_channels": model.head_dim,
         "max_position_embeddings": model.max_positions,
-        "pipeline_schedule": config.parallel.schedule,
-        "virtual_pipeline_model_parallel_size": config.parallel.num_chunks,
+        **({} if of_file else {"pipeline_schedule": parallel.schedule}),
+        **({} if of_file else {"virtual_pipeline_model_parallel_size": parallel.num_chunks}),
         "staleness_correction": config.staleness.method,
         "staleness_lookahead": config.staleness.lookahead,
     }

@@ -169,7 +169,8 @@ def describe_layout(config: Config, world_size: int) -> str:
     parts = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"]
     if sizes["pp"] > 1:
         chunks = f", {parallel.num_chunks} chunks per rank" if parallel.num_chunks > 1 else ""
-        parts.append(f"schedule {parallel.schedule}{chunks}")
+        file = parallel.pipeline_schedule_file
+        parts.append(f"schedule {parallel.schedule}{chunks}" if file is None else f"schedule of {file}")
     if config.optimizer.offload.delayed_parameter_update:
         parts.append("each update behind the next batch")
     if has_delay(config):

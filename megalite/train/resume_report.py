@@ -42,6 +42,7 @@ LAYOUT = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "pipeline_schedule",
+    "pipeline_schedule_file",
     "sequence_parallel",
     "zero_stage",
 )

@@ -10,6 +10,7 @@ from typing import Any
 from megalite.config import Config
 from megalite.planner.startup_table import format_table, in_units, startup_rows
 from megalite.schedule import build_program, lower
+from megalite.train.resume_report import changes
 from tests.unit.observe.fake_trainer import tiny_config
 
 
@@ -33,6 +34,20 @@ def test_the_table_says_what_will_run() -> None:
     assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
     assert "1.87 k (1,872)" in text
     assert "Megatron's convention" in text
+
+
+def test_a_schedule_file_is_named_in_the_table_and_where_a_run_goes_on() -> None:
+    before = _config(pipeline_model_parallel_size=2)
+    now = _config(pipeline_model_parallel_size=2, pipeline_schedule_file="mine.txt")
+    rows = [
+        dict(startup_rows(each, 2, program=lower(build_program("1f1b", 2, 4)), cuts=[range(2), range(2, 4)]))
+        for each in (before, now)
+    ]
+    assert [row["layout"] for row in rows] == [
+        "pp2, schedule 1f1b, on 2 x cpu",
+        "pp2, schedule of mine.txt, on 2 x cpu",
+    ]
+    assert changes(before, 2, now, 2) == {"layout:": ("pp2, schedule 1f1b", "pp2, schedule of mine.txt")}
 
 
 def test_units() -> None:
