@@ -104,6 +104,10 @@ def _assemble(fields: dict[str, str], replicas: list[tuple[int, ...]], lists: di
         for action in computations[rank]:
             for part in action.parts or (action,):
                 _check_place(part, rank, replicas)
+                if part.microbatch >= m:
+                    raise ScheduleError(
+                        f"rank {rank}: {part}: there are micro-batches 0 to {m - 1} (microbatches: {m})"
+                    )
 
     def rank_order(rank: int, size: int) -> list[Action]:
         if size != m:

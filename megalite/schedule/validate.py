@@ -163,7 +163,9 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
         if (kind, stage, replica, microbatch) not in seen:
             rank = program.placement.rank_of(stage, replica)
             missing = f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})"
-            yield MessageFault(missing, rank, len(lists[rank]) - 1)
+            batch_end = next(batch.end for batch in run if microbatch < batch.end)
+            places = [at for on, at, part in _computations(lists) if on == rank and part.microbatch < batch_end]
+            yield MessageFault(missing, rank, max(places, default=len(lists[rank]) - 1))
 
 
 def _forwards(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:

@@ -78,6 +78,7 @@ def test_messages_and_steps_in_a_file_are_placed_by_the_passes() -> None:
         ("0B1 0B2", "0B1 0X", "line 6: cannot read the action '0X'"),
         ("0B1 0B2", "0B1 0X2", "rank 0: 0X2: no computation; write F, B, I, W or R"),
         ("0B1 0B2", "0B1 2B2", "rank 0: 2B2: no such stage .1 x 2 in `stages:`"),
+        ("0B1 0B2", "0B1 0B3", r"^rank 0: 0B3: there are micro-batches 0 to 2 \(microbatches: 3\)$"),
         ("0B1 0B2", "0B1 0.1B2", "rank 0: 0.1B2: no such stage"),
         ("0B1 0B2", "[0B1+1B2]", "rank 0: 1B2: that stage is on rank 1; move it"),
         ("rank 1:", "rank 0:", "line 7: rank 0 has two lists"),
@@ -98,8 +99,9 @@ def test_a_wrong_order_is_drawn(tmp_path: Path) -> None:
         load_program(path)
     assert str(error.value).count("<-- HERE") == 2
     path.write_text(OWN.replace("1F0 1B0", "1F0"))
-    with pytest.raises(ScheduleError, match="V1 .*: micro-batch 0 has no B or I on stage 1"):
+    with pytest.raises(ScheduleError, match="V1 .*: micro-batch 0 has no B or I on stage 1") as error:
         load_program(path)
+    assert "1B2v0 <-- HERE" in str(error.value), "the end of the first of both batches"
     assert not validate(parse_program(OWN.replace("1F0 1B0 1F1 1B1", "1F1 1F0 1B1 1B0"))).in_order
     with pytest.raises(ScheduleError, match="--pipeline-schedule-file=.*missing.txt: cannot be read"):
         load_program(tmp_path / "missing.txt")
