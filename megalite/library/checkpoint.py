@@ -6,7 +6,7 @@ optimizer   `optimizer/<moment>/<name>`, `optimizer/step`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.comm import Axis, ParallelMesh, TensorShard, all_gather_json, all_reduce_, shards_of_range
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import placement_of
 from megalite.library.names import stored_tensors
 from megalite.library.parts import Parts
@@ -58,6 +58,22 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     aliases = keys if isinstance(keys, dict) else {name: name for name in names}
     read = {name: reader.read(name) for name in names}
     return {key: read[name] for key, name in aliases.items() if name in read}
+
+
+def lacking_states(found: Path, shards: Sequence[TensorShard], world: Axis) -> str:
+    """What to say of a checkpoint that does not fit where all that it lacks are states, else nothing. Collective."""
+    try:
+        stored = CheckpointReader(found).manifest.tensors
+        odd = {s.name for s in shards if s.name not in stored or tuple(stored[s.name].shape) != s.global_shape}
+    except CheckpointError:
+        odd = {""}
+    every = {name for names in all_gather_json(sorted(odd), world) for name in names}
+    if not every or not all(name.startswith(STATE) for name in every):
+        return ""
+    return (
+        f"load: {found} has no {min(every)}: the state of another optimizer, or none; state=False takes up the weights "
+        "alone"
+    )
 
 
 @torch.no_grad()

@@ -13,12 +13,13 @@ from torch import Tensor
 from megalite.checkpoint import Checkpointer, resolve_checkpoint
 from megalite.comm import TensorShard, all_gather_json
 from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig, bounds_problem, options_of
-from megalite.errors import ConfigError, RuntimeFailure
+from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import AXIS_FAMILIES
-from megalite.library.checkpoint import STATE, collected, still_shards, write_weights
+from megalite.library.checkpoint import STATE, collected, lacking_states, still_shards, write_weights
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.library.tensor_cut import whole as whole_tensor
+from megalite.library.words import in_words
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.pipeline import replica_axes
 from megalite.parallel.zero import ParameterBuffers, ZeroOptions, stage_buffers
@@ -33,10 +34,11 @@ class ShardedOptimizer:
 
     pipeline: its parameters become views of flat memory, with the values they have.
     name: 'adamw', 'sgd', 'lion', 'adafactor', 'muon' or 'soap'.
-    lr, weight_decay: of the next step; change the attributes for a schedule. Vectors (biases, norms) do not decay.
+    lr, weight_decay: of the next step; change the attributes for a schedule. Tensors of two or more dimensions decay,
+        vectors (biases, norms) do not.
     clip_grad: largest global norm of the gradient; 0: not clipped.
     zero_stage: 0 to 3, what data-parallel ranks share: state, gradients, weights.
-    settings: of the optimizer by the names of `pretrain_gpt.py`'s flags (`adam_beta1=0.9`).
+    settings: of the optimizer by the names of `pretrain_gpt.py`'s flags (`adam_beta1=0.9`); docs/library.md lists them.
 
     Raises ConfigError.
     """
@@ -50,7 +52,7 @@ class ShardedOptimizer:
         weight_decay: float = 0.01,
         clip_grad: float = 1.0,
         zero_stage: int = 1,
-        **settings: float,
+        **settings: float | str,
     ) -> None:
         rule = OptimizerConfig(lr=lr).optimizer if name == ADAMW else name
         if rule not in OPTIMIZERS:
@@ -59,19 +61,15 @@ class ShardedOptimizer:
             raise ConfigError(f"zero_stage={zero_stage}: 0, 1, 2 or 3")
         if pipeline.optimizer is not None:
             raise ConfigError("the pipeline has an optimizer already: make one for each")
-        try:
-            args = OptimizerArgs(**settings)  # type: ignore[arg-type]  # each is checked there
-        except TypeError:
-            known = ", ".join(sorted(vars(OptimizerArgs())))
-            raise ConfigError(f"{', '.join(settings)}: not all settings of an optimizer; known: {known}") from None
-        for option in options_of("optimizer", OptimizerArgs):
-            value = settings.get(option.name, option.default)
-            if problem := bounds_problem(option, value):
-                raise ConfigError(f"{option.name}={value}: {problem}")
-            users = option.facts["only_for"]
-            if option.name in settings and rule not in users:
-                raise ConfigError(f"{option.name}: a setting of {' and '.join(users)}, not of {rule}; leave it out")
-        config = OptimizerConfig(optimizer=rule, lr=lr, args=args)
+        own = {o.name: o for o in options_of("optimizer", OptimizerArgs) if rule in o.facts["only_for"]}
+        for setting, value in settings.items():
+            if setting not in own:
+                raise ConfigError(f"{setting}: {name} has no such setting; it has {', '.join(own)}")
+            if not isinstance(value, type(own[setting].default)) and not isinstance(value, int):
+                raise ConfigError(f"{setting}={value!r}: one like {own[setting].default!r} is wanted")
+            if problem := bounds_problem(own[setting], value):
+                raise ConfigError(f"{setting}={value}: {problem}")
+        config = OptimizerConfig(optimizer=rule, lr=lr, args=OptimizerArgs(**settings))  # type: ignore[arg-type]
         self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
         self._check_numbers()
         self._pipeline, self._stepped = pipeline, True
@@ -87,8 +85,9 @@ class ShardedOptimizer:
 
     def _check_numbers(self) -> None:
         for name in ("lr", "weight_decay", "clip_grad"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name}={getattr(self, name)}: a number from 0 on is wanted")
+            value = getattr(self, name)
+            if isinstance(value, str) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value!r}: a number from 0 on is wanted")
 
     @staticmethod
     def _make_buffers(pipeline: Pipeline, options: ZeroOptions, whole: Any) -> dict[StageKey, list[ParameterBuffers]]:
@@ -116,9 +115,9 @@ class ShardedOptimizer:
     # what the pipeline calls
 
     def begin_batch(self) -> None:
-        """Raises RuntimeFailure if the batch before has not been followed by a `step`."""
+        """Raises ConfigError if the batch before has not been followed by a `step`."""
         if not self._stepped:
-            raise RuntimeFailure("Pipeline.step was called twice: call ShardedOptimizer.step in between")
+            raise ConfigError("Pipeline.step was called twice: call ShardedOptimizer.step in between")
         self._stepped = False
 
     def before_backward(self, stage: StageKey, *, last: bool) -> None:
@@ -141,9 +140,9 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self) -> Tensor:
         """Updates the weights. Returns the global norm of the gradient before clipping, 0-dim, the same on every rank.
-        If it is not finite, nothing is updated."""
+        If it is not finite, nothing is updated. Raises ConfigError where no `Pipeline.step` came before."""
         if self._stepped:
-            raise RuntimeFailure("ShardedOptimizer.step without a gradient: call Pipeline.step first")
+            raise ConfigError("ShardedOptimizer.step without a gradient: call Pipeline.step first")
         self._check_numbers()
         families = [family for stage in self._buffers.values() for family in stage]
         tied = [[t for family in stage for t in family.gradients.tied()] for stage in self._buffers.values()]
@@ -171,20 +170,28 @@ class ShardedOptimizer:
         """
         self._between_steps("save")
         shards = [*self._state.shards(), *self._still()]
-        return Checkpointer(directory, world=self._pipeline.mesh.world).save(iteration, shards, dict(meta or {}))
+        try:
+            return Checkpointer(directory, world=self._pipeline.mesh.world).save(iteration, shards, dict(meta or {}))
+        except CheckpointError as error:
+            raise CheckpointError(in_words(str(error))) from None
 
     def load(self, path: Path | str, *, state: bool = True) -> dict[str, Any]:
         """Takes up what `save` of the same layers has written, at any layout. Collective.
 
         path: a directory that `save` has returned, or one of several of them: the newest is taken.
-        state: the optimizer's, too; without it weights are converted to the dtype that is asked for.
+        state: the optimizer's, too; False for the weights alone, converted to the dtype that is asked for.
         Returns `meta`. Raises CheckpointError.
         """
         self._between_steps("load")
         checkpointer = Checkpointer(path, world=self._pipeline.mesh.world)
-        found = resolve_checkpoint(str(path))
+        found = resolve_checkpoint(str(path), flag="load: ", advice="give what ShardedOptimizer.save wrote to")
         shards = [shard for shard in self._state.shards() if state or not shard.name.startswith(STATE)]
-        meta = checkpointer.load(found, [*shards, *self._still()], cast=not state)
+        shards += self._still()
+        try:
+            meta = checkpointer.load(found, shards, cast=not state)
+        except CheckpointError as error:  # on all ranks alike
+            lacks = lacking_states(found, shards, self._pipeline.mesh.world) if state else ""
+            raise CheckpointError(lacks or f"load: {in_words(str(error))}") from None
         self._state.after_load()
         return meta
 
@@ -202,7 +209,7 @@ class ShardedOptimizer:
 
     def _between_steps(self, what: str) -> None:
         if not self._stepped:
-            raise RuntimeFailure(f"ShardedOptimizer.{what} inside a step: call ShardedOptimizer.step first")
+            raise ConfigError(f"ShardedOptimizer.{what} inside a step: call ShardedOptimizer.step first")
         for stage in self._buffers.values():
             for family in stage:
                 family.weights.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.library.cutting import Tensors
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
-from megalite.library.traced_layer import BODY
+from megalite.library.traced_layer import BODY, together
 from megalite.library.words import in_words
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient
 from megalite.schedule import (
@@ -23,7 +24,6 @@ from megalite.schedule import (
     Action,
     BatchRange,
     Program,
-    Schedule,
     StageKey,
     build_program,
     find_schedule,
@@ -89,7 +89,7 @@ class Pipeline:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        layers, given = _listed(layers), _together(example)
+        layers, given = _listed(layers), together(example)
         _check_free(layers)
         self._check(layers, balance)
         self._programs: dict[int, Program] = {}
@@ -120,19 +120,11 @@ class Pipeline:
                     f"schedule {self.schedule.name!r}: a program of {self.schedule.num_ranks} ranks, the mesh has "
                     f"pp={self.mesh.size('pp')}"
                 )
-        elif (known := _known(self.schedule)).asynchronous or known.recomputes:
-            names = (name for name, other in SCHEDULES.items() if not other.asynchronous and not other.recomputes)
-            why = "it never drains, and a step of the library ends with its batch"
-            if known.recomputes:
-                why = "it runs forwards again, in which modules of your own might draw other random numbers"
-            raise ConfigError(
-                f"schedule={self.schedule!r}: {why}; pretrain_gpt.py runs it; here use one of {', '.join(names)}"
-            )
-        if isinstance(self.schedule, Program) and self.schedule.recomputed:
-            raise ConfigError(
-                f"schedule {self.schedule.name!r}: it runs forwards again (R), in which modules of your own might draw "
-                "other random numbers; leave R out"
-            )
+            if why := _unfit(self.schedule.asynchronous, bool(self.schedule.recomputed)):
+                fix = "leave R out" if self.schedule.recomputed else "give one that drains"
+                raise ConfigError(f"schedule {self.schedule.name!r}: {why}; {fix}")
+        else:
+            _check_schedule(self.schedule)
         if self.mesh.size("cp") > 1:
             raise ConfigError(f"mesh: cp={self.mesh.size('cp')}: sequences of your own are not cut; make it 1")
         tp = self.mesh.size("tp")
@@ -148,7 +140,7 @@ class Pipeline:
         for index, pair in enumerate(micro_batches):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ConfigError(f"micro_batches[{index}]: {type(pair).__name__}; (input, target) is wanted")
-            given = _together(pair[0])
+            given = together(pair[0])
             if not self.parts.given.fits(given):
                 found = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
                 raise ConfigError(
@@ -279,14 +271,6 @@ class Pipeline:
             self.shared.start_sum([parameter.grad for parameter in copies if parameter.grad is not None]).wait()
 
 
-def _together(inputs: Any) -> Tensors:
-    """What the first layer takes, as a tuple."""
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs) if isinstance(inputs, tuple | list) else ()
-    if not given or not all(isinstance(tensor, Tensor) for tensor in given):
-        raise ConfigError(f"an input is {type(inputs).__name__}; a tensor or a tuple of tensors is wanted")
-    return given
-
-
 def _listed(layers: Any) -> Sequence[nn.Module]:
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
         raise ConfigError(
@@ -303,11 +287,23 @@ def _listed(layers: Any) -> Sequence[nn.Module]:
     return given
 
 
-def _known(schedule: str) -> Schedule:
+def _unfit(asynchronous: bool, recomputes: bool) -> str:
+    """Why a schedule cannot run modules of one's own; nothing where it can."""
+    if recomputes:
+        return "it runs forwards again (R), in which modules of your own might draw other random numbers"
+    return "it never drains, and a step of the library ends with its batch" if asynchronous else ""
+
+
+def _check_schedule(name: str) -> None:
+    """Raises ScheduleError for one that does not exist, ConfigError for one that cannot run here."""
+    fit = [own for own, known in SCHEDULES.items() if not _unfit(known.asynchronous, known.recomputes)]
     try:
-        return find_schedule(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(in_words(str(error))) from None
+        known = find_schedule(name)
+    except ScheduleError:
+        hint = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(str(name).lower(), fit, n=1))
+        raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(fit)}") from None
+    if why := _unfit(known.asynchronous, known.recomputes):
+        raise ConfigError(f"schedule={name!r}: {why}; pretrain_gpt.py runs it; here use one of {', '.join(fit)}")
 
 
 def _check_free(layers: Sequence[nn.Module]) -> None:
@@ -343,7 +339,7 @@ class _Samples:
     def get(self, microbatch: int) -> tuple[Sample, Tensor]:
         inputs, target = self._given[microbatch - self._first]
         moved = target.to(self._device) if isinstance(target, Tensor) else target
-        return Sample(tuple(x.to(self._device) for x in _together(inputs)), moved), self._share
+        return Sample(tuple(x.to(self._device) for x in together(inputs)), moved), self._share
 
 
 class _Events(Events):

@@ -31,8 +31,8 @@ def run(
     device: 'auto', 'cpu' or 'cuda'.
     timeout_minutes: how long a rank may wait for another.
 
-    Status 0: done; 2: a MegaliteError, its lines printed once; otherwise the rank that failed first has been named.
-    In a single process other exceptions pass through.
+    Status 0: done; 2: a MegaliteError other than RuntimeFailure, its lines printed once; otherwise the rank that failed
+    first has been named. In a single process exceptions that are no MegaliteError pass through.
     """
     place = read_environment()
     parallel = ParallelConfig(

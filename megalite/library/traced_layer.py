@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,19 @@ def layers_from_module(
     `module(example)` computes. Raises ConfigError, with the line, for what depends on values of the input.
     """
     axis = mesh["tp"] if mesh is not None else Axis.single("tp")
-    given = (example,) if isinstance(example, Tensor) else tuple(example)
-    return layers_over(axis, module, given, tensor_parallel or {})
+    return layers_over(axis, module, together(example), tensor_parallel or {})
+
+
+def together(inputs: Any) -> tuple[Tensor, ...]:
+    """What the first layer takes, as a tuple. Raises ConfigError."""
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs) if isinstance(inputs, tuple | list) else ()
+    if not given or not all(isinstance(tensor, Tensor) for tensor in given):
+        named = ", by position: wrap the module in one whose forward takes them in order (docs/library.md)"
+        raise ConfigError(
+            f"an input is {type(inputs).__name__}; a tensor or a tuple of tensors is wanted"
+            f"{named if isinstance(inputs, Mapping) else ''}"
+        )
+    return given
 
 
 def layers_over(axis: Axis, module: nn.Module, example: tuple[Tensor, ...], table: Table) -> list[nn.Module]:

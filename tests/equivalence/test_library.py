@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import ParallelMesh, World
-from megalite.errors import MegaliteError, RuntimeFailure
+from megalite.errors import ConfigError, MegaliteError
 from megalite.library import Pipeline, ShardedOptimizer
 from megalite.testing import run_ranks, run_single
 
@@ -173,13 +173,16 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
     ("options", "line"),
     [
         ({"schedule": "2bw"}, "schedule='2bw': it never drains"),
-        ({"schedule": "shifted-critical-path"}, "schedule='shifted-critical-path': it runs forwards again, in which"),
+        ({"schedule": "shifted-critical-path"}, "schedule='shifted-critical-path': it runs forwards again (R), in"),
         ({"pp": 1, "tp": 2}, "mesh: tp=2: modules of your own are not cut; make it 1"),
         ({"pp": 1}, "mesh: dp=2: make a ShardedOptimizer, which sums the gradients"),
         ({"layers": "few"}, "1 layers: 2 stages (2 pipeline ranks) hold one each at least"),
         ({"layers": "two"}, "layers[0] (LSTM): returns tuple; a layer takes and returns one floating tensor, or a"),
         ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
-        ({"schedule": "1f1q"}, "schedule=1f1q: no such schedule; one of"),
+        (
+            {"schedule": "1f1q"},
+            "schedule='1f1q': no such schedule (did you mean '1f1b'?); one of gpipe, 1f1b, eager-1f1b, int",
+        ),
         ({"micro_batches": []}, "micro_batches: there is none"),
         ({"micro_batches": [(torch.zeros(2, 7), None)]}, "micro_batches[0]: its input is (2, 7) of torch.float32, the"),
     ],
@@ -196,7 +199,7 @@ def twice(world: World) -> str:
     for call in (optimizer.step, lambda: [pipe.step([(torch.ones(1, 2), None)]) for _ in range(2)]):
         try:
             call()
-        except RuntimeFailure as error:
+        except ConfigError as error:
             said.append(str(error))
     return " | ".join(said)
 

@@ -25,7 +25,8 @@ from megalite.schedule.action import (
     STEP,
     Action,
 )
-from megalite.schedule.simulate import Span, Timeline
+from megalite.schedule.program import Program
+from megalite.schedule.simulate import Span, Timeline, simulate
 
 LANE, GAP, BOX_RADIUS = 34, 8, 4
 LEFT, RIGHT, TOP, BOTTOM = 74, 150, 76, 62
@@ -72,8 +73,10 @@ class _Canvas:
         return self.y(self.timeline.num_ranks) - GAP
 
 
-def render_svg(timeline: Timeline, *, title: str | None = None, max_width: int = 1500) -> str:
-    """The picture. title: heading (default: the timeline's). max_width: of the time axis, in pixels."""
+def render_svg(timeline: Timeline | Program, *, title: str | None = None, max_width: int = 1500) -> str:
+    """The picture; a program is simulated first. title: heading (default: the timeline's). max_width: of the time axis,
+    in pixels."""
+    timeline = simulate(timeline) if isinstance(timeline, Program) else timeline
     canvas = _Canvas(timeline, _scale(timeline, max_width))
     width, height = canvas.right + RIGHT, canvas.bottom + BOTTOM
     body = [

@@ -15,19 +15,22 @@ from fractions import Fraction
 from math import ceil, gcd, lcm
 
 from megalite.schedule.action import COMPUTE_KINDS, OVERLAP, Action
-from megalite.schedule.simulate import Span, Timeline
+from megalite.schedule.program import Program
+from megalite.schedule.simulate import Span, Timeline, simulate
 
 IDLE = ".."
 
 
 def render_text(
-    timeline: Timeline, *, max_columns: int = 400, scaled_width: int = 110, line_width: int | None = None
+    timeline: Timeline | Program, *, max_columns: int = 400, scaled_width: int = 110, line_width: int | None = None
 ) -> str:
     """The grid, one line per rank.
 
     Exact if all times are multiples of a common unit and fit in max_columns of it; else to scale in scaled_width
     characters. line_width: longer lines are broken, all ranks together, into blocks below each other.
+    A program is simulated at its own costs.
     """
+    timeline = simulate(timeline) if isinstance(timeline, Program) else timeline
     rows = [[span for span in timeline.spans if span.rank == rank] for rank in range(timeline.num_ranks)]
     unit = _common_unit(timeline.spans)
     column = 1

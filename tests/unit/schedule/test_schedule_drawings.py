@@ -52,6 +52,7 @@ def test_every_schedule_has_a_checked_drawing() -> None:
 
 def test_long_drawings_break_into_blocks() -> None:
     run = simulate(build_program("1f1b", 2, 4))
+    assert render_text(build_program("1f1b", 2, 2)) == render_text(simulate(build_program("1f1b", 2, 2)))
     whole, blocks = render_text(run), render_text(run, line_width=30).split("\n\n")
     assert len(blocks) > 1 and all(len(line) <= 30 for block in blocks for line in block.splitlines())
     for rank, line in enumerate(whole.splitlines()):
