@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megalite.config.architecture import Offer, ReadOffer, contradictions, is_left_open, offered_values
-from megalite.config.files import missing_files, schedule_file
+from megalite.config.architecture import TOKENIZER, Offer, ReadOffer, contradictions, is_left_open, offered_values
+from megalite.config.files import missing_files, schedule_file, text_without_tokenizer
 from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
 from megalite.config.model import FAMILY_DEFAULTS
@@ -93,6 +93,8 @@ def parse_with_origins(
     checks = config_problems(config, world, broken=frozenset(broken))
     if check_files:
         checks += missing_files(config)
+        if offered is not None and offered.without_tokenizer:
+            checks += text_without_tokenizer(config, config.checkpoint.load or str(config.checkpoint.save))
         checks += [] if found or checks else schedule_file(config, world)
     found += [_as_given(_with_place(line, origins), merged) for line in checks]
     if found:
@@ -126,6 +128,12 @@ class _Offered:
     offer: Offer
     given: Mapping[str, GivenOption]
     architecture: bool
+
+    @property
+    def without_tokenizer(self) -> bool:
+        """Whether it is a Hugging Face model whose directory has no tokenizer, and users named none."""
+        numbers = self.offer.huggingface and self.offer.tokenizer.get("tokenizer_type") == "NullTokenizer"
+        return numbers and all(name not in self.given or self.given[name].value is None for name in TOKENIZER)
 
 
 def _with_offer(

@@ -90,6 +90,19 @@ def _tokenizer_files(config: Config) -> Iterator[str]:
             yield f"--{name.replace('_', '-')}={path}: no such file"
 
 
+def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
+    """Of a run that takes a Hugging Face model at `where` without a tokenizer: does it read text all the same?"""
+    data, flags = config.data, ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    given = [path for name in flags for path in _paths(getattr(data, name))]
+    text = any(os.path.isfile(path) and not path.endswith((".bin", ".idx")) for path in given)
+    if text or not (given or data.data_args_path or data.mock_data):
+        yield (
+            f"--load={where}: the directory holds no tokenizer, and the data are text; give --tokenizer-type and "
+            "--tokenizer-model, or copy the model's tokenizer files there (tokenizer.json; vocab.json and merges.txt; "
+            "or tokenizer.model)"
+        )
+
+
 def _other_files(config: Config) -> Iterator[str]:
     files = {
         "--data-args-path": config.data.data_args_path,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from config_arguments import argv, problems_of
 
+from megalite.config import ModelConfig, Offer, parse
 from megalite.config.lora import TARGETS
+from megalite.errors import ConfigError
 
 EXPERTS = "--lora-rank=4: not with --num-experts, whose matrices have no adapters; train it whole"
 
@@ -32,3 +36,19 @@ ONE_LINE = [
 @pytest.mark.parametrize(("changes", "line"), ONE_LINE)
 def test_one_line(changes: str, line: str) -> None:
     assert problems_of(argv(changes), 1) == [line]
+
+
+def test_a_hugging_face_directory_without_a_tokenizer_is_no_base_for_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "corpus.txt").write_text("some words")
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=300)
+    offer = Offer("there", model, {"tokenizer_type": "NullTokenizer"}, huggingface=True)
+    flags = f"--load {tmp_path} --use-checkpoint-args --seq-length 8 --micro-batch-size 1 --lr 1e-3 --train-iters 2"
+    for data in ("", f" --data-path {tmp_path}/corpus.txt"):
+        with pytest.raises(
+            ConfigError, match=r"^--load=.*: the directory holds no tokenizer, .*--tokenizer-model"
+        ) as no:
+            parse((flags + data).split(), read_offer=lambda *_: offer)
+        assert len(str(no.value).splitlines()) == 1
+    for data in (" --mock-data", " --tokenizer-type ByteTokenizer", " --tokenizer-type NullTokenizer"):
+        parse((flags + data).split(), read_offer=lambda *_: offer)
