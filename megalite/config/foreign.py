@@ -16,7 +16,8 @@ class ForeignModule(Spelled):
     model_module: str | None = option(
         None,
         "train a module of your own (docs/library.md): package.module:factory, or my_model.py:factory; the function is "
-        "called with vocab_size and seq_length where it takes them",
+        "called with vocab_size and seq_length where it takes them; one that reads later tokens is refused (asked "
+        "before the first step, of modules up to 67 M parameters and 10^10 parameters times tokens of a micro-batch)",
         metavar="MODULE:FACTORY",
     )
     tensor_parallel_globs: tuple[str, ...] = option(

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megalite.comm import Axis, World
+from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config
+from megalite.errors import ConfigError
 from megalite.parallel.tensor import check_float8
 from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
 from megalite.schedule import Program
@@ -20,10 +21,18 @@ from megalite.train.memory_check import check_memory
 logger = logging.getLogger(__name__)
 
 
-def open_module(config: Config, axis: Axis, program: Program, world: World) -> ForeignModel:
-    """The module of `--model-module`, traced and cut. axis: the tensor-parallel ranks. Raises ConfigError."""
+def open_module(config: Config, mesh: ParallelMesh, program: Program, world: World) -> ForeignModel:
+    """The module of `--model-module`, traced and cut. Rank 0 asks whether it reads later tokens. Collective, all ranks.
+    Raises ConfigError."""
     world.report_phase("start-up: --model-module")
-    return ForeignModel(config, axis, program, world.device, parameter_dtype(config))
+    found = ForeignModel(config, mesh["tp"], program, world.device, parameter_dtype(config), probe=world.is_first)
+    leak = next(filter(None, all_gather_json(found.leak, mesh.world)), None)
+    if leak is not None:
+        raise ConfigError(
+            f"--model-module={found.name}: reads later tokens: another last token moves the logits before it ({leak}); "
+            "each may depend on earlier tokens only (is_causal=True in attention)"
+        )
+    return found
 
 
 def announce(

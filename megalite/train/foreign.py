@@ -27,6 +27,7 @@ from megalite.library import Parts, Sample, StageModule, draws, layers_over, mod
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline import Stage
 from megalite.schedule import Program, StageKey
+from megalite.train.causality import reads_ahead, small_copy
 
 BACKWARD = 2
 """Products of a backward, in those of its forward."""
@@ -112,8 +113,9 @@ class ForeignModel:
     """The module of `--model-module` as layers, cut over the stages of a program.
 
     axis: the tensor-parallel ranks. dtype: of parameters. look: build on `meta`, to look at it only.
+    probe: ask whether it reads later tokens, where that is cheap (`causality.py`).
     still: what of this rank's stages no update changes: buffers that are saved, and parameters that do not learn.
-    Raises ConfigError in one line for whatever cannot be done with it.
+    leak: what `probe` found. Raises ConfigError in one line for whatever cannot be done with it.
     """
 
     def __init__(
@@ -125,17 +127,20 @@ class ForeignModel:
         dtype: torch.dtype,
         *,
         look: bool = False,
+        probe: bool = False,
     ) -> None:
         self.name, self._seed, size = config.model.module.model_module or "", config.training.seed, axis.size
         shape = config.training.micro_batch_size, config.model.seq_length
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         module = cast(made(config, look=look), dtype).train()
+        copy = small_copy(module, shape) if probe else None
         try:
             layers = layers_over(axis, module, (tokens,), config.model.module.table if size > 1 else {})
             self.parts = Parts(layers, (tokens,), program.placement, device)
         except ConfigError as error:
             raise ConfigError(f"--model-module={self.name}: {_in_flags(str(error))}") from None
         self._check_logits((*shape, config.model.vocab_size))
+        self.leak = reads_ahead(copy, shape, config.model.vocab_size) if copy is not None else None
         if program.update_per_microbatch and self.parts.tied:
             raise ConfigError(
                 f"--pipeline-schedule={program.name}: {', '.join(sorted(self.parts.tied))} would drift apart: several "

@@ -80,7 +80,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
     programs = ProgramCache(config)
     programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
-    foreign = open_module(config, mesh["tp"], program, world) if config.model.is_foreign else None
+    foreign = open_module(config, mesh, program, world) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
     announce(config, world, mesh.world, program, cuts, foreign)
     world.report_phase("start-up: run directory")

@@ -145,6 +145,8 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a col or a row missing in --tensor-parallel-globs"):
         dry_run(parse(flags_of("untied", PLAIN, "--tensor-model-parallel-size 2 --nprocs 2 --tensor-parallel-globs "
                                "row:*.down")), {}, 2)  # fmt: skip
+    case = try_ranks(trained, 2, flags_of("averaging", PLAIN, "--pipeline-model-parallel-size 2"))
+    assert case.outcome.exit_code == 2 and "averaging: reads later tokens: another last token moves" in case.describe()
     tied = "--pipeline-model-parallel-size 2 --pipeline-schedule pipedream --nprocs 2"
     with pytest.raises(ConfigError, match="words.weight would drift apart"):
         dry_run(parse(flags_of("mixer", PLAIN, tied)), {}, 2)
