@@ -10,6 +10,7 @@
         optimizer.step()
 
     pipeline.py    `Pipeline`: any list of modules under any schedule that drains; parts.py: the layers of its stages
+    agreement.py   do the ranks of a replica read the same samples
     optimizer.py   `ShardedOptimizer`: gradients summed over the replicas, update rules under ZeRO
     cutting.py     which layers a stage holds, and what crosses between stages
     names.py       what parameters are called at any layout, and which of them several stages share

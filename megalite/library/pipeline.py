@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megalite.comm import Channel, ParallelMesh, all_gather_json, all_reduce_
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
+from megalite.library.agreement import other_inputs, seen
 from megalite.library.cutting import Tensors
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
@@ -105,7 +106,7 @@ class Pipeline:
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         self._channel = Channel(down, up, self.placement.neighbours)
-        self._broken = ""
+        self._broken, self._compared = "", False
         self.shared = SharedGradient(self.mesh.through(self.parts.holders, apart="tied"))
         self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self))
         self.optimizer: WeightEvents | None = None
@@ -237,7 +238,8 @@ class Pipeline:
         return total
 
     def _agree(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """The micro-batches, as many on all ranks. Collective. Raises ConfigError on all of them."""
+        """The micro-batches, as many on all ranks; the first time, their inputs are compared within each replica.
+        Collective. Raises ConfigError on all ranks."""
         if self._broken:
             raise RuntimeFailure(f"{self._broken}; make layers, pipeline and optimizer anew, and load a checkpoint")
         problem, micro_batches = None, list(given)
@@ -245,12 +247,17 @@ class Pipeline:
             self._check_inputs(micro_batches)
         except ConfigError as error:
             problem = str(error)
-        told = all_gather_json([problem, len(micro_batches)], self.mesh.world)
-        for rank, (theirs, count) in enumerate(told):
+        look = problem is None and not self._compared
+        own = seen([together(inputs) for inputs, _ in micro_batches]) if look else []
+        told = all_gather_json([problem, len(micro_batches), self.mesh.coordinate("dp"), own], self.mesh.world)
+        for rank, (theirs, count, _, _) in enumerate(told):
             if theirs is not None:
                 raise ConfigError(theirs)
             if count != told[0][1]:
                 raise ConfigError(f"micro_batches: {count} on rank {rank}, {told[0][1]} on rank 0; all give as many")
+        if other := other_inputs([(replica, tensors) for _, _, replica, tensors in told]):
+            raise ConfigError(other)
+        self._compared = True
         return micro_batches
 
     @contextmanager

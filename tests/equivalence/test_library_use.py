@@ -123,6 +123,11 @@ def gone_wrong(world: World, case: str) -> list[str]:
     if case == "count":
         pipe = make()
         tried(lambda: pipe.step(batches(0, mesh)[world.rank :]))
+    elif case in ("seeds", "placeholders"):
+        own = batches(world.rank if case == "seeds" else 0, mesh)
+        if case == "placeholders" and world.rank:  # the first rank alone reads inputs, the last targets
+            own = [(torch.zeros(SAMPLES, 6).double(), target) for _, target in own]
+        tried(lambda: said.append(f"{make().step(iter(own)):.6f}"))
     elif case == "schedule":
         tried(lambda: make(schedule="interleaved", chunks=3).step(batches(0, mesh)[:3]))
     return said
@@ -131,6 +136,16 @@ def gone_wrong(world: World, case: str) -> list[str]:
 def test_ranks_that_disagree_are_named_at_once() -> None:
     for said in run_ranks(gone_wrong, 2, "count"):
         assert said == ["micro_batches: 3 on rank 1, 4 on rank 0; all give as many"]
+
+
+def test_ranks_of_a_replica_read_the_same_samples() -> None:
+    """Else the first stage's inputs meet other targets in silence. A constant may stand in where nothing reads it."""
+    for said in run_ranks(gone_wrong, 2, "seeds"):
+        assert len(said) == 1 and said[0].startswith(
+            "micro_batches: ranks 0 and 1, both of replica 0, give different inp"
+        )
+    first, last = run_ranks(gone_wrong, 2, "placeholders")
+    assert first == last and float(first[0]) > 0
 
 
 def test_messages_are_in_the_words_of_the_library() -> None:
