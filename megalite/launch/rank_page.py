@@ -41,6 +41,8 @@ COMMUNICATION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|tcpstore|filestore", re.IGNORECASE
 )
 """Text of an error that a rank raises because *another* rank is gone."""
+ASIDES = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?|\. This is typically caused by .*")
+"""What gloo adds to each of its errors: where in its source, and advice to read the logs of the others."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class RankError:
     def of(cls, error: BaseException) -> RankError:
         return cls(
             type=type(error).__name__,
-            text=str(error)[:8000],
+            text=ASIDES.sub("", str(error))[:8000],
             traceback="".join(traceback.format_exception(error))[-20000:],
             exit_code=error.exit_code if isinstance(error, MegaliteError) else 1,
             for_user=isinstance(error, MegaliteError),

@@ -37,3 +37,13 @@ def test_a_long_error_in_any_alphabet_comes_back(letter: str) -> None:
     page.set_phase(letter * 300)
     assert page.error == error
     assert page.phase.startswith(letter * 80)
+
+
+def test_what_gloo_says_besides_is_left_out() -> None:
+    gloo = (
+        "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:31647. This is typically caused by a remote worker crashing. Check the logs. GLHF!"
+    )
+    found = RankError.of(RuntimeError(f"waiting for F from rank 1 failed: {gloo}\nand more"))
+    assert found.text == "waiting for F from rank 1 failed: Connection closed by peer [127.0.0.1]:31647\nand more"
+    assert found.communication and gloo in found.traceback
