@@ -1,13 +1,13 @@
 """Generation: a pipeline with a group of sequences for each stage, beside one process with all of them.
 
-    python benchmarks/generation.py                               # two processes, 64 sequences
+    python benchmarks/generation.py                               # two processes, 512 sequences
     python benchmarks/generation.py --quick --check               # compared with baseline.json
 
 Every rank has one thread. `megalite-one` continues all sequences together in one process (all ranks do so at once, so
 that all variants have the same memory bandwidth); `megalite-pp` has a group for each stage, `megalite-tp` shares each
 layer.
-Bar: pp at least 1.7 times as fast as one process. With few sequences reading the weights takes the time, which a group
-costs as much as all of them together: then a pipeline wins nothing but memory.
+Bar: pp at least 1.7 times as fast as one process. With few sequences a product of half of the rows takes more than half
+of the time (reading the weights does not shrink), so that two stages win less; with one, nothing but memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.turns import Case, Place, Variant
 VARIANTS = ("megalite-one", "megalite-pp", "megalite-tp")
 FLAGS = {
     "model": Flag("of the benchmarks' sizes", "stages", "stages", choices=MODELS),
-    "sequences": Flag("that are continued", 64, 64),
+    "sequences": Flag("that are continued", 512, 64),
     "prompt": Flag("tokens of each prompt", 32, 32),
-    "new": Flag("tokens that are generated", 64, 32),
+    "new": Flag("tokens that are generated", 32, 32),
     "ranks": Flag("processes", 2, 2),
 }
 

@@ -33,7 +33,9 @@ OnTokens = Callable[[Request, list[int]], None]
 ROUNDS = 16
 """Tokens between two agreements of the stages; in one process every token is told at once."""
 LEAST_CHUNK = 64
-"""A prompt is not cut into shorter pieces than this."""
+"""Tokens of all sequences of a group: the prompts are not cut into smaller pieces than this."""
+PIECES = 4
+"""Of the prompts, a stage: so many in flight that the pipeline fills and drains in a fraction of the time."""
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Generator:
         ranks, n = self.placement.num_ranks, tokens.shape[1]
         if ranks == 1 or slot.mine.columns or self.parts.cp.size > 1:
             return 1
-        return max(1, min(-(-2 * ranks // num_slots), n // self.least_chunk))
+        return max(1, min(-(-PIECES * ranks // num_slots), n, tokens.numel() // self.least_chunk))
 
     def _turns(self, slots: Sequence[Slot], pending: Sequence[Tensor], chunks: Sequence[int]) -> list[Turn]:
         """By the micro-batch numbers of the program."""
