@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.launches import Traffic, estimate, nanogpt, of_a_block, of_a_logit, ours
+from benchmarks.counted_launches import Traffic, estimate, nanogpt, of_a_block, of_a_logit, ours
 
 pytestmark = [
     pytest.mark.full,
