@@ -69,7 +69,7 @@ class ShardedOptimizer:
                 raise ConfigError(f"{setting}={value!r}: one like {own[setting].default!r} is wanted")
             if problem := bounds_problem(own[setting], value):
                 raise ConfigError(f"{setting}={value}: {problem}")
-        config = OptimizerConfig(optimizer=rule, lr=lr, args=OptimizerArgs(**settings))  # type: ignore[arg-type]
+        config = OptimizerConfig(optimizer=rule, lr=lr, args=OptimizerArgs(**settings))  # type: ignore[arg-type]  # checked above
         self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
         self._check_numbers()
         self._pipeline, self._stepped = pipeline, True
