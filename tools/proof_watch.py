@@ -119,6 +119,9 @@ class Eyes:
         self.local: dict[int, dict[str, Tensor]] = {}
         self._launched: dict[int, int] = {}
         self._checked: set[tuple[str, int]] = set()
+        self._names: dict[int, str] = {}
+        self._before: nn.Module | None = None
+        self._halves = run.trainer.config.parallel.tp_comm_overlap
         self._first_update = run.trainer.updater.newest_version()
         for stage in run.trainer.executor.stages.values():
             for module in stage.modules:
@@ -136,11 +139,15 @@ class Eyes:
         names = {id(p): name for name, p in stack.logical_parameters()}
         for layer, module in zip(stack.names, stack.ordered(), strict=True):
             own = [(names[id(p)], p) for p in module.parameters() if id(p) in names and p.requires_grad]
-            module.register_forward_pre_hook(lambda _, args, layer=layer, own=own: self._used(layer, args[1], own))
-            module.register_forward_hook(lambda _, args, out, layer=layer: self._computed(layer, args[1], out))
+            self._names[id(module)] = layer
+            module.register_forward_pre_hook(
+                lambda _, args, layer=layer, own=own: self._used(layer, args[0], args[1], own)
+            )
+            module.register_forward_hook(lambda _, args, out, layer=layer: self._computed(layer, args[0], args[1], out))
 
-    def _used(self, layer: str, microbatch: Microbatch, own: list[tuple[str, nn.Parameter]]) -> None:
+    def _used(self, layer: str, x: Any, microbatch: Microbatch, own: list[tuple[str, nn.Parameter]]) -> None:
         """The weights that a layer computes with: those of the right update?"""
+        self._before = getattr(x, "unfinished", None)
         sample = int(microbatch.sample_ids[0])
         step = self.reference.step_of(sample)
         if step is None:
@@ -165,8 +172,13 @@ class Eyes:
                 return update
         return None
 
-    def _computed(self, layer: str, microbatch: Microbatch, out: Tensor) -> None:
+    def _computed(self, layer: str, x: Any, microbatch: Microbatch, out: Tensor) -> None:
         samples = microbatch.sample_ids.tolist()
+        if x is not None and not isinstance(x, Tensor):  # a turn of a half: it may have finished the block before
+            self.watch.seen.setdefault(layer, []).extend(samples)
+            if self._before is not None:
+                self._computed(self._names[id(self._before)], None, microbatch, x.x)
+            return
         if self.reference.step_of(samples[0]) is None:
             self.watch.tell(FORWARD, {"step": self.run.trainer.iteration + 1, "layer": layer, "sample": samples[0]},
                             tensor="batch", what="is no sample of these iterations")  # fmt: skip
@@ -177,8 +189,8 @@ class Eyes:
             out.register_hook(lambda g: self._compare(BACKWARD, layer, samples, g, microbatch.places))
 
     def _compare(self, kind: str, layer: str, samples: list[int], values: Tensor, places: Tensor | None) -> None:
-        if values.dim() == 0 and kind == FORWARD and places is not None:
-            return  # a part of the sequence's loss
+        if values.dim() == 0 and (self._halves or kind == FORWARD and places is not None):
+            return  # a part of the loss
         where = {"step": self.reference.step_of(samples[0]), "layer": layer}
         if values.dim() == 0:
             key = f"{'loss' if kind == FORWARD else 'factor'}/{samples[0]}"
