@@ -53,7 +53,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "zero 3" else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS])
+@pytest.mark.parametrize("name", [n if n == "zb-v" else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS])
 def test_it_composes(name: str) -> None:
     layout, size = LAYOUTS[name]
     layout = f"{layout} --micro-batch-size 1 --delayed-parameter-update --optimizer-cpu-offload"

@@ -270,7 +270,13 @@ def test_two_settings_differ(one: str, other: str, folder_of: Any) -> None:
     assert observe(one, folder_of()) != observe(other, folder_of())
 
 
-@pytest.mark.parametrize(("one", "other"), LOADS, ids=[other for _, other in LOADS])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(*pair, id=pair[1], marks=[pytest.mark.full] if n in (0, 2, 4) else [])
+        for n, pair in enumerate(LOADS)
+    ],
+)
 def test_what_a_run_takes_up(one: str, other: str, folder_of: Any) -> None:
     seen = []
     for flags in (one, other):

@@ -34,6 +34,7 @@ def saved_by(folder: Path, *flags: str, world_size: int = 1, steps: int = 2) -> 
     return saved_tensors(folder)
 
 
+@pytest.mark.full
 def test_a_run_moves_between_device_host_and_file(tmp_path: Path) -> None:
     whole = saved_by(tmp_path / "whole", steps=4)
     host = ("--optimizer-cpu-offload",)
