@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -172,9 +172,8 @@ class StragglerHook(Hook):
     In a synchronous run all ranks take equally long, because they wait for the slowest; what differs is how much of
     it is work. Once a log interval every rank tells the median of the seconds it worked in an iteration (of at least
     the last ten, so that a single hiccup is passed over). A rank is named if its work exceeds the median of the others
-    that hold the same stages `ratio` times, and by `least_s` seconds, at two log lines in a row: the record then gets
-    `slowest_rank`, `slowest_rank_ratio` and `slowest_rank_host`. Other stages have other work, so a stage's only rank
-    is never named. The record's peak memory becomes the largest of all ranks.
+    `ratio` times, and by `least_s` seconds, at two log lines in a row: the record then gets `slowest_rank`,
+    `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the largest of all ranks.
     """
 
     def __init__(self, *, ratio: float = 1.3, least_s: float = 0.01) -> None:
@@ -196,33 +195,19 @@ class StragglerHook(Hook):
         world = trainer.mesh.world
         if world.size == 1:
             return
-        stage = trainer.mesh.coordinate("pp")
-        mine = [statistics.median(self._work), float(record["peak_memory_bytes"]), float(stage)]
+        mine = [statistics.median(self._work), float(record["peak_memory_bytes"])]
         rows = all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
-        record["peak_memory_bytes"] = int(max(peak for _, peak, _ in rows))
-        found = _slowest(rows) if len(self._work) >= 4 else None
-        slowest, work, others = found or (None, 0.0, 0.0)
-        if slowest is not None and not work > max(self._ratio * others, others + self._least_s):
-            slowest = None
-        if slowest is not None and slowest == self._suspect:
+        record["peak_memory_bytes"] = int(max(peak for _, peak in rows))
+        work = [seconds for seconds, _ in rows]
+        slowest = max(range(world.size), key=work.__getitem__)
+        others = statistics.median(work[:slowest] + work[slowest + 1 :])
+        enough = len(self._work) >= 4
+        stands_out = enough and work[slowest] > max(self._ratio * others, others + self._least_s)
+        if stands_out and slowest == self._suspect:
             record["slowest_rank"] = slowest
-            record["slowest_rank_ratio"] = work / others if others > 0 else math.inf
+            record["slowest_rank_ratio"] = work[slowest] / others if others > 0 else math.inf
             record["slowest_rank_host"] = self._hosts[slowest]
-        self._suspect = slowest
-
-
-def _slowest(rows: Sequence[Sequence[float]]) -> tuple[int, float, float] | None:
-    """(Rank, its work, the median of those that share its last column), of the rank that exceeds these most; None where
-    all are alone."""
-    alike: dict[float, list[int]] = {}
-    for rank, row in enumerate(rows):
-        alike.setdefault(row[2], []).append(rank)
-    found = []
-    for ranks in alike.values():
-        if len(ranks) > 1:
-            *others, slowest = sorted(ranks, key=lambda rank: rows[rank][0])
-            found.append((slowest, rows[slowest][0], statistics.median(rows[rank][0] for rank in others)))
-    return max(found, key=lambda each: each[1] - each[2], default=None)
+        self._suspect = slowest if stands_out else None
 
 
 class ProfileHook(Hook):
