@@ -178,10 +178,11 @@ def _sequence_buffers(config: Config) -> float:
     return 2.0 * micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
 
 
-def shared_memory_bytes(config: Config, on_cpu: bool) -> float:
-    """What tensor-parallel CPU ranks of one host exchange their messages through: 8 slots of 1 MiB for each of them."""
-    tp = config.parallel.tensor_model_parallel_size
-    return tp * (128.0 + 8 * 2**20) if on_cpu and tp > 1 else 0.0
+def shared_memory_bytes(config: Config, on_cpu: bool, *, of_others: bool = False) -> float:
+    """What CPU ranks of one host, over tp and over ep, exchange their messages through: 8 slots of 1 MiB for each.
+    of_others: without this rank's."""
+    sizes = config.parallel.tensor_model_parallel_size, config.parallel.experts.expert_model_parallel_size
+    return sum((size - of_others) * (128.0 + 8 * 2**20) for size in sizes if on_cpu and size > 1)
 
 
 def _peak(

@@ -137,8 +137,8 @@ def demands_of(
         rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
         for rank in range(program.num_ranks)
     ]
-    # What tensor-parallel ranks of a host exchange messages through is one for all, and counted in each.
-    again = shared_memory_bytes(config, on_cpu) * (1 - 1 / config.parallel.tensor_model_parallel_size)
+    # What ranks of a host exchange messages through is one for all, and counted in each.
+    again = shared_memory_bytes(config, on_cpu, of_others=True)
     drawn: dict[str, list[tuple[float, float, float]]] = {}
     for rank, row in enumerate(ranks):
         mine = memory[rank * program.num_ranks // world]
