@@ -6,7 +6,7 @@ import torch
 
 from megalite.comm import ParallelMesh, all_reduce_
 from megalite.config import Config
-from megalite.expert_loads import EXTRA
+from megalite.microbatch_notes import EXTRA
 from megalite.observe import ExpertStats
 from megalite.train.build import Model, wide_dtype
 

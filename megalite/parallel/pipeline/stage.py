@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.comm import TensorSpec
-from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
-from megalite.magnitudes import Magnitudes
 from megalite.microbatch import StageInput
+from megalite.microbatch_notes import ExpertLoads, Magnitudes
 
 
 @dataclass

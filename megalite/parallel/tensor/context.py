@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,10 +10,9 @@ from torch import nn
 
 from megalite.comm import Axis, ContextAxes, ExpertAxes
 from megalite.config import Float8
-from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import ParameterPlacement
-from megalite.magnitudes import Magnitudes
+from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.parallel.tensor.delayed_scaling import DelayedProducts
 from megalite.parallel.tensor.float8 import Float8Products
 from megalite.parallel.tensor.products import PlainProducts, Products, product_dtype
@@ -32,6 +32,7 @@ class LayerContext:
     float8: the format and scales of linear layers' products.
     loads: where routers note what they did.
     magnitudes: where products in float8 note the size of their operands.
+    host_embedding: makes the word embedding, if its rows are on the host.
     halves: over what two half-batches of a micro-batch take turns, a 'layer' or a 'stage'; '': it runs whole.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
         sharded model is never whole on any rank.
@@ -48,6 +49,7 @@ class LayerContext:
     float8: Float8 = Float8()
     loads: ExpertLoads = field(default_factory=ExpertLoads)
     magnitudes: Magnitudes = field(default_factory=Magnitudes)
+    host_embedding: Callable[[LayerContext], nn.Module] | None = None
     halves: str = ""
     deferred: bool = False
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis
 from megalite.config import Float8
-from megalite.magnitudes import OPERANDS, Magnitudes
+from megalite.microbatch_notes import OPERANDS, Magnitudes
 from megalite.parallel.tensor.float8 import Float8Products, Kept
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigError
-from megalite.expert_loads import EXTRA, ExpertLoads
 from megalite.gradient import GradSink, WeightGradQueue, attach_sink
 from megalite.microbatch import Microbatch
+from megalite.microbatch_notes import EXTRA, ExpertLoads
 from megalite.models import build_stack, layer_specs
 from megalite.nn.router import choose, largest
 from megalite.nn.stack import LayerStack
