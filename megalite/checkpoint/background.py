@@ -13,20 +13,16 @@ is the state at the moment of the call.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.checkpoint.saving import SaveJob, SaveReport
 from megalite.checkpoint.storage import TensorPart
+from megalite.page_locked import host_bytes
 
 _ALIGN = 64
 
@@ -46,7 +42,7 @@ class StagingMemory:
         cuda = any(part.values.is_cuda for part in parts)
         if self._bytes.numel() < at or (cuda and not self._bytes.is_pinned()):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # give the old memory back before asking for more
-            self._bytes = _allocate(at, pinned=cuda)
+            self._bytes = host_bytes(at, pinned=cuda)
         copies = []
         for part, start in zip(parts, starts, strict=True):
             space = self._bytes[start : start + part.nbytes].view(part.values.dtype).view(part.values.shape)
@@ -55,19 +51,6 @@ class StagingMemory:
         if cuda:
             torch.cuda.current_stream().synchronize()
         return copies
-
-
-def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # first touch costs one fault for 2 MiB, not for 4 KiB
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    space = torch.frombuffer(memory, dtype=torch.uint8)
-    if pinned:  # as it is: torch's allocator of page-locked memory rounds up to a power of two
-        driver: Any = torch.cuda.cudart()
-        if int(driver.cudaHostRegister(space.data_ptr(), len(memory), 0)) == 0:
-            weakref.finalize(memory, driver.cudaHostUnregister, space.data_ptr())
-    return space[:nbytes]
 
 
 class BackgroundSave:

@@ -17,13 +17,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """The rectangle `offset .. offset + shape` of a logical tensor. A scalar is the box `() ()` with one element."""
 
     offset: Shape
@@ -65,20 +64,18 @@ class Box:
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None. Sorted along dim 0, so flat ranges cost n log n."""
+    """Two boxes that share an element, or None. Swept along dim 0, so flat ranges cost n log n."""
     if len(boxes) < 2:
         return None
-    active: list[Box] = []
-    for box in sorted((b for b in boxes if b.numel), key=lambda b: b.offset):
-        if not box.shape:
-            if active:
-                return active[0], box
-        else:
-            active = [other for other in active if other.end[0] > box.offset[0]]
-        for other in active:
-            if box.shape and box.intersect(other):
+    active: list[tuple[int, int, int, Box]] = []  # (where it ends along dim 0, begins and ends along dim 1, box)
+    for box in sorted(b for b in boxes if all(b.shape)):
+        row, column = (*box.offset, 0, 0)[:2]
+        rows, columns = (*box.shape, 1, 1)[:2]
+        active = [item for item in active if item[0] > row]
+        for other in [item[3] for item in active if item[1] < column + columns and item[2] > column]:
+            if box.intersect(other):
                 return other, box
-        active.append(box)
+        active.append((row + rows, column, column + columns, box))
     return None
 
 
@@ -98,15 +95,14 @@ def cover(wanted: Box, stored: Sequence[Box]) -> list[tuple[int, Box]]:
     return pieces
 
 
-@dataclass(frozen=True)
-class HeldRectangle:
-    """That a rank holds `box` of tensor `name`: `itemsize` bytes an element, place `index` in the rank's list. replica:
+class HeldRectangle(NamedTuple):
+    """That a rank holds `box` of tensor `name`: `itemsize` bytes an element, at `place` in the rank's list. replica:
     which copy it is; of a kind of ranks the first that one of them holds."""
 
     name: str
     box: Box
     itemsize: int
-    index: int
+    place: int
     replica: int = 0
 
 
@@ -122,8 +118,7 @@ class WriteDuty:
 _SPLIT_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class _Writers:
+class _Writers(NamedTuple):
     """Who writes a box: the ranks that hold it by turns, row by row, or one of them (None: nobody)."""
 
     holders: Sequence[int]
@@ -151,9 +146,9 @@ class Duties(Sequence[list[WriteDuty]]):
             if to is not None and to.split:
                 part, parts, rows = bisect_left(to.holders, rank), len(to.holders), holding.box.shape[0]
                 box = holding.box.rows(rows * part // parts, rows * (part + 1) // parts)
-                mine.append(WriteDuty(holding.index, box))
+                mine.append(WriteDuty(holding.place, box))
             elif to is not None and to.one == rank:
-                mine.append(WriteDuty(holding.index, holding.box))
+                mine.append(WriteDuty(holding.place, holding.box))
         return sorted(mine, key=lambda duty: (duty.index, duty.box.offset))
 
     def written(self) -> Iterator[Held]:
@@ -177,24 +172,32 @@ def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int] 
     members: list[list[int]] = [[] for _ in holdings]
     for rank, kind in enumerate(kinds):
         members[kind].append(rank)
-    found: dict[Held, list[int]] = {}
+    first: dict[Held, int] = {}
+    also: dict[Held, list[int]] = {}  # kinds that hold it beside the first
     itemsizes: dict[Held, int] = {}
     for kind, items in enumerate(holdings):
-        for holding in items:
-            if holding.box.numel:
-                key = (holding.name, holding.box)
-                found.setdefault(key, []).append(kind)
-                if not holding.replica:
-                    itemsizes[key] = holding.itemsize
+        for name, box, itemsize, _, replica in items:
+            key = name, box
+            if first.setdefault(key, kind) != kind:
+                also.setdefault(key, []).append(kind)
+            if not replica:
+                itemsizes[key] = itemsize
     load = [0] * len(kinds)
+    alone = [_Writers(ranks, False, ranks[0]) if len(ranks) == 1 else None for ranks in members]
     writers: dict[Held, _Writers] = {}
     small = []
-    for key in [key for key in found if key in itemsizes]:
-        of_kinds, box = found[key], key[1]
-        holders = members[of_kinds[0]]
-        if len(of_kinds) > 1:
-            holders = sorted(rank for kind in dict.fromkeys(of_kinds) for rank in members[kind])
-        nbytes, parts = box.numel * itemsizes[key], len(holders)
+    for key, kind in first.items():
+        box, holders = key[1], members[kind]
+        nbytes = box.numel * itemsizes.get(key, 0)
+        if not nbytes:
+            continue
+        if key in also:
+            holders = sorted(rank for each in dict.fromkeys([kind, *also[key]]) for rank in members[each])
+        elif (writer := alone[kind]) is not None:
+            writers[key] = writer
+            load[holders[0]] += nbytes
+            continue
+        parts = len(holders)
         if parts > 1 and (nbytes < _SPLIT_BYTES or not box.shape or box.shape[0] < parts):
             small.append((nbytes, key, holders))
             continue

@@ -6,9 +6,11 @@ and in how the ranks' reports reach the coordinator (a collective, or files in t
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -116,6 +118,19 @@ class SavePlan:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no garbage is looked for: a plan of many ranks is some hundred thousand objects and no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@uncollected()
 def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     """The plan from all ranks' `describe`; the same on every rank. Ranks whose `rows` are one object are looked at
     once.
@@ -132,15 +147,19 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     holdings = []
     for ranks in members:
         rows = descriptions[ranks[0]].rows
-        first = np.array([_expanded(descriptions[rank].replicas) for rank in ranks]).reshape(len(ranks), -1).min(0)
-        holdings.append(_held(rows, first.tolist(), ranks[0], tensors))
+        copies = [_expanded(descriptions[rank].replicas) for rank in ranks]
+        first = np.array(copies).min(0).tolist() if len(ranks) > 1 else copies[0]
+        holdings.append(_held(rows, first, ranks[0], tensors))
     duties = share_out(holdings, kinds)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for name, box in duties.written():
         boxes[name].append(box)
+    problems: dict[Any, str | None] = {}  # moments are cut as their weights, layers alike: looked at once
     for name, tensor in tensors.items():
-        problem = tiling_problem(boxes[name], tensor.shape)
-        if problem:
+        tiling = tensor.shape, tuple(boxes[name])
+        if tiling not in problems:
+            problems[tiling] = tiling_problem(tiling[1], tensor.shape)
+        if problem := problems[tiling]:
             raise CheckpointError(f"tensor {name}: {problem}: the shards given to save() are not the whole tensor")
     return SavePlan(tensors, duties)
 
