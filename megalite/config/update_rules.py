@@ -50,6 +50,7 @@ class OptimizerSpec:
     of such a parameter. whole_moments: how many of them are as large as it.
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
+    only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
     (docs/asynchronous.md has the measurements). nesterov: why its momentum cannot be taken as Nesterov did.
@@ -61,6 +62,7 @@ class OptimizerSpec:
     whole_moments: int = 1
     statistics: bool = False
     settings: tuple[str, ...] = ()
+    only_decays: bool = False
     high_lr: float | None = None
     correction: str = "none"
     lookahead: float = 1.0
@@ -75,6 +77,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
     {
         "adam": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
+            only_decays=True,
             settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
             high_lr=0.1,
             correction="predict",
@@ -83,20 +86,25 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         "sgd": OptimizerSpec(lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else ()),
         "lion": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype,),
+            only_decays=True,
             settings=("exp_avg_dtype",),
+            correction="predict",
             nesterov="its update weighs the newest gradient by itself",
         ),
         "muon": OptimizerSpec(
             lambda settings: (_WIDE, _WIDE),
+            only_decays=True,
             whole=_blocks_matrix,
             correction="predict",
             nesterov="its momentum is Nesterov's already",
         ),
         "soap": OptimizerSpec(
             lambda settings: (_WIDE, _WIDE),
+            only_decays=True,
             whole=_square_enough,
             of_whole=_moments_and_bases,
             whole_moments=2,
+            correction="predict",
             nesterov="no such step is known in a basis that turns",
         ),
         "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),

@@ -68,7 +68,8 @@ def test_a_lookahead_is_of_a_prediction(flags: str) -> None:
         # The defaults are those of docs/asynchronous.md.
         ("", "predict (2 steps ahead for each of delay)"),
         ("--optimizer muon", "predict (1 step ahead for each of delay)"),
-        ("--optimizer lion", "none"),
+        ("--optimizer lion", "predict (1 step ahead for each of delay)"),
+        ("--optimizer adafactor", "none"),
     ],
 )
 def test_a_dry_run_says_what_is_done(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
