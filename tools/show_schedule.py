@@ -34,7 +34,9 @@ from megalite.schedule import (
     Program,
     StagePlacement,
     Timeline,
+    WeightChunks,
     build_program,
+    chunk_traffic,
     dump_program,
     find_schedule,
     forward_program,
@@ -49,6 +51,7 @@ from megalite.schedule import (
     schedule_warnings,
     simulate,
     validate,
+    with_chunks,
 )
 from schedule_figures import comparison, figures, summary
 
@@ -85,6 +88,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="micro-batches whose activations a rank may hold; the others wait on the host (EVICT, PREFETCH)",
     )
+    p.add_argument(
+        "--weight-capacity",
+        type=int,
+        metavar="N",
+        help="layers of --layers-per-stage whose weights have room on a rank; the others come from the host (FETCH)",
+    )
+    p.add_argument("--layers-per-stage", type=int, default=4, metavar="L", help="of --weight-capacity, default 4")
     p.add_argument("--cost-transfer", type=_cost, default=Fraction(0), metavar="TIME", help="to or from it, default 0")
     p.add_argument("--cost-communication", type=_cost, default=Fraction(0), metavar="TIME", help="one hop, default 0")
     p.add_argument("--format", choices=("text", "json", "svg", "html", "trace", "file"), default="text")
@@ -107,6 +117,7 @@ def _costs(args: argparse.Namespace) -> Costs:
         args.cost_backward_weight,
         args.cost_communication,
         args.cost_transfer,
+        host_byte=args.cost_transfer,
     )
 
 
@@ -119,6 +130,23 @@ def _moving(program: Program, args: argparse.Namespace) -> Program:
     one, chunks = (1.0,) * program.num_stages, float(args.activation_capacity / program.activation_unit)
     room = ActivationRoom(one, one, (chunks,) * program.num_ranks)
     return insert_transfers(merge_backward(program), room)
+
+
+def _hosting(program: Program, args: argparse.Namespace) -> Program:
+    """With weights that come from the host layer by layer, if the ranks have room for some."""
+    if args.weight_capacity is None:
+        return program
+    if program.rounds is not None:
+        raise ConfigError(f"--weight-capacity: {program.name} keeps its weights; leave it out")
+    for flag, number in (("weight-capacity", args.weight_capacity), ("layers-per-stage", args.layers_per_stage)):
+        if number < 1:
+            raise ConfigError(f"--{flag}={number}: at least 1")
+    if program.asynchronous:
+        raise ConfigError(f"--weight-capacity: {program.name} keeps two versions of its weights; use --schedule=1f1b")
+    layers, stages = tuple((layer,) for layer in range(args.layers_per_stage)), program.num_stages
+    sizes, nothing, room = ((1,) * len(layers),) * stages, ((0, 0),) * stages, (args.weight_capacity,)
+    chunks = WeightChunks(sizes, (layers,) * stages, (layers[::-1],) * stages, nothing, room * program.num_ranks)
+    return with_chunks(merge_backward(program), chunks)
 
 
 def _program(name: str, args: argparse.Namespace) -> Program:
@@ -147,7 +175,7 @@ def _program(name: str, args: argparse.Namespace) -> Program:
 def _show(args: argparse.Namespace) -> str:
     """The output for one schedule."""
     program = load_program(args.pipeline_schedule_file) if args.schedule is None else _program(args.schedule, args)
-    program = _moving(program, args)
+    program = _hosting(_moving(program, args), args)
     report = validate(program)
     if args.format == "file":  # to be changed, and run with --pipeline-schedule-file
         if program.rounds:
@@ -187,13 +215,18 @@ def _show(args: argparse.Namespace) -> str:
 
 def _held(program: Program) -> list[str]:
     """What lies where, if the ranks have a capacity."""
+    lines = []
+    if program.chunks is not None:
+        moves = [chunk_traffic(program, rank, program.num_microbatches) for rank in range(program.num_ranks)]
+        numbers = " ".join(f"{each.transfers}/{each.uses}" for each in moves)
+        lines = [f"weights         layers that come, of the uses of a batch: {numbers}"]
     if program.room is None:
-        return []
+        return lines
     ranks = [residency(actions, program.recomputed, program.room) for actions in program.unroll(1)]
     unit = float(program.activation_unit)
     device, host = (" ".join(f"{unit * row[i]:g}" for row in ranks) for i in (0, 1))
     transfers = " ".join(str(row.transfers) for row in ranks)
-    return [f"on the device   {device} of them at most, on the host {host}; transfers a batch {transfers}"]
+    return [*lines, f"on the device   {device} of them at most, on the host {host}; transfers a batch {transfers}"]
 
 
 def _compare(args: argparse.Namespace) -> str:

@@ -27,10 +27,12 @@ from megalite.inventory.activation_bytes import (
 )
 from megalite.inventory.adapters import Adapter, adapters_of
 from megalite.inventory.buckets import (
+    ALIGNMENT,
     BucketPlan,
     BufferParameter,
     ParameterRange,
     Segment,
+    align,
     bucket_limit,
     layer_of,
     plan_buckets,
@@ -49,6 +51,7 @@ from megalite.inventory.layers import (
     count_trained_parameters,
     first_alike,
     flops_per_iteration,
+    layer_name,
     model_layers,
     parameter_shapes,
     stage_parameters,

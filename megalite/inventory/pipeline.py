@@ -12,6 +12,7 @@ from megalite.inventory.layers import model_layers
 from megalite.schedule import (
     ActivationRoom,
     Program,
+    WeightChunks,
     build_program,
     delay_update,
     find_schedule,
@@ -21,6 +22,7 @@ from megalite.schedule import (
     lower,
     merge_backward,
     partition,
+    with_chunks,
 )
 
 
@@ -32,7 +34,7 @@ def computations(config: Config, num_microbatches: int, schedule: str | None = N
     """
     parallel, delayed = config.parallel, config.optimizer.offload.delayed_parameter_update and not waits
     if parallel.pipeline_schedule_file is not None:
-        return _changed(load_program(parallel.pipeline_schedule_file), delayed, config.room)
+        return _changed(load_program(parallel.pipeline_schedule_file), delayed, config.room, config.chunks)
     return _built(
         schedule or parallel.schedule,
         delayed,
@@ -41,6 +43,7 @@ def computations(config: Config, num_microbatches: int, schedule: str | None = N
         parallel.virtual_pipeline_model_parallel_size,
         parallel.chimera_pairs,
         config.room,
+        config.chunks,
     )
 
 
@@ -53,17 +56,22 @@ def _built(
     num_chunks: int | None,
     num_pairs: int,
     room: ActivationRoom | None,
+    chunks: WeightChunks | None,
 ) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
     program = build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
-    return _changed(program, delayed, room)
+    return _changed(program, delayed, room, chunks)
 
 
-def _changed(program: Program, delayed: bool, room: ActivationRoom | None) -> Program:
-    """The program with what the configuration changes in it; activations move where they have to keep to some room."""
+def _changed(
+    program: Program, delayed: bool, room: ActivationRoom | None, chunks: WeightChunks | None = None
+) -> Program:
+    """The program with what the configuration changes in it; activations move where they have to keep to some room, and
+    weights where they live on the host."""
     program = merge_backward(program)
     program = delay_update(program) if delayed else program
-    return program if room is None else insert_transfers(program, room)
+    program = program if room is None else insert_transfers(program, room)
+    return program if chunks is None else with_chunks(program, chunks)
 
 
 def lowered_program(

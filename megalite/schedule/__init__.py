@@ -31,6 +31,7 @@ from megalite.schedule.action import (
     BACKWARD_WEIGHT,
     EVICT,
     FORWARD,
+    GRADIENT_KINDS,
     NONE,
     NORM,
     PREFETCH,
@@ -48,6 +49,7 @@ from megalite.schedule.action import (
     forward,
     parse_action,
 )
+from megalite.schedule.chunks import ChunkKey, ChunkTraffic, ChunkUse, chunk_traffic, plan_chunks, sizes_of, with_chunks
 from megalite.schedule.decode import forward_program, token_pairs
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.delayed_update import delay_update
@@ -57,7 +59,7 @@ from megalite.schedule.drawing.text import render_text
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.program import BatchRange, PeakActivations, Program
-from megalite.schedule.room import ActivationRoom
+from megalite.schedule.room import ActivationRoom, WeightChunks
 from megalite.schedule.schedules.registry import (
     ALIASES,
     SCHEDULES,

@@ -52,6 +52,8 @@ RESHARD = "RESHARD"
 EVICT = "EVICT"
 """Begin to move what a micro-batch's forward keeps in one stage to the host; PREFETCH: to bring it back."""
 PREFETCH = "PREFETCH"
+FETCH = "FETCH"
+"""Of weights that live on the host, inside of a computation: `microbatch` is the layer of the stage. In drawings."""
 OVERLAP = "OVERLAP"
 """Two computations that may run at the same time, as one action."""
 

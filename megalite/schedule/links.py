@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, EVICT, PREFETCH, Action
+from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, EVICT, FETCH, PREFETCH, Action
 
 if TYPE_CHECKING:
+    from megalite.schedule.chunks import ChunkKey, ChunkUse
     from megalite.schedule.simulate import Time
 
 
@@ -18,6 +20,7 @@ class Links:
         self.spans: list[tuple[int, Action, Time, Time]] = []
         self._free: dict[tuple[int, str], Time] = {}
         self._arrived: dict[tuple[int, int, int], Time] = {}
+        self._there: dict[ChunkKey, Time] = {}
         self._new: dict[int, Time] = {}
         self._old: dict[int, Time] = {}
 
@@ -30,6 +33,21 @@ class Links:
             self._arrived[action.stage, action.replica, action.microbatch] = end
         else:
             self._new[rank] = end
+
+    def read(
+        self, rank: int, uses: Sequence[ChunkUse], sizes: Mapping[ChunkKey, int], span: tuple[Time, Time], byte: Time
+    ) -> Time:
+        """When a computation ends that reads weights layer by layer: each layer takes its part of the time, once its
+        weights have come. span: when it starts, and how long it computes. byte: time of one on the link."""
+        now, takes = span
+        for use in uses:
+            for key in use.come:
+                begin = max(now, self._free.get((rank, PREFETCH), now))
+                end = self._free[rank, PREFETCH] = begin + byte * sizes[key]
+                self._there[key] = end
+                self.spans.append((rank, Action(FETCH, key[0], key[2], replica=key[1]), begin, end))
+            now = max([now, *(self._there[key] for key in use.wanted)]) + takes / len(uses)
+        return now if uses else now + takes
 
     def ready(self, rank: int, action: Action, start: Time) -> Time:
         """When a computation may start: what it uses has come back, and what was sent before the computation ahead of

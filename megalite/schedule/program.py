@@ -27,7 +27,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megalite.schedule.action import OVERLAP, UPDATE_KINDS, Action, step
-from megalite.schedule.room import ActivationRoom
+from megalite.schedule.room import ActivationRoom, WeightChunks
 from megalite.schedule.rounds import Rounds
 from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.template import Template
@@ -100,6 +100,7 @@ class Program:
     has_communication       SEND and RECV have been inserted
     rounds                  of a program without backwards
     room                    what EVICT and PREFETCH keep to, where activations wait on the host
+    chunks                  weights that come and go layer by layer (`chunks.plan_chunks`)
     recomputed              stages whose forward keeps its input alone; R makes the rest again ahead of the backward
     """
 
@@ -118,6 +119,7 @@ class Program:
     rounds: Rounds | None = None
     recomputed: frozenset[int] = frozenset()
     room: ActivationRoom | None = None
+    chunks: WeightChunks | None = None
     _templates: dict[tuple[int, int, int, bool], Template] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

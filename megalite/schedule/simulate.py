@@ -26,6 +26,7 @@ from megalite.schedule.action import (
     STEP,
     Action,
 )
+from megalite.schedule.chunks import ChunkUse, plan_chunks, sizes_of
 from megalite.schedule.links import TRANSFER_KINDS, Links
 from megalite.schedule.memory import live_versions, peak_activations
 from megalite.schedule.program import BatchSpec, Program
@@ -50,7 +51,7 @@ class Costs:
     forward, backward_input, backward_weight: tF, tI, tW of a whole rank. tR, to run a forward again, is tF.
     communication: tC, one hop of an activation.
     stages: a factor per stage, for embedding and head (None: all equal).
-    transfer: what one chunk's activations take to or from the host.
+    transfer: what one chunk's activations take to or from the host. host_byte: what a byte of weights takes.
     exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, R, B, I and W take
         no time unless it is given here.
     overlap: time of an OVERLAP as a fraction of the sum of its parts (1: no gain).
@@ -61,6 +62,7 @@ class Costs:
     backward_weight: Time = Fraction(1)
     communication: Time = Fraction(0)
     transfer: Time = Fraction(0)
+    host_byte: Time = Fraction(0)
     stages: Sequence[Time] | None = None
     exact: Mapping[tuple[int, str], Time] = field(default_factory=dict)
     overlap: Time = Fraction(1)
@@ -175,7 +177,8 @@ def simulate(
     lists = program.unroll(batches)
     norms = _Norms(program, batches) if global_norm and not program.update_per_microbatch else None
     links = Links()
-    spans = _run(program, lists, costs, norms, links)
+    reads = _weights_read(program, batches) if program.chunks is not None else ()
+    spans = _run(program, lists, costs, norms, links, reads)
     unit = program.activation_unit
     return Timeline(
         program.num_ranks,
@@ -237,8 +240,32 @@ class _Norms:
                 yield (STEP, 0, 0, update), self.latest[update]
 
 
+Reads = Mapping[int, Sequence[ChunkUse]]
+"""Place in a rank's list -> the layers whose weights the action there reads, and what comes and goes with them."""
+
+
+def _weights_read(program: Program, batches: BatchSpec) -> list[Reads]:
+    """Of every rank: each batch begins with nothing on the device, since its weights are new."""
+    found: list[Reads] = []
+    for rank in range(program.num_ranks):
+        places: dict[int, list[ChunkUse]] = {}
+        begin = 0
+        for batch in program.batches(batches):
+            actions = program.order(rank, batch)
+            for use in plan_chunks(program, rank, actions):
+                places.setdefault(begin + use.action, []).append(use)
+            begin += len(actions)
+        found.append(places)
+    return found
+
+
 def _run(
-    program: Program, lists: Sequence[Sequence[Action]], costs: Costs, norms: _Norms | None, links: Links
+    program: Program,
+    lists: Sequence[Sequence[Action]],
+    costs: Costs,
+    norms: _Norms | None,
+    links: Links,
+    reads: Sequence[Reads],
 ) -> list[Span]:
     done: dict[ResultKey, Time] = {}
     clock: list[Time] = [Fraction(0)] * program.num_ranks
@@ -246,6 +273,7 @@ def _run(
     waiting: dict[ResultKey, list[int]] = {}
     ready = list(range(program.num_ranks))
     spans: list[Span] = []
+    sizes = sizes_of(program.chunks, program.placement.num_replicas) if program.chunks is not None else {}
     while ready:
         rank = ready.pop()
         while position[rank] < len(lists[rank]):
@@ -269,7 +297,12 @@ def _run(
                 continue
             if action.is_compute:
                 start = links.ready(rank, action, start)
-            clock[rank] = start + costs.of(action, program)
+            takes = costs.of(action, program)
+            clock[rank] = start + takes
+            if reads and action.is_compute:
+                clock[rank] = links.read(
+                    rank, reads[rank].get(position[rank], ()), sizes, (start, takes), costs.host_byte
+                )
             if action.is_compute or action.kind == STEP or clock[rank] > start:
                 spans.append(Span(rank, action, start, clock[rank]))
             position[rank] += 1

@@ -9,6 +9,7 @@
     V6 memory        so do the activations, for any share of them that W needs
     V9 room          activations that wait on the host are back when used; what a rank holds keeps to its capacity at
                      every computation
+    V10 weights      those that live on the host are on the device when used, and keep to their room at every use
     V7 summation     the order in which each stage adds up its gradients is recorded in the report
 
 Of a program of forwards alone (`decode.py`) V2, V3 and
@@ -41,6 +42,7 @@ from megalite.schedule.action import (
     Action,
     StageKey,
 )
+from megalite.schedule.chunks import chunk_faults, least_room, plan_chunks, sizes_of
 from megalite.schedule.memory import activation_counts, gradient_buffers, live_versions
 from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_communication
@@ -112,6 +114,8 @@ def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterat
     yield "V6 declared activations", _first(_activations(program, run, lists))
     if program.room is not None:
         yield "V9 room for activations", _first(_transfers(program, lists))
+    if program.chunks is not None:
+        yield "V10 weights on the device when used", _first(_chunks(program, run))
 
 
 def _first(faults: Iterator[MessageFault]) -> list[MessageFault]:
@@ -340,6 +344,16 @@ def _transfers(program: Program, lists: Lists) -> Iterator[MessageFault]:
     assert program.room is not None
     for rank, actions in enumerate(lists):
         for position, wrong in transfer_faults(actions, program.recomputed, program.room, program.room.capacity[rank]):
+            yield MessageFault(wrong, rank, position)
+
+
+def _chunks(program: Program, run: Sequence[BatchRange]) -> Iterator[MessageFault]:
+    assert program.chunks is not None
+    sizes, room = sizes_of(program.chunks, program.placement.num_replicas), program.chunks.capacity
+    for rank in range(program.num_ranks):
+        plan = plan_chunks(program, rank, program.order(rank, run[0]))
+        least = least_room([use.wanted for use in plan], sizes)
+        for position, wrong in chunk_faults(plan, sizes, least if room is None else room[rank]):
             yield MessageFault(wrong, rank, position)
 
 

@@ -19,6 +19,7 @@ from megalite.schedule.action import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     EVICT,
+    FETCH,
     FORWARD,
     PREFETCH,
     RECOMPUTE,
@@ -47,7 +48,7 @@ NAMES = {
 }
 INK, MUTED, PAPER, LANE_FILL, HATCH = "#1d2433", "#69738a", "#ffffff", "#f3f5f9", "#dfe4ee"
 OPTIMIZER = "#b4bccd"
-TRANSFERS = {EVICT: "#9b6fd0", PREFETCH: "#d06fa8"}
+TRANSFERS = {EVICT: "#9b6fd0", PREFETCH: "#d06fa8", FETCH: "#d0a06f"}
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
@@ -258,6 +259,7 @@ def _legend(canvas: _Canvas, height: float) -> Iterator[str]:
     if steps:
         notes.append("grey up to ▲: optimizer step" if any(s.end > s.start for s in steps) else "▲ optimizer step")
     if canvas.timeline.transfers:
-        notes.append("bars below: activations to and from the host")
+        weights = any(span.action.kind == FETCH for span in canvas.timeline.transfers)
+        notes.append(f"bars below: {'weights' if weights else 'activations'} to and from the host")
     notes.append("hatched: idle")
     yield f'<text x="{x:.0f}" y="{y + 11:.1f}" font-size="12" fill="{MUTED}">{escape("  ·  ".join(notes))}</text>'

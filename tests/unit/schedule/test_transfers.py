@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -79,6 +79,57 @@ def test_no_choice_needs_fewer_transfers() -> None:
             assert len(plan(actions, frozenset(), room, capacity, "rank 0")) == least, " ".join(map(str, actions))
             tight += 0 < least < len(found)
     assert tight > 20
+
+
+def every_order(count: int, kinds: str, begun: tuple[int, ...] = ()) -> Iterator[list[Action]]:
+    """All legal orders of the computations of `count` micro-batches of one stage, which begin in order. begun: how many
+    of each are done."""
+    begun = begun or (0,) * count
+    if all(done == len(kinds) for done in begun):
+        yield []
+    for number, done in enumerate(begun):
+        if done < len(kinds) and (done or number == 0 or begun[number - 1]):
+            after = (*begun[:number], done + 1, *begun[number + 1 :])
+            for rest in every_order(count, kinds, after):
+                yield [Action(kinds[done], 0, number, version=0), *rest]
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds"),
+    [
+        (4, "FB"),
+        (3, "FIW"),
+        pytest.param(5, "FB", marks=pytest.mark.full),
+        pytest.param(4, "FIW", marks=pytest.mark.full),
+    ],
+)
+def test_no_order_has_a_choice_with_fewer_transfers(count: int, kinds: str) -> None:
+    """Every order, every room, every choice of what leaves; behind I a third of the bytes waits for W."""
+    seen = 0
+    for actions in every_order(count, kinds):
+        at = {(action.kind, action.microbatch): index for index, action in enumerate(actions)}
+        lives = [(at["F", number], at[kinds[1], number]) for number in range(count)]
+        waits = [(at["I", number], at["W", number]) for number in range(count)] if "I" in kinds else []
+        base = [sum(begin < index <= end for begin, end in waits) for index in range(len(actions))]
+        held = [[3 * (begin <= index <= end) for index in range(len(actions))] for begin, end in lives]
+        away = [
+            [h * (not begin + 1 < i < end - 1) for i, h in enumerate(row)]
+            for row, (begin, end) in zip(held, lives, strict=True)
+        ]
+        peaks = {
+            leaving: max(map(sum, zip(base, *((away if n in leaving else held)[n] for n in range(count)), strict=True)))
+            for size in range(count + 1)
+            for leaving in itertools.combinations(range(count), size)
+        }
+        for capacity in range(6, 3 * count + 2):
+            least = min((len(leaving) for leaving, peak in peaks.items() if peak <= capacity), default=None)
+            room = ActivationRoom((3,), (1,), (capacity,))
+            try:
+                assert len(plan(actions, frozenset(), room, capacity, "rank 0")) == least, " ".join(map(str, actions))
+            except ScheduleError:
+                assert least is None, " ".join(map(str, actions))
+            seen += 1
+    assert seen > 100
 
 
 def least_recently_used(found: Sequence[Interval], capacity: int) -> int:

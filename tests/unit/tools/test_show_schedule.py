@@ -52,6 +52,13 @@ def test_chunks_and_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["weight_copies"] == 4 and facts["weight_versions"] == 1
 
 
+@pytest.mark.parametrize(("room", "come"), [("1", "15/15 13/13"), ("4", "4/15 4/13"), ("9", "4/15 4/13")])
+def test_weights_that_come_from_the_host(room: str, come: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four layers: rank 0 reads 0123 0123 3210 3210, rank 1 0123 3210 0123 3210; twice in a row is one use."""
+    assert main(["--schedule", "1f1b", *shape(2, 2), "--weight-capacity", room]) == 0
+    assert f"weights         layers that come, of the uses of a batch: {come}\n" in capsys.readouterr().out
+
+
 def test_text_is_the_drawing_and_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedule", "gpipe", *shape(2, 2)]) == 0
     text = capsys.readouterr().out
@@ -98,6 +105,14 @@ def test_refusals_end_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path
             shape(4, 10**6)
         ): "error: --num-microbatches=1000000: on 4 ranks these are 4,000,000 forwards, at most 16,384 "
         "can be shown; show fewer, a schedule repeats itself\n",
+        ("--weight-capacity", "0"): "error: --weight-capacity=0: at least 1\n",
+        (
+            "--schedule",
+            "2bw",
+            *shape(4, 4),
+            "--weight-capacity",
+            "2",
+        ): "error: --weight-capacity: 2bw keeps two versions of its weights; use --schedule=1f1b\n",
         tuple(shape(4, 0)): "error: --schedule=1f1b: micro-batches per batch = 0, must be 1 or more\n",
     }
     for flags, line in wrong.items():
