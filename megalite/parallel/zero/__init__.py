@@ -29,9 +29,12 @@ Where things are:
     flat_weights.py    the family's parameters in flat memory
     unshard.py         gathers weights before their use and frees them afterwards (stage 3), or waits for them (1, 2)
     reducer.py         the family's gradients: which bucket is reduced when
+    host_weights.py, host_link.py
+                       weights that live on the host, and the link to it (`--param-offload`)
     bucket.py          one bucket: its plan, weights, sinks and gradients
     held_gradient.py, streamed_gradient.py
                        the gradient of a bucket in stages 0 and 1; in stages 2 and 3
+    host_gradient.py   that of stages 0 and 1 where weights live on the host
     frozen.py          weights that nothing trains, as rectangles to load
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind

@@ -2,14 +2,14 @@
 
 plan         [ layers.3.a | layers.3.b | gap ]     elements start .. stop of the family
              [ rank 0     | rank 1           ]     what each rank owns of them (stage 0: all)
-weights      one `BucketWeights` per weight version
+weights      one `BucketWeights` (or `HostHome`) per weight version
 gradients    one `HeldGradient` per update in flight (stages 0 and 1; tied parameters in any stage), or one
              `StreamedGradient` (stages 2 and 3); the parameters' sinks fill the selected one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megalite.comm import Axis, Handle
 from megalite.gradient import GradSink
-from megalite.inventory import BucketPlan
-from megalite.parallel.zero.unshard import BucketWeights
+from megalite.inventory import BucketPlan, ParameterRange
 
 
 class Bucket:
@@ -37,7 +36,7 @@ class Bucket:
         self.plan, self.axis, self.sharded = plan, axis, sharded
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if sharded else (plan.start, plan.stop)
         self.empty = torch.empty(0, dtype=dtype, device=device)
-        self.weights: list[BucketWeights] = []
+        self.weights: list[StoredWeights] = []
         self.sinks: list[GradSink] = []
         self.gradients: Sequence[BucketGradient] = ()
         self.selected = 0
@@ -51,7 +50,7 @@ class Bucket:
     def gradient_dtype(self) -> torch.dtype:
         return self.empty.dtype
 
-    def weights_of(self, version: int) -> BucketWeights:
+    def weights_of(self, version: int) -> StoredWeights:
         """The memory of weight version `version`, a number of updates: the newest `len(weights)` of them exist."""
         return self.weights[version % len(self.weights)]
 
@@ -112,6 +111,18 @@ class Bucket:
             sink.buffer = self.empty
 
 
+class StoredWeights(Protocol):
+    """What the optimizer writes to: `BucketWeights`, or the `HostHome` of weights whose home is the host."""
+
+    @property
+    def full(self) -> Tensor: ...
+
+    @property
+    def shard(self) -> Tensor: ...  # this rank's slice
+
+    def updated(self, *, async_op: bool) -> None: ...  # the slice holds new values
+
+
 class BucketGradient(Protocol):
     """The gradient of a bucket, from the first contribution of a batch to the owned slice of the sum."""
 
@@ -136,6 +147,9 @@ class BucketGradient(Protocol):
     missing: int  # sinks that still wait for contributions; at 0 the reduction may start
     handle: Handle | None  # of the reduction in flight
 
+    def sink(
+        self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]
+    ) -> GradSink: ...  # of a parameter
     def begin_batch(self) -> None: ...  # discards the last batch's gradient
     def open(self) -> None: ...  # allocates `full`, uninitialised
     def launch(self, *, async_op: bool) -> None: ...  # starts the reduction of what has arrived

@@ -6,7 +6,7 @@ forward and its backward is an error that autograd reports, not a wrong gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megalite.comm import Axis
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.options import ZeroOptions
-from megalite.parallel.zero.unshard import BucketWeights, Unsharder
+from megalite.parallel.zero.unshard import BucketWeights, ComingWeights, Unsharder
+from megalite.schedule import StageKey
 
 Fill = Callable[[str, nn.Parameter], None]
 """Gives the parameter of this name its initial values."""
@@ -42,7 +43,8 @@ class FlatWeights:
     ) -> None:
         self._buckets, self._axis, self._options = buckets, shard_axis, options
         self.unsharder = unsharder
-        self._of_parameter: dict[int, BucketWeights] = {}
+        self._of_parameter: dict[int, ComingWeights] = {}
+        self._gathered: list[ComingWeights] = []
         self._attached = False
         for parameters in versions:
             self._flatten(parameters, fill, dtype, device)
@@ -70,18 +72,19 @@ class FlatWeights:
             weights = BucketWeights(full, owned, axis=self._axis, stage=stage)
             weights.free()
             bucket.weights.append(weights)
+            self._gathered.append(weights)
             self._of_parameter.update({id(parameters[range_.entry.index]): weights for range_ in plan.ranges})
 
-    def attach(self, layers: Sequence[nn.Module], *others: FlatWeights) -> None:
+    def attach(self, layers: Sequence[nn.Module], *others: FlatWeights, stage: StageKey = (0, 0)) -> None:
         """Hooks the stage's layers (forward order; once per weight version), so that weights are gathered before use.
 
         Needed for stage 3, and for stages 1 and 2 if gathers overlap the next forward. others: the weights of the
-        stage's other families.
+        stage's other families. stage: which one it is, in a plan.
         """
         families = (self, *others)
         known = {key: weights for family in families for key, weights in family._of_parameter.items()}
         used = [dict.fromkeys(known[id(p)] for p in layer.parameters() if id(p) in known) for layer in layers]
-        self.unsharder.attach(layers, [list(weights) for weights in used])
+        self.unsharder.attach(layers, [list(weights) for weights in used], stage)
         for family in families:
             family._attached = True
 
@@ -93,25 +96,27 @@ class FlatWeights:
 
     def wait(self) -> None:
         """Returns when no gather is in flight, so that parameters may be read and slices written outside of layers."""
-        for bucket in self._buckets:
-            for weights in bucket.weights:
-                weights.wait()
+        for weights in self.coming:
+            weights.wait()
+
+    @property
+    def coming(self) -> Iterator[ComingWeights]:
+        """What is gathered, or comes from the host; the first layers first."""
+        return reversed(self._gathered)
 
     def unshard(self) -> None:
         """Gathers all weights and keeps them until `reshard` (breadth-first schedules: once per chunk and batch)."""
-        for bucket in reversed(self._buckets):
-            for weights in bucket.weights:
-                weights.pinned = True
-                if not weights.resident:
-                    weights.start_gather(async_op=False)
-                weights.wait()
+        for weights in self.coming:
+            weights.pinned = True
+            if not weights.resident:
+                weights.start_gather(async_op=False)
+            weights.wait()
 
     def reshard(self) -> None:
         """Ends `unshard`."""
-        for bucket in self._buckets:
-            for weights in bucket.weights:
-                weights.pinned = False
-                weights.free()
+        for weights in self.coming:
+            weights.pinned = False
+            weights.free()
         self.unsharder.free_all()
 
     def memory(self) -> int:

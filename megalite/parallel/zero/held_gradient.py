@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from megalite.comm import Handle, all_reduce_, reduce_scatter_into
+from megalite.gradient import GradSink
+from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket
 
 
@@ -52,6 +56,9 @@ class HeldGradient:
     @property
     def needs_reduction(self) -> bool:
         return not self.launched
+
+    def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
+        return GradSink(uses=uses, on_ready=on_ready, on_open=self.bucket.open)
 
     def begin_batch(self) -> None:
         self.launched = False

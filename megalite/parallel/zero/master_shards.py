@@ -88,11 +88,12 @@ def cut_master_shards(
     offload_fraction: float = 0.0,
     store_param_remainders: bool = False,
     file: StateFile | None = None,
+    file_fraction: float = 0.0,
 ) -> list[MasterShard]:
     """The master shards of one family of a stage, in buffer order.
 
-    offload_fraction: whole buckets are offloaded until this fraction is reached, to `file` if there is one. Matrices
-        that are updated whole stay on a GPU, and in the memory of a CPU rank unless they go to the file.
+    offload_fraction: whole buckets are offloaded until this fraction is reached, to `file` until `file_fraction` is.
+        Matrices that are updated whole stay on a GPU, and in the memory of a CPU rank unless they go to the file.
     store_param_remainders: as in `ShardedOptimizer`.
     """
     separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
@@ -101,18 +102,21 @@ def cut_master_shards(
     moved = 0
     for bucket in buffers.buckets:
         whole = any(segment.whole for segment in bucket.plan.segments)
-        movable = not whole or (file is not None and buffers.device.type == "cpu")
-        offload = movable and moved < offload_fraction * owned
+        filed = moved < file_fraction * owned and (buffers.device.type == "cpu" or not whole)
+        offload = filed or (not whole and moved < offload_fraction * owned)
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
         remainders = None
-        if offload:
-            master = (host_copy if file is None else file.copy_of)(master, buffers.main_dtype)
+        if offload and buffers.link is not None and not filed and not separate:
+            pass  # the weights are on the host: they are the masters
+        elif offload:
+            master = (file.copy_of if filed and file else host_copy)(master, buffers.main_dtype)
         elif store_param_remainders and buffers.dtype == torch.bfloat16 and buffers.num_versions == 1:
             remainders = ParamRemainders(master)
             master = remainders.masters
-        elif separate:
-            master = master.to(buffers.main_dtype, copy=True)
+        elif separate or master.device != buffers.device:
+            master = master.to(buffers.device, buffers.main_dtype, copy=True)
+        where = file if filed else None
         for segment in bucket.plan.segments:
             start, stop = max(segment.start, bucket.owned_start), min(segment.stop, bucket.owned_stop)
             if start >= stop:
@@ -122,7 +126,7 @@ def cut_master_shards(
                 entry = segment.ranges[0].entry
                 stop = start + entry.numel
                 values = values[: entry.numel].view(entry.shape)
-            masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders, file))
+            masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders, where))
     return masters
 
 

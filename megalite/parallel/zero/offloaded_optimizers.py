@@ -21,7 +21,6 @@ from torch import Tensor
 from megalite.faults import fault_point
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.param_groups import MakeOptimizer
-from megalite.parallel.zero.state_file import announce, let_go
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 
 
@@ -93,6 +92,8 @@ class HostOptimizer(DeviceOptimizer):
 
     def _copy(self, sources: Sequence[Tensor]) -> None:
         for master, source in zip(self.masters, sources, strict=True):
+            if self._stream is not None and not source.is_cuda:  # it lives on the host
+                continue
             if id(master) not in self._received:
                 pinned = source.is_cuda
                 self._received[id(master)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
@@ -119,18 +120,18 @@ class FileOptimizer(HostOptimizer):
 
     def begin_step(self, **numbers: Any) -> None:
         if self.following is not None:
-            announce(self.following.regions)
+            self._file.announce(self.following.regions)
         super().begin_step(**numbers)
 
     def end_step(self) -> None:
         super().end_step()
         self._take_in()
-        let_go(self.regions)
+        self._file.let_go(self.regions)
         fault_point("opt_bucket")
 
     def write_weights(self, version: int, *, as_masters: bool = False) -> None:
         super().write_weights(version, as_masters=as_masters)
-        let_go(self.regions)
+        self._file.let_go(self.regions)
 
     def _take_in(self) -> None:
         """Moves what the rule has allocated into the file: rules make their moments in their first step."""
@@ -179,12 +180,12 @@ def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOpti
 
 def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
     """(Order of the step, class, group) of the sub-optimizer that a master belongs to."""
-    if master.file is not None and master.offloaded:
+    if master.file is not None:
         return 4, FileOptimizer, id(master.bucket)
     if master.offloaded:
         return 3, HostOptimizer, id(master.bucket)
     if master.remainders is not None:
         return 2, RemainderOptimizer, id(master.bucket)
-    if master.bucket.gradient_dtype != master.tensor.dtype:
+    if master.bucket.gradient_dtype != master.tensor.dtype or master.buffers.link is not None:
         return 1, DeviceOptimizer, id(master.bucket)
     return 0, DeviceOptimizer, (master.buffers.axes.name, master.tensor.dtype)

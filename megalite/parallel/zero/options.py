@@ -17,6 +17,7 @@ class ZeroOptions:
     bucket_size: elements of a gradient bucket; None: `bucket_limit`'s default. Stage 3 always has one bucket per layer.
     grad_reduce_in_bf16: gradients of bf16 parameters are accumulated and summed in bf16 (half the bytes, 8 bits of
         mantissa).
+    offload_params: weights and gradients live on the host, and those of a layer are on the device while it uses them.
     """
 
     stage: int = 0
@@ -24,3 +25,4 @@ class ZeroOptions:
     overlap_param_gather: bool = False
     bucket_size: int | None = None
     grad_reduce_in_bf16: bool = False
+    offload_params: bool = False

@@ -8,6 +8,7 @@ gradients            [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,7 +17,10 @@ from megalite.comm import Axis, FamilyAxes
 from megalite.inventory import BufferParameter, placement_of, plan_buckets
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.flat_weights import Fill, FlatWeights
+from megalite.parallel.zero.host_gradient import HostedPool
+from megalite.parallel.zero.host_link import HostLink
 from megalite.parallel.zero.host_memory import prefer_own_pages
+from megalite.parallel.zero.host_weights import HostedFlatWeights
 from megalite.parallel.zero.options import ZeroOptions
 from megalite.parallel.zero.reducer import GradientReducer, ReductionOrder
 from megalite.parallel.zero.streamed_gradient import ScratchPool
@@ -83,16 +87,16 @@ class ParameterBuffers:
         ]
         held: list[Bucket] = self._make_buckets(entries, tied)
         self.buckets, self.frozen = ([], held) if frozen else (held, [])
-        if options.stage >= 2:
+        if options.stage >= 2 or options.offload_params:
             prefer_own_pages(self.device)
-        pools = [b.scratch for b in beside if b.gradient_dtype == self.gradient_dtype]
-        self.scratch: ScratchPool = pools[0] if pools else ScratchPool(self.gradient_dtype, self.device)
-        self.weights: FlatWeights = FlatWeights(
+        self.link, self.scratch, unsharder = self._shared(beside)
+        flat = FlatWeights if self.link is None else partial(HostedFlatWeights, link=self.link)
+        self.weights: FlatWeights = flat(
             held,
             [[parameter for _, parameter in version] for version in versions],
             shard_axis=axes.shard,
             options=options,
-            unsharder=beside[0].weights.unsharder if beside else Unsharder(prefetch=options.overlap_param_gather),
+            unsharder=unsharder,
             fill=fill,
             dtype=self.dtype,
             device=self.device,
@@ -107,7 +111,17 @@ class ParameterBuffers:
             pool=self.scratch,
             num_gradients=num_gradients,
             keep=keep_gradients,
+            link=self.link,
         )
+
+    def _shared(self, beside: Sequence[ParameterBuffers]) -> tuple[HostLink | None, ScratchPool, Unsharder]:
+        """What all buffers of a rank share."""
+        hosted = self.options.offload_params
+        link = beside[0].link if beside else HostLink(self.device) if hosted else None
+        pools = [b.scratch for b in beside if b.gradient_dtype == self.gradient_dtype]
+        pool = ScratchPool(self.gradient_dtype, self.device) if link is None else HostedPool(self.gradient_dtype, link)
+        ahead = self.options.overlap_param_gather or hosted
+        return link, pools[0] if pools else pool, beside[0].weights.unsharder if beside else Unsharder(prefetch=ahead)
 
     def _make_buckets(self, entries: Sequence[BufferParameter], tied: frozenset[str]) -> list[Bucket]:
         axis, options = self.axes.shard, self.options

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_
-from megalite.gradient import GradSink, attach_sink
+from megalite.comm import Axis, FamilyAxes, Handle
+from megalite.gradient import attach_sink
+from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.held_gradient import HeldGradient
+from megalite.parallel.zero.host_gradient import HostedLayers, hosted_gradient
+from megalite.parallel.zero.host_link import HostLink, sum_anywhere
 from megalite.parallel.zero.options import ZeroOptions
-from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient, StreamingSink
+from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
 
 MOST_IN_FLIGHT = 2
 """Reductions of held gradients in flight at once. More would only queue, and each needs a receive buffer."""
@@ -86,6 +89,7 @@ class GradientReducer:
         pool: scratch for streamed gradients.
         num_gradients: updates whose gradients are in memory at once; more than one in stages 0 and 1 only.
         keep: of streamed gradients, as in `StreamedGradient`.
+        link: gradients are on the host, except those of tied parameters.
     """
 
     def __init__(
@@ -100,19 +104,24 @@ class GradientReducer:
         pool: ScratchPool,
         num_gradients: int,
         keep: bool,
+        link: HostLink | None = None,
     ) -> None:
         assert num_gradients == 1 or stage < 2, "streamed gradients cannot be kept for two updates"
         self._buckets, self._axes, self._extra_reduce = buckets, axes, extra_reduce
         self._order, self._pool = order, pool
         self._num_gradients, self._selected = num_gradients, 0
         order.add(buckets, num_gradients)
+        layers: HostedLayers = {}
         for bucket in buckets:
-            if stage < 2 or bucket.plan.tied:
+            if link is not None and not bucket.plan.tied:
+                assert num_gradients == 1, "gradients on the host are of one update"
+                bucket.gradients = [hosted_gradient(bucket, stage, pool, layers)]
+            elif stage < 2 or bucket.plan.tied:
                 bucket.gradients = [HeldGradient(bucket, keep=keep or stage < 2) for _ in range(num_gradients)]
             else:
                 bucket.gradients = [StreamedGradient(bucket, pool, keep=keep)]
             for range_ in bucket.plan.ranges:
-                self._add_sink(bucket, parameters[range_.entry.index])
+                self._add_sink(bucket, range_, parameters[range_.entry.index])
         for index in reversed(range(num_gradients)):
             self.select(index)
             self.begin_batch()
@@ -120,7 +129,7 @@ class GradientReducer:
                 if bucket.gradient.keep:
                     _ = bucket.gradient.reduced  # allocates the memory that is kept
 
-    def _add_sink(self, bucket: Bucket, versions: Sequence[nn.Parameter]) -> None:
+    def _add_sink(self, bucket: Bucket, range_: ParameterRange, versions: Sequence[nn.Parameter]) -> None:
         uses: int = getattr(versions[0], "sink_uses", 1)
 
         def ready() -> None:
@@ -128,11 +137,7 @@ class GradientReducer:
             if bucket.gradient.missing == 0:
                 self._order.bucket_is_complete()
 
-        sink = (
-            StreamingSink(bucket.gradient, uses=uses, on_ready=ready)
-            if isinstance(bucket.gradient, StreamedGradient)
-            else GradSink(uses=uses, on_ready=ready, on_open=bucket.open)
-        )
+        sink = bucket.gradient.sink(range_, uses=uses, on_ready=ready)
         bucket.sinks.append(sink)
         for parameter in versions:
             attach_sink(parameter, sink)
@@ -183,7 +188,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.gradient.finish_batch()
             for axis in (self._axes.replicate, *(() if bucket.plan.tied else self._extra_reduce)):
-                all_reduce_(bucket.gradient.reduced, axis)
+                sum_anywhere(bucket.gradient.reduced, axis, bucket.empty.device)
         self._pool.release()
         self._sum_partial_gradients()
 
@@ -198,7 +203,7 @@ class GradientReducer:
                         pieces.append(bucket.gradient.reduced[start - bucket.owned_start : stop - bucket.owned_start])
             if pieces:
                 packed = torch.cat(pieces)
-                all_reduce_(packed, axis)
+                sum_anywhere(packed, axis, self._pool.device)
                 for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
                     piece.copy_(part)
 

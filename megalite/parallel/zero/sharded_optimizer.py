@@ -63,7 +63,8 @@ class ShardedOptimizer:
             summed; it consists of whole axes of every family.
         offload_fraction: part of the masters and moments that is kept and updated in host memory (ZeRO-Offload, arXiv
             2101.06840).
-        offload_path: a folder; that part is in a file there instead (ZeRO-Infinity, arXiv 2104.07857).
+        offload_path: a folder; of that part `file_fraction` (None: all) is in a file there (ZeRO-Infinity, arXiv
+            2104.07857).
         store_param_remainders: store the masters of bf16 weights as the 16 bits that the weights lack (exact).
     """
 
@@ -75,12 +76,14 @@ class ShardedOptimizer:
         norm_axis: Axis,
         offload_fraction: float = 0.0,
         offload_path: str | None = None,
+        file_fraction: float | None = None,
         store_param_remainders: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.norm_axis = norm_axis
         self.file = None if offload_path is None else StateFile(offload_path, norm_axis.ranks[norm_axis.rank])
-        how = offload_fraction, store_param_remainders, self.file
+        filed = 0.0 if self.file is None else offload_fraction if file_fraction is None else file_fraction
+        how = offload_fraction, store_param_remainders, self.file, filed
         self.masters = [master for family in self.buffers for master in cut_master_shards(family, *how)]
         self.sub_optimizers = make_sub_optimizers(self.masters, make_optimizer)
         self._sub_optimizer_of = {id(m): sub for sub in self.sub_optimizers for m in sub.masters}
@@ -138,12 +141,7 @@ class ShardedOptimizer:
 
     def start_grad_norm(self) -> PendingNorm:
         """Sends this rank's share of `grad_norm`; `wait` returns the norm. Gradients may be scaled in between."""
-        device = self.buffers[0].device if self.buffers else torch.device("cpu")
-        gradients = [master.gradient for master in self._counted]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-        total = torch.zeros(1, dtype=torch.float64, device=device)
-        if norms:
-            total = torch.stack(norms).to(torch.float64).square().sum().view(1)
+        total = self.squares(self.buffers[0].device if self.buffers else torch.device("cpu"))
         squares = total.new_empty(self.norm_axis.size)
         work = all_gather_into(squares, total, self.norm_axis, async_op=True)
         num_shards, stride = 1, 1
@@ -151,6 +149,14 @@ class ShardedOptimizer:
             first, second, *_ = (self.norm_axis.ranks.index(rank) for rank in shard.ranks)
             num_shards, stride = shard.size, second - first
         return PendingNorm(squares, work, num_shards, stride)
+
+    def squares(self, device: torch.device) -> Tensor:
+        """Sum of squares of the gradients that this rank counts, fp64 `[1]`."""
+        gradients = [master.gradient for master in self._counted]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+        if not norms:
+            return torch.zeros(1, dtype=torch.float64, device=device)
+        return torch.stack([norm.to(device) for norm in norms]).to(torch.float64).square().sum().view(1)
 
     def _counts(self, master: MasterShard) -> bool:
         """Whether this rank counts the gradient: of the ranks on the norm axis that hold it, the first one does."""

@@ -91,15 +91,13 @@ class StateFile:
         """What holds the storage of `x`; None where that is not in the file."""
         return self._regions.get(x.untyped_storage().data_ptr())
 
+    def announce(self, regions: Iterable[mmap.mmap]) -> None:
+        """Says that these will be read soon: the system begins to read them."""
+        _advise(regions, "MADV_WILLNEED")
 
-def announce(regions: Iterable[mmap.mmap]) -> None:
-    """Says that these will be read soon: the system begins to read them."""
-    _advise(regions, "MADV_WILLNEED")
-
-
-def let_go(regions: Iterable[mmap.mmap]) -> None:
-    """Says that these are not needed for now. What has been written stays: the mapping is shared with the file."""
-    _advise(regions, "MADV_DONTNEED")
+    def let_go(self, regions: Iterable[mmap.mmap]) -> None:
+        """Says that these are not needed for now. What has been written stays: the mapping is shared with the file."""
+        _advise(regions, "MADV_DONTNEED")
 
 
 def _reserve(descriptor: int, begin: int, size: int) -> None:

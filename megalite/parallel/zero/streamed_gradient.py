@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.comm import Handle, reduce_scatter_into
 from megalite.gradient import GradSink
+from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.host_memory import give_back_freed_memory
 
@@ -71,6 +72,9 @@ class StreamedGradient:
     def _sinks(self) -> list[StreamingSink]:
         return [sink for sink in self.bucket.sinks if isinstance(sink, StreamingSink)]
 
+    def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
+        return StreamingSink(self, uses=uses, on_ready=on_ready)
+
     def begin_batch(self) -> None:
         assert self._filling is None, "the last batch was never finished"
         self._slice_is_valid = False
@@ -98,16 +102,19 @@ class StreamedGradient:
             return
         self.handle.wait()
         self.handle = None
-        arrived = self.bucket.owned(self._reducing[: self.bucket.numel])
+        self._add(self.bucket.owned(self._reducing[: self.bucket.numel]), self._reducing)
+        self._slice_is_valid = True
+        self._reducing = self._pool.in_flight = None
+
+    def _add(self, arrived: Tensor, piece: Tensor) -> None:
+        """Adds what has arrived to the slice, and gives its memory back."""
         if self._slice is None:
             self._slice = arrived.clone()
         elif self._slice_is_valid:
             self._slice.add_(arrived)
         else:
             self._slice.copy_(arrived)
-        self._slice_is_valid = True
-        self._pool.give_back(self._reducing)
-        self._reducing = self._pool.in_flight = None
+        self._pool.give_back(piece)
 
     def finish_batch(self) -> None:
         self.finish()

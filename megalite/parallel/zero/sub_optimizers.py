@@ -139,4 +139,4 @@ class DeviceOptimizer:
 
     def _gradient(self, master: MasterShard) -> Tensor:
         """The gradient on the master's device, in any float dtype; it may be overwritten."""
-        return master.gradient
+        return master.gradient.to(master.tensor.device)

@@ -11,15 +11,17 @@ gather of updated weights, which overlaps the first forward after a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from megalite.comm import Axis, Handle, all_gather_into
+from megalite.errors import RuntimeFailure
+from megalite.schedule import ChunkKey, ChunkUse, StageKey
 
 
 class BucketWeights:
@@ -76,21 +78,45 @@ class BucketWeights:
                 self.wait()
 
 
-Weights = Sequence[BucketWeights]
+class ComingWeights(Protocol):
+    """What a layer waits for before it runs: `BucketWeights`, or `HostedWeights`."""
+
+    pinned: bool
+
+    @property
+    def sharded(self) -> bool: ...
+
+    @property
+    def released_after_use(self) -> bool: ...
+
+    @property
+    def resident(self) -> bool: ...
+
+    def start_gather(self, *, async_op: bool) -> None: ...
+    def wait(self) -> None: ...
+    def free(self) -> None: ...
+
+
+Weights = Sequence[ComingWeights]
 
 
 class Unsharder:
-    """Keeps the weights of the layer in use and of the next one gathered on this rank."""
+    """Keeps the weights of the layer in use and of the next one gathered on this rank, or what a plan says."""
 
     def __init__(self, *, prefetch: bool) -> None:
         self.prefetch = prefetch
-        self._present: list[BucketWeights] = []
+        self._own: dict[ChunkKey, Weights] = {}
+        self._plan: Iterator[ChunkUse] | None = None
+        self._present: list[ComingWeights] = []
         self._last: Weights = []
         self._in_backward: Weights | None = None
 
-    def attach(self, layers: Sequence[nn.Module], weights: Sequence[Weights]) -> None:
+    def attach(self, layers: Sequence[nn.Module], weights: Sequence[Weights], stage: StageKey = (0, 0)) -> None:
         """Hooks the layers of a stage (in forward order); weights[i]: what layer i uses."""
+        seen: list[ComingWeights] = []
         for i, layer in enumerate(layers):
+            self._own[*stage, i] = [each for each in weights[i] if each not in seen]
+            seen += weights[i]
             if not any(w.sharded for w in weights[i]):
                 continue
             before = weights[i - 1] if i > 0 else []
@@ -111,8 +137,34 @@ class Unsharder:
         elif torch.is_grad_enabled() and output.requires_grad:
             output.register_hook(lambda gradient: self.use(wanted, ahead, backward=True))
 
+    def follow(self, plan: Iterable[ChunkUse] | None) -> None:
+        """From now on layers are used as `plan` says, which begins with nothing on the device; None: as they come."""
+        self.free_all()
+        self._plan = None if plan is None else iter(plan)
+
+    def _use_planned(self, plan: Iterator[ChunkUse], wanted: Weights) -> None:
+        """Takes the plan's next step. What is used twice in a row is one step."""
+        if wanted is self._last:
+            return
+        step, self._last = next(plan, None), wanted
+        planned = () if step is None else [each for key in step.wanted for each in self._own[key]]
+        if step is None or {id(each) for each in planned} != {id(each) for each in wanted}:
+            raise RuntimeFailure("a layer's weights are used where the plan of --param-offload has them on the host")
+        for key in step.leave:
+            for each in self._own[key]:
+                each.free()
+        self._present = [each for each in self._present if each.resident]
+        for key in step.come:
+            for each in self._own[key]:
+                self._start(each, async_op=key not in step.wanted)
+        for each in wanted:
+            each.wait()
+
     def use(self, wanted: Weights, ahead: Weights, *, backward: bool = False) -> None:
         """Makes `wanted` readable and starts to gather `ahead`."""
+        if self._plan is not None:
+            self._use_planned(self._plan, wanted)
+            return
         recomputed = wanted is self._in_backward and not backward
         self._in_backward = wanted if backward else None
         if recomputed and all(bucket.resident for bucket in wanted):
@@ -134,7 +186,7 @@ class Unsharder:
         self._in_backward, self._last = None, []
         self._free_others([])
 
-    def _start(self, bucket: BucketWeights, *, async_op: bool) -> None:
+    def _start(self, bucket: ComingWeights, *, async_op: bool) -> None:
         bucket.start_gather(async_op=async_op)
         self._present.append(bucket)
 

@@ -1,0 +1,313 @@
+"""The gradient of a bucket on the host in stages 0 and 1: on the device while a backward adds to it.
+
+    host      [ layer 3 | layer 2 | layer 1 | embedding ]        the bucket's, all micro-batches so far
+    device          [ layer 2 ] [ layer 1 ]                      of the layer in its backward, and on the way
+
+    open      the first contribution of a micro-batch: what the host has of the layer comes to the device (nothing in
+              the first micro-batch) and that of the next layer starts to
+    close     the last one: it goes back
+
+So every contribution is added where and as it would be without the host, and the bits are the same. Ranks exchange
+whole gradients once, before the update. Stages 2 and 3 send the slices of each micro-batch to the host
+(`HostedStream`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Handle
+from megalite.gradient import GradSink
+from megalite.inventory import BufferParameter, ParameterRange, layer_of
+from megalite.parallel.zero.bucket import Bucket, BucketGradient
+from megalite.parallel.zero.host_link import HostLink, Wait, sum_on_host
+from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
+
+
+class HostedPool(ScratchPool):
+    """Scratch from which gradients go to the host, and whose bytes `link` counts. So there is one piece more, and all
+    are as large as the largest that was announced."""
+
+    def __init__(self, dtype: torch.dtype, link: HostLink) -> None:
+        super().__init__(dtype, link.device)
+        self.link = link
+        self._counted = self._largest = 0
+        self._leaving: deque[tuple[Wait, Tensor]] = deque()
+
+    def expect(self, numel: int) -> None:
+        """So many elements will be taken at a time."""
+        self._largest = max(self._largest, numel)
+
+    def take(self, numel: int) -> Tensor:
+        """As of `ScratchPool`."""
+        piece = super().take(max(numel, self._largest))
+        self._count()
+        return piece
+
+    def release(self) -> None:
+        """As of `ScratchPool`."""
+        self.settle()
+        super().release()
+        self._count()
+
+    def leaves(self, wait: Wait, piece: Tensor) -> None:
+        """A piece is on its way to the host; the one before it must have arrived."""
+        self._leaving.append((wait, piece))
+        if len(self._leaving) > 1:
+            self._settle_one()
+
+    def settle(self) -> None:
+        """Returns when nothing is on its way to the host."""
+        while self._leaving:
+            self._settle_one()
+
+    def _settle_one(self) -> None:
+        wait, piece = self._leaving.popleft()
+        wait()
+        self.give_back(piece)
+
+    def _count(self) -> None:
+        self.link.count(self._bytes - self._counted)
+        self._counted = self._bytes
+
+
+class HostedStream(StreamedGradient):
+    """A `StreamedGradient` whose slice is on the host, which adds to it."""
+
+    def __init__(self, bucket: Bucket, pool: HostedPool) -> None:
+        super().__init__(bucket, pool, keep=True)
+        self.pool = pool
+        pool.expect(bucket.numel)
+        self._slice = pool.link.empty(bucket.owned_stop - bucket.owned_start, bucket.gradient_dtype)
+
+    @property
+    def held(self) -> Tensor | None:
+        return None
+
+    def _add(self, arrived: Tensor, piece: Tensor) -> None:
+        self.pool.leaves(self.pool.link.add(self.reduced, arrived, fresh=not self._slice_is_valid), piece)
+
+    def finish_batch(self) -> None:
+        self.finish()
+        self.pool.link.settle()
+        super().finish_batch()
+
+
+class HostedGradient:
+    """Of a bucket that is not tied; a `BucketGradient`. layers: of all buckets of the family."""
+
+    streams = False
+    keep = True
+
+    def __init__(self, bucket: Bucket, pool: HostedPool, layers: HostedLayers) -> None:
+        self.bucket, self.pool, self.link, self._layers = bucket, pool, pool.link, layers
+        link = pool.link
+        self.missing = 0
+        self.handle: Handle | None = None
+        self.launched = False
+        self.full = link.empty(bucket.numel, bucket.gradient_dtype)
+        vectors = sum(range_.entry.numel for range_ in bucket.plan.ranges if not streams_to_host(range_.entry))
+        self._vectors = bucket.empty.new_zeros(vectors)
+        self._used = 0
+
+    @property
+    def reduced(self) -> Tensor:
+        return self.bucket.owned(self.full)
+
+    @property
+    def held(self) -> Tensor | None:
+        return self._vectors
+
+    @property
+    def needs_reduction(self) -> bool:
+        return not self.launched
+
+    def home(self, range_: ParameterRange) -> Tensor:
+        """The part of a parameter, on the host."""
+        begin = range_.start - self.bucket.plan.start
+        return self.full[begin : begin + range_.entry.numel].view(range_.entry.shape)
+
+    def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
+        if streams_to_host(range_.entry):
+            layer = self._layers.get(name := layer_of(range_.entry.name))
+            if layer is None:
+                last = next(reversed(self._layers.values()), None)
+                layer = self._layers[name] = LayerGradient(self.pool, self.link)
+                if last is not None:
+                    last.before = layer
+            return LayerSink(layer, self, range_, uses=uses, on_ready=on_ready)
+        sink = GradSink(uses=uses, on_ready=on_ready)
+        sink.use_buffer(self._stays(range_))
+        return sink
+
+    def _stays(self, range_: ParameterRange) -> Tensor:
+        """Where the gradient of a vector is until the update: on the device."""
+        begin, self._used = self._used, self._used + range_.entry.numel
+        return self._vectors[begin : self._used].view(range_.entry.shape)
+
+    def begin_batch(self) -> None:
+        self.launched = False
+
+    def open(self) -> None:
+        """Nothing: layers are opened by their sinks."""
+
+    def launch(self, *, async_op: bool) -> None:
+        """Sums over the ranks."""
+        for sink in self.bucket.sinks:
+            if isinstance(sink, LayerSink):
+                sink.layer.settle()
+        self.launched = True
+        for sink, home in zip(self.bucket.sinks, map(self.home, self.bucket.plan.ranges), strict=True):
+            if sink.fresh:
+                home.zero_()
+            elif not isinstance(sink, LayerSink):
+                home.copy_(sink.buffer)
+        sum_on_host(self.full, self.bucket.axis, self.link.device, scatter=self.bucket.sharded)
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
+
+    def finish_batch(self) -> None:
+        assert self.launched, "finish_reduce before start_reduce"
+        self.link.settle()
+
+
+HostedLayers = dict[str, "LayerGradient"]
+
+
+class LayerGradient:
+    """The gradients of a layer's matrices: on the host, and in scratch of the device during its backward.
+
+    before: the layer whose backward comes next.
+    """
+
+    def __init__(self, pool: HostedPool, link: HostLink) -> None:
+        self.pool, self.link = pool, link
+        self.before: LayerGradient | None = None
+        self.sinks: list[LayerSink] = []
+        self._scratch: Tensor | None = None
+        self._arriving: Wait | None = None
+        self._is_open = False
+
+    def open(self) -> None:
+        """A micro-batch's first contribution is about to be added."""
+        if self._is_open:
+            return
+        self.fetch()
+        if self._arriving is not None:
+            self._arriving()
+        self._arriving, self._is_open = None, True
+        if self.before is not None and self.before is not self:
+            self.before.fetch()
+
+    def fetch(self) -> None:
+        """Starts to bring what the host has."""
+        if self._scratch is not None or not self.sinks:
+            return
+        self._scratch = self.pool.take(sum(sink.home.numel() for sink in self.sinks))
+        begin, coming = 0, []
+        for sink in self.sinks:
+            sink.buffer = self._scratch[begin : begin + sink.home.numel()].view(sink.home.shape)
+            begin += sink.home.numel()
+            if sink.is_summed:
+                coming.append((sink.buffer, sink.home))
+        self._arriving = self.link.copy(coming, gradients=True) if coming else None
+
+    def contributed(self) -> None:
+        """A sink has received something: the micro-batch may be complete."""
+        if self._scratch is None or any(sink.seen < sink.uses for sink in self.sinks):
+            return
+        for sink in self.sinks:
+            sink.seen -= sink.uses
+        self._close()
+
+    def _close(self) -> None:
+        assert self._scratch is not None
+        going = [(sink.home, sink.buffer) for sink in self.sinks if sink.is_summed]
+        self.pool.leaves(self.link.copy(going, gradients=True), self._scratch)
+        self._scratch, self._is_open = None, False
+        self._forget()
+
+    def settle(self) -> None:
+        """What is here goes to the host, and has arrived there."""
+        if self._is_open:
+            self._close()
+        elif self._scratch is not None:  # it was fetched in vain
+            if self._arriving is not None:
+                self._arriving()
+            self.pool.give_back(self._scratch)
+            self._arriving = self._scratch = None
+            self._forget()
+        self.pool.settle()
+
+    def _forget(self) -> None:
+        for sink in self.sinks:  # a view would keep the memory alive
+            sink.buffer = sink.nothing
+
+
+class LayerSink(GradSink):
+    """The sink of a matrix. seen: contributions of micro-batches that are not complete."""
+
+    __slots__ = ("layer", "gradient", "home", "nothing", "seen")
+
+    def __init__(
+        self,
+        layer: LayerGradient,
+        gradient: HostedGradient,
+        range_: ParameterRange,
+        *,
+        uses: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self.nothing = gradient.bucket.empty
+        super().__init__(self.nothing, uses=uses, on_ready=on_ready)
+        self.layer, self.gradient, self.home, self.seen = layer, gradient, gradient.home(range_), 0
+        layer.sinks.append(self)
+        layer.pool.expect(sum(sink.home.numel() for sink in layer.sinks))
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether there is something of this rank's, which the other ranks have not seen."""
+        return not self.fresh and not self.gradient.launched
+
+    @property
+    def grad(self) -> Tensor:
+        self.layer.open()
+        return super().grad
+
+    def add(self, gradient: Tensor) -> None:
+        self.layer.open()
+        super().add(gradient)
+
+    def addmm(self, a: Tensor, b: Tensor) -> None:
+        self.layer.open()
+        super().addmm(a, b)
+
+    def addmm_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.layer.open()
+        super().addmm_each(pairs)
+
+    def reopen(self) -> None:
+        super().reopen()
+        self.seen = 0
+
+    def done(self) -> None:
+        self.seen += 1
+        self.layer.contributed()
+        super().done()
+
+
+def hosted_gradient(bucket: Bucket, stage: int, pool: ScratchPool, layers: HostedLayers) -> BucketGradient:
+    """Of a bucket that is not tied, in a ZeRO stage."""
+    assert isinstance(pool, HostedPool)
+    return HostedStream(bucket, pool) if stage >= 2 else HostedGradient(bucket, pool, layers)
+
+
+def streams_to_host(entry: BufferParameter) -> bool:
+    """Whether a parameter's gradient goes to the host micro-batch by micro-batch. Those of norms and biases are small,
+    and in a split backward they come long before those of their layer's matrices: they stay until the update."""
+    return entry.placement.decay

@@ -1,0 +1,227 @@
+"""Compute weights whose home is the host (`--param-offload`): on the device while their layer uses them.
+
+    host      [ layer 3 | layer 2 | layer 1 | embedding ]     one tensor, in the order of the buckets, or in stage 3
+                                                              this rank's slices: what the optimizer writes
+    device    [ layer 2 ] [ layer 3 ]                         the layer in use and the next one, or what a plan keeps
+
+A weight that leaves the device is dropped: its home has the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import Axis, all_gather_into
+from megalite.inventory import ParameterRange, align, layer_of
+from megalite.parallel.zero.bucket import Bucket, bytes_of
+from megalite.parallel.zero.flat_weights import Fill, FlatWeights, move_parameter
+from megalite.parallel.zero.host_link import PIECE, HostLink, Wait
+from megalite.parallel.zero.unshard import ComingWeights
+
+
+class HostedFlatWeights(FlatWeights):
+    """A family's parameters on the host. link: to it; the rest as `FlatWeights`."""
+
+    def __init__(self, *args: Any, link: HostLink, **settings: Any) -> None:
+        self._link = link
+        self._hosted: list[HostedWeights] = []
+        super().__init__(*args, **settings)
+
+    def _flatten(
+        self, parameters: Sequence[nn.Parameter], fill: Fill | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Gives every bucket its home on the host, and every layer memory on the device that comes and goes: the
+        parameters are views of it. In stage 3 the homes are slices, and the layers are the buckets."""
+        sliced, link = self._options.stage == 3 and self._axis.size > 1, self._link
+        homes = link.empty(self._buckets[-1].plan.stop if self._buckets and not sliced else 0, dtype)
+        for bucket in self._buckets:
+            owned = slice(bucket.owned_start - bucket.plan.start, bucket.owned_stop - bucket.plan.start)
+            home = homes[bucket.plan.start : bucket.plan.stop]
+            if sliced:
+                home, owned = link.empty(owned.stop - owned.start, dtype), slice(None)
+            bucket.weights.append(HostHome(home, owned, axis=self._axis, device=device))
+        for layout in sliced_layouts(self._buckets) if sliced else layer_layouts(self._buckets):
+            full = torch.zeros(layout.numel, dtype=dtype, device=device)
+            weights = HostedWeights(full, layout.homes, link, gathers=self._axis if sliced else None)
+            for range_, begin in layout.places:
+                parameter = parameters[range_.entry.index]
+                empty = parameter.is_meta
+                move_parameter(parameter, full[begin : begin + range_.entry.numel])
+                if empty and fill is not None:
+                    fill(range_.entry.name, parameter)
+                self._of_parameter[id(parameter)] = weights
+            weights.store()
+            self._hosted.append(weights)
+
+    @property
+    def coming(self) -> Iterator[ComingWeights]:
+        """As of `FlatWeights`."""
+        return reversed(self._hosted)
+
+    def gather(self, version: int = 0) -> None:
+        """As of `FlatWeights`."""
+        for bucket in self._buckets:
+            bucket.weights_of(version).updated(async_op=False)
+        for weights in self._hosted:
+            weights.outdated()
+
+    def memory(self) -> int:
+        """Bytes held now, on the device."""
+        return bytes_of(weights.full for weights in self._hosted)
+
+
+class HostedWeights:
+    """Weights of one layer and family.
+
+    full: on the device; the parameters are views of it. Its memory exists only while `resident`.
+    homes: (part of `full`, the same elements on the host).
+    gathers: the axis over which the rest comes from other ranks, of whose slices `homes` has this rank's.
+    pinned: stays on the device until `FlatWeights.reshard`.
+    """
+
+    sharded = released_after_use = True
+
+    def __init__(
+        self, full: Tensor, homes: Sequence[tuple[slice, Tensor]], link: HostLink, gathers: Axis | None = None
+    ) -> None:
+        self.full, self.link, self._gathers = full, link, gathers
+        self._homes = list(homes)
+        self.resident, self.pinned = True, False
+        self._wait: Wait | None = None
+        link.count(full.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.full.numel() * self.full.element_size()
+
+    def start_gather(self, *, async_op: bool) -> None:
+        """Starts to copy the weights to the device; they may be read after `wait`."""
+        self.wait()
+        if not self.resident:
+            self.full.untyped_storage().resize_(self.nbytes)
+            self.link.count(self.nbytes)
+        self.resident = True
+        # `.data` has its own version counter: what autograd saved of these weights is unchanged by their coming back.
+        full, axis = self.full.data, self._gathers
+        pairs = [(full[place], home) for place, home in self._homes]
+        if axis is None:
+            self._wait = self.link.copy(pairs)
+        else:
+            own = pairs[0][0]
+            self._wait = self.link.copy_then(pairs, lambda: all_gather_into(full, own, axis, async_op=async_op)).wait
+
+    def wait(self) -> None:
+        """Returns when the weights can be read."""
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            wait()
+
+    def free(self) -> None:
+        """Lets go of the memory on the device."""
+        if self.resident and not self.pinned:
+            self.wait()
+            self.full.untyped_storage().resize_(0)
+            self.link.count(-self.nbytes)
+            self.resident = False
+
+    def store(self) -> None:
+        """Writes what is on the device into its home, and lets go of it there."""
+        self.link.copy([(home, self.full.data[place]) for place, home in self._homes])()
+        self.link.settle()
+        self.free()
+
+    def outdated(self) -> None:
+        """Called when its home holds new values. From then on, a backward through the old ones is an error."""
+        torch.autograd.graph.increment_version(self.full)
+        pinned, self.pinned = self.pinned, False
+        self.free()
+        self.pinned = pinned
+        if pinned:
+            self.start_gather(async_op=False)
+            self.wait()
+
+
+class HostHome:
+    """What a bucket has in place of `BucketWeights`: its weights on the host, whole or this rank's slice.
+
+    full: what is there; shard: what this rank owns of it.
+    """
+
+    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, device: torch.device) -> None:
+        self.full, self.shard, self.axis, self._device = full, full[owned], axis, device
+
+    def updated(self, *, async_op: bool) -> None:
+        """Called when `shard` holds new values: gathers those of the others, if `full` has more."""
+        rows = self.full.view(self.axis.size, -1) if self.full.numel() > self.shard.numel() else self.full[None]
+        if len(rows) == 1:
+            return
+        for begin in range(0, rows.shape[1], PIECE // len(rows)):
+            part = rows[:, begin : begin + PIECE // len(rows)]
+            whole = torch.empty(part.shape, dtype=part.dtype, device=self._device)
+            whole[self.axis.rank] = part[self.axis.rank]
+            all_gather_into(whole.view(-1), whole[self.axis.rank], self.axis)
+            part.copy_(whole)
+
+
+class DeviceLayout(NamedTuple):
+    """Weights that come and go together.
+
+    numel: elements on the device. places: parameters, and where each begins there. homes: as in `HostedWeights`.
+    """
+
+    numel: int
+    places: list[tuple[ParameterRange, int]]
+    homes: list[tuple[slice, Tensor]]
+
+
+def sliced_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
+    """Buckets, of which the host has this rank's slice."""
+    for bucket in buckets:
+        start, home = bucket.plan.start, bucket.weights[-1].shard
+        own = slice(bucket.owned_start - start, bucket.owned_stop - start)
+        yield DeviceLayout(
+            bucket.numel, [(range_, range_.start - start) for range_ in bucket.plan.ranges], [(own, home)]
+        )
+
+
+def layer_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
+    """Layers, in the order in which backward comes to them; the host has whole buckets."""
+    layers: dict[str, list[tuple[Bucket, ParameterRange]]] = {}
+    for bucket in buckets:
+        for range_ in bucket.plan.ranges:
+            layers.setdefault(layer_of(range_.entry.name), []).append((bucket, range_))
+    for parts in layers.values():
+        layout, runs = DeviceLayout(0, [], []), _Runs()
+        for bucket, range_ in parts:
+            layout.places.append((range_, runs.add(bucket, range_.start - bucket.plan.start, range_.entry.numel)))
+        yield layout._replace(numel=runs.end, homes=runs.homes())
+
+
+class _Runs:
+    """Parts of buckets one after the other on the device; what lies together on the host is copied in one piece."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._runs: list[tuple[Bucket, int, int, int]] = []
+
+    def add(self, bucket: Bucket, start: int, numel: int) -> int:
+        """Where the elements from `start` of the bucket begin on the device."""
+        begin, self.end = self.end, align(self.end + numel)
+        if self._runs:
+            other, first, at, stop = self._runs[-1]
+            if other is bucket and start - first == begin - at and start >= stop:
+                self._runs[-1] = other, first, at, start + numel
+                return begin
+        self._runs.append((bucket, start, begin, start + numel))
+        return begin
+
+    def homes(self) -> list[tuple[slice, Tensor]]:
+        return [
+            (slice(at, at + stop - start), bucket.weights[-1].full[start:stop])
+            for bucket, start, at, stop in self._runs
+        ]
