@@ -43,6 +43,7 @@ class Microbatch:
         None unless context parallelism has cut the sequence.
     share: 0-dim, the loss scale times this micro-batch's part of the mean over the batch's micro-batches: the weight of
         losses that layers add by themselves. None where no gradient is asked for.
+    host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
     """
 
     tokens: Tensor
@@ -54,6 +55,7 @@ class Microbatch:
     places: Tensor | None = None
     order: Tensor | None = None
     share: Tensor | None = None
+    host_tokens: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

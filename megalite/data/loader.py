@@ -150,6 +150,7 @@ class BatchLoader:
             self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="megalite-data", initializer=choose)
         self._ahead = num_workers * DEPTH
         self._queue: deque[tuple[int, Future[Microbatch]]] = deque()
+        self._peeked: dict[int, Microbatch] = {}
 
     def next_batch(self, global_batch_size: int) -> list[Microbatch]:
         """This rank's micro-batches of the next global batch; moves `consumed_samples` on by `global_batch_size`.
@@ -180,9 +181,20 @@ class BatchLoader:
     def skip(self, samples: int) -> None:
         """Pass over samples of all ranks without reading them."""
         self.consumed_samples += samples
+        self._peeked = {first: mb for first, mb in self._peeked.items() if first >= self.consumed_samples}
+
+    def peek(self, count: int) -> list[Microbatch]:
+        """The next micro-batches, at most `count` and as far as there are samples; they are still to come."""
+        step, pieces = self.micro_batch_size * self.dp_size, self._pieces(self.consumed_samples)
+        firsts = range(self.consumed_samples, self.consumed_samples + count * step, step)
+        there = [first for first in firsts if first + step <= len(self.source)]
+        self._peeked.update({first: self._take(first) for first in there if first not in self._peeked})
+        return [self._peeked[first].in_pieces(pieces) for first in there]
 
     def _take(self, first: int) -> Microbatch:
         """The micro-batch of the micro-step from sample `first` on; keeps the threads busy with those after it."""
+        if first in self._peeked:
+            return self._peeked.pop(first)
         if self._pool is None:
             return self._make(first)
         while self._queue and self._queue[0][0] != first:

@@ -36,12 +36,12 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.padded_vocab_size(ctx.tp.size),
-            config.hidden_size,
-            init_std=config.init_method_std,
-            ctx=ctx,
+        sizes = config.vocab_size, config.padded_vocab_size(ctx.tp.size), config.hidden_size
+        self.on_host = ctx.host_embedding is not None
+        self.word_embeddings = (
+            VocabParallelEmbedding(*sizes, init_std=config.init_method_std, ctx=ctx)
+            if ctx.host_embedding is None
+            else ctx.host_embedding(ctx)
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
@@ -53,7 +53,7 @@ class Embedding(nn.Module):
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
-        x = self.word_embeddings(microbatch.tokens.t())
+        x = self.word_embeddings(microbatch if self.on_host else microbatch.tokens.t())
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(microbatch.positions.t())
         return self.dropout(x.to(self.dtype), microbatch.sample_ids, microbatch.places, training=self.training)

@@ -39,7 +39,7 @@ from megalite.nn.rope import Rotary
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor import LateMessage, LayerContext, added_at_once, receive, send_early
 
-_PER_SAMPLE = ("tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts")
+_PER_SAMPLE = ("tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts", "host_tokens")
 
 Turn = Callable[["HalvedBlock", "Half"], Tensor]
 

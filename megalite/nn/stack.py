@@ -50,7 +50,7 @@ class LayerStack(nn.Module):
         tied = not config.untie_embeddings_and_output_weights
         if tied and "embedding" in self.names and "head" in self.names:
             head, embedding = cast(Head, self.get_submodule("head")), cast(Embedding, self.get_submodule("embedding"))
-            head.output.weight = embedding.word_embeddings.weight
+            head.output.weight = cast(nn.Parameter, embedding.word_embeddings.weight)
             head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: contributions per micro-batch
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
         self.recompute_ranges = recompute_ranges(len(self.names), places, config)

@@ -77,6 +77,22 @@ def test_threads_follow_a_changing_batch_size_and_a_jump(dataset: GPTDataset) ->
     assert not [t for t in threading.enumerate() if t.name.startswith("megalite-data")]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_peeked_at_is_still_to_come(dataset: GPTDataset, workers: int) -> None:
+    total = len(dataset)
+    options = {"micro_batch_size": 2, "dp_rank": 1, "dp_size": 2, "num_workers": workers}
+    with BatchLoader(dataset, consumed_samples=total - 28, pieces=lambda consumed: 2, **options) as loader:
+        ahead = loader.peek(3)
+        read = loader.next_batch(4) + loader.next_batch(8)
+        assert [batch.sample_ids.tolist() for batch in ahead] == [batch.sample_ids.tolist() for batch in read]
+        assert all(torch.equal(a.tokens, b.tokens) and a.shape == (4, 4) for a, b in zip(ahead, read, strict=True))
+        loader.peek(3)
+        loader.skip(8)
+        assert [int(batch.sample_ids[0]) for batch in loader.peek(9)] == [total - 6, total - 2]
+        assert [int(batch.sample_ids[0]) for batch in loader.next_batch(8)] == [total - 6, total - 2]
+        assert loader.peek(1) == [] and loader.consumed_samples == total
+
+
 def test_the_end_of_the_samples_is_named(dataset: GPTDataset) -> None:
     total = len(dataset)
     with BatchLoader(

@@ -1,0 +1,36 @@
+"""Rows of a word embedding in host memory, and a cache of them on the device (Bagpipe, arXiv 2202.12429).
+
+A micro-batch uses few rows of a large vocabulary. What is read next is known: the data's order is a pure function.
+
+    host      rows, moments [V, h] in the master's dtype        steps of every row: those of batches that used it,
+                 |  up to date            ^  gradient of a row   and, when it is next needed, those that it missed
+    device    cache [R, h]: weights in the compute dtype, gradients in the main dtype
+                 F reads                  B, W add
+
+    batch t                                             | update t                       | batch t + 1
+    F0  F1  B0  F2  B1 ...  rows of the next            | gradients down, sum over       |
+    micro-batches come, those whose next use is the     | replicas, norm, step of the    |
+    farthest leave (Belady), gradients with them        | rows that were used; cache out |
+
+AdamW changes a row that no batch used, too: its moments decay and move it, and weight decay shrinks it. Such steps
+(gradient 0, each with its own learning rate, weight decay and bias correction) are replayed in order when the row is
+next needed: by a micro-batch, an evaluation or a checkpoint. So every row takes every step, bit for bit as in flat
+memory; and because every update changes every row, nothing in the cache outlives an update.
+
+    host_rows.py    `HostRows`: weights, moments, and how many steps each row has taken
+    row_rule.py     an elementwise update rule over a few rows
+    future.py       what will be used, as far as it is known
+    slots.py        which row is where in the cache; Belady's rule
+    staleness.py    proves each use as it happens: no row is stale, no gradient is lost
+    cached_rows.py  `CachedRows`: all of this together, and its tensors
+    layer.py        `HostEmbedding`, the layer
+
+Invariant: what F reads of a row has taken as many steps as there were updates. Proof: `tests/unit/parallel/rows/`,
+`tests/equivalence/test_embedding_offload.py` (every step's loss, weights and moments equal those of a run without it).
+"""
+
+from megalite.parallel.rows.cached_rows import CachedRows, Traffic
+from megalite.parallel.rows.future import Access
+from megalite.parallel.rows.host_rows import HostRows
+from megalite.parallel.rows.layer import HostEmbedding
+from megalite.parallel.rows.row_rule import RowRule
