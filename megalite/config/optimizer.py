@@ -108,7 +108,7 @@ class OptimizerArgs(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class HostOffload(Spelled):
-    """Masters and moments in host memory or in files, and when they are stepped."""
+    """What lives in host memory or in files, and when it is stepped there."""
 
     optimizer_cpu_offload: bool = option(False, "keep and update them there")
     optimizer_offload_fraction: float = option(
@@ -126,10 +126,37 @@ class HostOffload(Spelled):
         "a batch computes its gradients on weights that lack the update of the batch before, whose step runs meanwhile "
         "(ZeRO-Offload); steps on the host run in a thread. --pipeline-flush-steps first iterations wait for it",
     )
+    embedding_offload: str | None = option(
+        None,
+        "keep the rows of the word embedding and their moments in host memory and update them there; the device has a "
+        "cache of rows (Bagpipe)",
+        choices=("cpu",),
+    )
+    embedding_lookahead: int = option(
+        2, "micro-batches whose rows come into the cache before they are used", ge=0, needs="embedding_offload"
+    )
+    embedding_cache_rows: int | None = option(
+        None,
+        "rows of the cache; unset: those of --embedding-lookahead micro-batches and one more, at most the vocabulary",
+        ge=1,
+        needs="embedding_offload",
+    )
+
+    param_offload: str = option(
+        "auto",
+        "keep weights and gradients in host memory, and masters and moments there or in files: those of a layer "
+        "are on the device while it uses them. auto: where --device-memory-budget-gb needs it",
+        choices=("none", "cpu", "auto"),
+    )
+
+    @property
+    def hosts_params(self) -> bool:
+        """Whether weights and gradients live on the host."""
+        return self.param_offload == "cpu"
 
     @property
     def fraction(self) -> float:
-        moves = self.optimizer_cpu_offload or self.optimizer_offload_path is not None
+        moves = self.optimizer_cpu_offload or self.optimizer_offload_path is not None or self.hosts_params
         return self.optimizer_offload_fraction if moves else 0.0
 
 

@@ -86,6 +86,13 @@ class DeviceOptions(Spelled):
         "as they must; with --recompute-granularity auto layers are recomputed first",
         gt=0,
     )
+    host_memory_budget_gb: float | None = option(
+        None,
+        "GB of its host's memory that a rank may take for what --device-memory-budget-gb puts there; masters and "
+        "moments beyond that go into files of --optimizer-offload-path",
+        gt=0,
+        needs="device_memory_budget_gb",
+    )
     ignore_memory_estimate: bool = option(
         False, "start although the predicted memory is more than the hosts or GPUs have free", saved=False
     )
@@ -154,12 +161,6 @@ class ParallelConfig:
     def model_parallel_size(self) -> int:
         """Ranks that hold one replica of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context.context_parallel_size
-
-    @property
-    def halves(self) -> str:
-        """Over what two halves of a micro-batch take turns: '', 'layer' or 'stage'. ZeRO-3 frees a layer's weights when
-        the next begins, so there turns of two layers cannot mix."""
-        return ("layer" if self.zero_stage == 3 else "stage") if self.tp_comm_overlap else ""
 
     @property
     def expert_tensor_size(self) -> int:

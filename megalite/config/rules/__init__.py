@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
 from megalite.config.rules.context import context_parallel, sequence_lengths
+from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.foreign import foreign_module
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
@@ -24,6 +25,7 @@ from megalite.config.rules.layout import (
     world,
 )
 from megalite.config.rules.lora import lora
+from megalite.config.rules.offload import param_offload
 from megalite.config.rules.run import float8, learning_rate, length, precision, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
@@ -59,6 +61,8 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     learning_rate,
     weight_decay,
     update_rule,
+    embedding_offload,
+    param_offload,
     data,
     checkpoint,
     from_checkpoint,

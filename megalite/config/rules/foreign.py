@@ -27,6 +27,12 @@ def foreign_module(config: Config, world_size: int) -> Iterator[str]:
         if option.name not in OF_MODULES and not option.required and value != option.default:
             yield not_with_module(as_typed(option.flag, value))
     yield from (not_with_module(typed) for typed in _of_our_models(config))
+    budget = config.parallel.hardware.device_memory_budget_gb
+    if budget is not None:
+        yield (
+            f"--device-memory-budget-gb={budget:g}: decides for megalite's own models; of a --model-module say by "
+            "--optimizer-cpu-offload, --optimizer-offload-fraction or --optimizer-offload-path what leaves the device"
+        )
     try:
         table = given.table
     except ValueError as error:
@@ -57,10 +63,10 @@ def _of_our_models(config: Config) -> Iterator[str]:
         yield f"--fp8-format={training.float8.fp8_format}"
     if training.seq_length_schedule is not None:
         yield f"--seq-length-schedule={training.seq_length_schedule}"
-    if parallel.hardware.device_memory_budget_gb is not None:
-        yield f"--device-memory-budget-gb={parallel.hardware.device_memory_budget_gb:g}"
     if samples.sample_interval is not None:
         yield f"--sample-interval={samples.sample_interval}"
+    if config.optimizer.offload.embedding_offload is not None:
+        yield f"--embedding-offload={config.optimizer.offload.embedding_offload}"
     switches = {
         "--sequence-parallel": parallel.sequence_parallel,
         "--tp-comm-overlap": parallel.tp_comm_overlap,

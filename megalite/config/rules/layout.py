@@ -24,7 +24,7 @@ def world(config: Config, world_size: int) -> Iterator[str]:
     needed = parallel.model_parallel_size
     product = f"{TP} x {CP} x {PP}" if parallel.context.context_parallel_size > 1 else f"{TP} x {PP}"
     if world_size < needed:
-        yield f"world size {world_size}: {product} = {needed} needs at least {needed} processes"
+        yield f"world size {world_size}: {product} = {needed}: use --nprocs {needed}, or torchrun with as many"
     elif world_size % needed:
         yield (
             f"world size {world_size}: not divisible by {product} = {needed}; "

@@ -51,7 +51,7 @@ ONE_LINE = [
         f"{TP}=8: does not divide --num-attention-heads=12; legal: 1,2,3,4,6,12",
     ),
     (f"--num-query-groups 2 {TP} 4", 4, f"{TP}=4: does not divide --num-query-groups=2; legal: 1,2"),
-    (f"--nprocs 8 {TP} 4 {PP} 4", None, f"world size 8: {TP} x {PP} = 16 needs at least 16 processes"),
+    (f"--nprocs 8 {TP} 4 {PP} 4", None, f"world size 8: {TP} x {PP} = 16: use --nprocs 16, or torchrun with as many"),
     (f"--nprocs 12 {TP} 8", None, f"world size 12: not divisible by {TP} x {PP} = 8; use 8 or 16"),
     ("--nprocs 4", 2, "--nprocs=4: the launcher already started 2 processes; drop it"),
     (f"--num-layers 6 {PP} 8", 8, f"{PP}=8: more stages than --num-layers=6"),
@@ -116,7 +116,7 @@ ONE_LINE = [
         4,
         "--hierarchical-context-parallel-sizes=2 2: needs --cp-comm-type=a2a+p2p; drop it",
     ),
-    (f"{CP} 4", 2, f"world size 2: {TP} x {CP} x {PP} = 4 needs at least 4 processes"),
+    (f"{CP} 4", 2, f"world size 2: {TP} x {CP} x {PP} = 4: use --nprocs 4, or torchrun with as many"),
     # schedules and ZeRO
     (
         f"--pipeline-schedule 2bw {PP} 4 --micro-batch-size 4 --global-batch-size 8",

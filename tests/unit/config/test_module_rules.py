@@ -29,6 +29,11 @@ ONE_LINE = [
     ("--reset-position-ids", f"--reset-position-ids: {OURS}"),
     ("--seq-length-schedule 0:4,8:8", f"--seq-length-schedule=0:4,8:8: {OURS}"),
     ("--sample-interval 2 --sample-prompts PROMPTS", f"--sample-interval=2: {OURS}"),
+    (
+        "--device-memory-budget-gb 2",
+        "--device-memory-budget-gb=2: decides for megalite's own models; of a --model-module say by "
+        "--optimizer-cpu-offload, --optimizer-offload-fraction or --optimizer-offload-path what leaves the device",
+    ),
     ("--model-module mine", "--model-module=mine: expected package.module:factory, or my_model.py:factory"),
     (
         "--tensor-model-parallel-size 2 --nprocs 2",
