@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from megalite.config import Config, ModelConfig
+from megalite.config import OPTIMIZER_SPECS, Config, ModelConfig
 from megalite.errors import ConfigError
-from megalite.inventory import count_parameters
+from megalite.inventory import ElementBytes, count_parameters
 from megalite.planner import (
     Hardware,
     Link,
@@ -118,7 +118,7 @@ def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, sourc
 
 def _largest_model(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
     """Width and depth grow together, as model families do. With the memory of the hosts masters and moments are there,
-    and beside what this program does stands how much could be trained in chunks over both."""
+    as many as they hold where weights are there too; beside it stands what PatrickStar's bound is."""
     rows: list[Row] = []
     room, chunks = hardware.host_memory_bytes, 0.0
     if room and not hardware.on_cpu:
@@ -129,6 +129,12 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
         size, grown = count_parameters(model), replace(config, model=model)
         row = attempt(f"{size / 1e9:,.3g} G parameters", float(size), grown, world_size, hardware, source)
         rows.append(_within(row, hardware))
+        for _ in range(REFINED):  # the others of the masters and moments stay on the device
+            fewer = _fewer_on_host(row, hardware) if rows[-1].found is None else None
+            if fewer is None:
+                break
+            row = attempt(row.name, row.value, fewer, world_size, hardware, source)
+            rows[-1] = _within(row, hardware)
         return rows[-1]
 
     tried: list[ModelConfig] = []
@@ -178,6 +184,25 @@ def _within(row: Row, hardware: Hardware) -> Row:
     if over <= 0:
         return row
     return replace(row, found=None, why=f"does not fit: {over / GIB:,.1f} GiB too much on each host, all of it states")
+
+
+def _fewer_on_host(row: Row, hardware: Hardware) -> Config | None:
+    """The same with as many masters and moments on the hosts as have room beside weights and gradients."""
+    if row.found is None or not row.found.offloaded_elements:
+        return None
+    config, found = row.found.config, row.found
+    if not config.optimizer.offload.hosts_params or config.file_fraction:
+        return None
+    rule, wide = OPTIMIZER_SPECS[config.optimizer.optimizer], ElementBytes.of(config).wide
+    away = config.optimizer.offload.fraction
+    states = wide * (1 + rule.most_moments(config.optimizer)) * found.offloaded_elements / away
+    ranks = min(hardware.devices_per_node, found.world_size)
+    over = max(memory.host for memory in found.memory) - hardware.host_memory_bytes / ranks
+    fraction = math.floor(100 * (away - over / states) - 1) / 100  # whole buckets move: a little less than that
+    if over <= 0 or fraction <= 0:
+        return None
+    offload = replace(config.optimizer.offload, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
+    return replace(config, optimizer=replace(config.optimizer, offload=offload), chunks=None)
 
 
 def _token_budget(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:

@@ -29,6 +29,7 @@ from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
+from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import efficiency, host_traffic
 from megalite.planner.memory import TERMS, RankMemory, foreign_memory, rank_memory, shared_memory_bytes
 from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes

@@ -5,12 +5,17 @@ What is needed last goes first (the rule of Belady, by which the activations are
     recomputation          where --recompute-granularity is auto: the fewest layers of each stage
     masters and moments    needed by STEP alone: as many hundredths as must go to the host, which updates them there
     activations            moved by EVICT and PREFETCH, micro-batch by micro-batch (`schedule.insert_transfers`)
+    weights and gradients  where --param-offload allows it: those of the layers in use are there, and as many more as
+                           there is room for (`schedule.plan_chunks`); activations then move if even that is too much
 
-A budget that all of it cannot keep is refused, with the least one that could be.
+With `--optimizer-offload-path` masters and moments go into files: all that leave the device, or, where
+`--host-memory-budget-gb` says what the host may take, as few hundredths as that needs. A budget that all of it cannot
+keep is refused, with the least one that could be.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
@@ -18,7 +23,8 @@ from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.inventory import stage_layer_ranges
 from megalite.planner.activations import stage_activations, workspace_bytes
-from megalite.planner.memory import RankMemory, rank_memory
+from megalite.planner.host_params import with_weight_chunks
+from megalite.planner.memory import RankMemory, rank_memory, weights_moved
 from megalite.planner.predict import program_of
 from megalite.planner.startup_table import in_units
 from megalite.planner.uneven import MemoryHeadroom, recomputing, smallest_numbers
@@ -39,15 +45,89 @@ def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> Config:
     Raises ConfigError where nothing is enough.
     """
     gigabytes = config.parallel.hardware.device_memory_budget_gb
+    if config.optimizer.offload.hosts_params:
+        config = _hosted(config, world_size)
     if gigabytes is None or config.training.skip_train:
         return config
     device = _Device(1e9 * gigabytes, on_cpu)
     if config.model.recompute_granularity == "auto":
         config = _fewest_recomputed(config, world_size, device)
-    if _fits(config, world_size, device):
+        config = config if config.chunks is None else _hosted(config, world_size)
+    return _within_host(_within_device(config, world_size, device), world_size, device)
+
+
+def _within_device(config: Config, world_size: int, device: _Device) -> Config:
+    """As little as it takes is elsewhere than on the device. Raises ConfigError."""
+    if config.chunks is not None:
+        return _more_weights(config, world_size, device)
+    moved = _smallest_fraction(config, world_size, device)
+    if _fits(moved, world_size, device):
+        return moved
+    try:
+        return _with_room(moved, world_size, device)
+    except ConfigError:
+        hosted = _on_host(config, world_size)
+        if hosted is None:
+            raise
+        return _more_weights(hosted, world_size, device)
+
+
+def _within_host(config: Config, world_size: int, device: _Device) -> Config:
+    """As few masters and moments in files as it takes; `config` where nothing is said of the host.
+
+    Raises ConfigError where they are not enough.
+    """
+    gigabytes, fraction = config.parallel.hardware.host_memory_budget_gb, config.optimizer.offload.fraction
+    if gigabytes is None:
         return config
-    config = _smallest_fraction(config, world_size, device)
-    return config if _fits(config, world_size, device) else _with_room(config, world_size, device)
+
+    def placed(hundredths: int) -> Config:
+        return replace(config, in_file=min(fraction, hundredths / 100))
+
+    def on_host(config: Config) -> float:
+        return max(rank.host for rank in _memory(config, world_size, device)[2])
+
+    def kept(hundredths: int) -> bool:
+        given = placed(hundredths)
+        return on_host(given) <= 1e9 * gigabytes and _fits(given, world_size, device)
+
+    has_folder = config.optimizer.offload.optimizer_offload_path is not None
+    most = math.ceil(100 * fraction) if has_folder else 0
+    found = bisect_left(range(most), True, key=kept)
+    if kept(found):
+        return placed(found)
+    needed = f"--host-memory-budget-gb={gigabytes:g}: {in_units(on_host(placed(found)), 'B')} of a rank are needed"
+    if not has_folder and fraction:
+        raise ConfigError(f"{needed}; give as much, or a folder for masters and moments (--optimizer-offload-path=DIR)")
+    raise ConfigError(f"{needed} for what no file takes; give as much, or a larger --device-memory-budget-gb")
+
+
+def _on_host(config: Config, world_size: int) -> Config | None:
+    """With weights and gradients on the host, where they may go there."""
+    offload = config.optimizer.offload
+    given = replace(offload, param_offload="cpu", optimizer_offload_fraction=1.0)
+    hosted = replace(config, optimizer=replace(config.optimizer, offload=given))
+    if offload.param_offload != "auto" or config_problems(hosted, world_size):
+        return None
+    return _hosted(hosted, world_size)
+
+
+def _hosted(config: Config, world_size: int) -> Config:
+    """With the least room for weights that live on the host."""
+    config = replace(config, chunks=None)
+    return with_weight_chunks(config, world_size, stage_layer_ranges(config, program_of(config, world_size)))
+
+
+def _more_weights(config: Config, world_size: int, device: _Device) -> Config:
+    """Weights that live on the host have what room is left; activations move, if there is none. Raises ConfigError."""
+    if not _fits(config, world_size, device):
+        return _with_room(config, world_size, device)
+    program, _, memory = _memory(config, world_size, device)
+    least = [weights_moved(program, rank).peak for rank in range(program.num_ranks)]
+    left = (int(device.usable_bytes - rank.total) for rank in memory)
+    assert config.chunks is not None
+    capacity = tuple(peak + more for peak, more in zip(least, left, strict=True))
+    return replace(config, chunks=config.chunks._replace(capacity=capacity))
 
 
 def _memory(config: Config, world_size: int, device: _Device) -> tuple[Program, list[range], list[RankMemory]]:
@@ -78,18 +158,20 @@ def _fewest_recomputed(config: Config, world_size: int, device: _Device) -> Conf
 
 
 def _smallest_fraction(config: Config, world_size: int, device: _Device) -> Config:
-    """As few masters and moments on the host as it takes; all of them where that is not enough, none where the
-    optimizer cannot have them there."""
+    """As few masters and moments off the device as it takes; all of them where that is not enough, none where the
+    optimizer cannot have them there. What --optimizer-cpu-offload says stays as it is."""
+    offload = config.optimizer.offload
 
     def placed(hundredths: int) -> Config:
         given = replace(
-            config.optimizer.offload,
+            offload,
             optimizer_cpu_offload=hundredths > 0,
-            optimizer_offload_fraction=max(1, hundredths) / 100 if hundredths else 1.0,
+            optimizer_offload_fraction=hundredths / 100 if hundredths else 1.0,
+            optimizer_offload_path=offload.optimizer_offload_path if hundredths else None,
         )
         return replace(config, optimizer=replace(config.optimizer, offload=given))
 
-    if config.optimizer.offload.fraction or config_problems(placed(100), world_size):
+    if offload.optimizer_cpu_offload or config_problems(placed(100), world_size):
         return config
     found = bisect_left(range(101), True, key=lambda hundredths: _fits(placed(hundredths), world_size, device))
     return placed(min(found, 100))
@@ -126,8 +208,9 @@ def _with_room(config: Config, world_size: int, device: _Device) -> Config:
         return roomy(device.usable_bytes)
     steps = [max(others) + (least - max(others)) * step / 100 for step in range(101)]
     enough = steps[min(100, bisect_left(steps, True, key=possible))]
+    states = "masters and moments" if config.chunks is None else "weights, gradients, masters and moments"
     raise ConfigError(
-        f"{flag}: not enough with masters and moments on the host and activations that come and go; "
+        f"{flag}: not enough with {states} on the host and activations that come and go; "
         f"{enough / 1e9:.3g} are, or use --recompute-granularity=auto, a smaller --micro-batch-size or more ranks"
     )
 

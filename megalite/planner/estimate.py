@@ -12,6 +12,7 @@ from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
+from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.memory import RankMemory
 from megalite.planner.model_states import Copies, families_of, stage_elements
 from megalite.planner.predict import Prediction, memory_of, predict, program_of
@@ -100,9 +101,9 @@ class FastEstimator:
         self, config: Config, cuts: list[range] | None = None
     ) -> tuple[list[range], tuple[RankMemory, ...]]:
         """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run."""
-        program = program_of(config, self.world_size)
-        cuts = stage_layer_ranges(config, program) if cuts is None else cuts
-        return cuts, memory_of(config, self.world_size, self.hardware, program, cuts)
+        cuts = stage_layer_ranges(config, program_of(config, self.world_size)) if cuts is None else cuts
+        config = with_weight_chunks(config, self.world_size, cuts)
+        return cuts, memory_of(config, self.world_size, self.hardware, program_of(config, self.world_size), cuts)
 
     def predict(self, config: Config, cuts: list[range]) -> Prediction:
         """The simulated step of a legal layout with these stages."""
@@ -204,4 +205,5 @@ class FastEstimator:
         schedule = find_schedule(layout.pipeline_schedule)
         early = 1 if schedule.recomputes else schedule.in_flight(ScheduleShape(p, m, v))
         blocks = self.config.model.num_layers // (p * v) * v
+        states = 0.0 if self.config.optimizer.offload.hosts_params else states
         return 0.9 * (states + early * blocks * block_bytes)

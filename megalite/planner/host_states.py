@@ -51,14 +51,15 @@ def host_traffic(config: Config, elements: float, hardware: Hardware) -> HostTra
     """Of the step of `elements` parameters of a device whose states are off it. All devices of a node share its memory
     and its disk."""
     size, offload = ElementBytes.of(config), config.optimizer.offload
+    in_file = config.file_fraction / offload.fraction if offload.fraction else 0.0
     states = size.wide * (1 + OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer))
     both = 0.0
-    if offload.optimizer_offload_path is not None and hardware.disk_read and hardware.disk_write:
+    if in_file and hardware.disk_read and hardware.disk_write:
         both = 2 / (1 / hardware.disk_read + 1 / hardware.disk_write)
     return HostTraffic(
-        link=0.0 if hardware.on_cpu else elements * (size.gradient + size.compute),
+        link=0.0 if hardware.on_cpu or offload.hosts_params else elements * (size.gradient + size.compute),
         host=elements * (2 * states + size.gradient + size.compute),
-        disk=elements * 2 * states if offload.optimizer_offload_path is not None else 0.0,
+        disk=in_file * elements * 2 * states,
         link_bandwidth=hardware.host_link,
         host_bandwidth=hardware.host_copy / hardware.devices_per_node,
         disk_bandwidth=both / hardware.devices_per_node,

@@ -13,7 +13,7 @@ Not in it: what the driver and the libraries take for themselves (a number of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -29,9 +29,11 @@ from megalite.schedule import (
     RECOMPUTE,
     SCHEDULES,
     Action,
+    ChunkTraffic,
     Program,
     Residency,
     ScheduleShape,
+    chunk_traffic,
     residency,
 )
 
@@ -95,17 +97,7 @@ def rank_memory(
     if phases:
         return max(phases, key=lambda memory: memory.total)
     stages = program.placement.stages_of(rank)
-    states = StateBytes()
-    for stage, _ in stages:
-        states += state_bytes(
-            config,
-            world_size,
-            cuts[stage],
-            num_stages=len(cuts),
-            versions=program.weight_versions[rank],
-            num_gradients=program.gradient_buffers,
-            on_cpu=on_cpu,
-        )
+    states = _states(config, world_size, program, cuts, rank, on_cpu=on_cpu)
     own = {stage: config.for_stage(stage) for stage, _ in stages}
     kept = {stage: stage_activations(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
     spaces = {stage: workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
@@ -115,12 +107,14 @@ def rank_memory(
     if program.room is not None:
         held = moved(program, rank)
         full, host = max(0.0, held.device - head), host + held.host
+    coming = weights_moved(program, rank).peak if program.chunks is not None else 0
     message = boundary_bytes(config) if program.num_ranks > 1 else 0.0
     gradients = float(states.gradients)
-    if config.parallel.zero_stage >= 2 and not program.keeps_gradients:  # they come as the activations go
+    on_device = program.chunks is None
+    if config.parallel.zero_stage >= 2 and not program.keeps_gradients and on_device:  # they come as activations go
         gradients = max(0.0, gradients - full - boundary - head)
     return RankMemory(
-        weights=states.weights,
+        weights=states.weights + coming,
         gradients=gradients,
         master=states.master,
         moments=states.moments,
@@ -132,6 +126,26 @@ def rank_memory(
         host=host,
         file=states.file,
     )
+
+
+def _states(
+    config: Config, world_size: int, program: Program, cuts: Sequence[range], rank: int, *, on_cpu: bool
+) -> StateBytes:
+    """Of the stages of a rank."""
+    total, scratch = StateBytes(), 0
+    for stage, _ in program.placement.stages_of(rank):
+        states = state_bytes(
+            config,
+            world_size,
+            cuts[stage],
+            num_stages=len(cuts),
+            versions=program.weight_versions[rank],
+            num_gradients=program.gradient_buffers,
+            on_cpu=on_cpu,
+        )
+        total, scratch = total + states, max(scratch, states.scratch)
+    # Gradients that go to the host share one pool, of pieces of one size.
+    return replace(total, scratch=scratch) if config.optimizer.offload.hosts_params else total
 
 
 def foreign_memory(
@@ -169,6 +183,11 @@ def moved(program: Program, rank: int) -> Residency:
     """Where the activations of a batch are, of a program that moves some of them."""
     assert program.room is not None
     return residency(program.order(rank, program.batch(0)), program.recomputed, program.room)
+
+
+def weights_moved(program: Program, rank: int) -> ChunkTraffic:
+    """What comes to the device, of a program whose weights live on the host; of a batch long enough to show it."""
+    return chunk_traffic(program, rank, _walked(program))
 
 
 def _sequence_buffers(config: Config) -> float:

@@ -7,12 +7,13 @@ numbers equal what a run allocates (tests/unit/planner/test_model_states.py buil
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.config import OPTIMIZER_SPECS, Config
+from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, own_rows
 from megalite.inventory import (
     WORD_EMBEDDINGS,
     BucketPlan,
@@ -21,6 +22,7 @@ from megalite.inventory import (
     ParameterPlacement,
     Shape,
     first_alike,
+    layer_of,
     plan_buckets,
     stage_parameters,
 )
@@ -107,25 +109,52 @@ def state_bytes(
 def _state_bytes(
     config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
 ) -> StateBytes:
-    total = StateBytes()
-    kinds = dict.fromkeys((p.family, p.wide, p.frozen) for _, p in stage_parameters(config.model, items))
+    named = list(stage_parameters(config.model, items))
+    total = embedding_rows(config) if any(_on_host(config, name) for name, _ in named) else StateBytes()
+    kinds = dict.fromkeys((p.family, p.wide, p.frozen) for name, p in named if not _on_host(config, name))
     for family, wide, frozen in kinds:
         size, copies = ElementBytes.of(config), config.gradient_ranks(world_size)
         size = ElementBytes(size.wide, size.wide, size.wide) if wide else size
         copies = config.expert_copies(world_size) if family == "expert" else copies
         shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
-        buckets = _buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
+        buckets = planned_buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
         part = _family_bytes(config, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu)
-        if frozen:
+        if frozen and config.optimizer.offload.hosts_params:
+            numel, sharded = sum(bucket.numel for bucket in buckets), config.parallel.zero_stage == 3
+            part = StateBytes(host=numel // (shards if sharded else 1) * size.compute)
+        elif frozen:
             part = StateBytes(weights=part.weights, gathered=part.gathered)
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
         total = replace(total + part, scratch=scratch)
+    one_stage = num_stages == 1 and not config.model.untie_embeddings_and_output_weights
+    if config.optimizer.offload.hosts_params and one_stage:  # the embedding's is open throughout a backward
+        total = replace(total, scratch=total.scratch // 3 * 4)
     return total
+
+
+def _on_host(config: Config, name: str) -> bool:
+    """Whether the parameter's rows are on the host, and not in flat buffers."""
+    return name == WORD_EMBEDDINGS and config.optimizer.offload.embedding_offload is not None
+
+
+def embedding_rows(config: Config) -> StateBytes:
+    """Of `--embedding-offload`, on a rank of the first stage: the cache, with one more row of zeros, and on the host
+    the rows, their moments and how many steps each has taken."""
+    size, columns, moments = (
+        ElementBytes.of(config),
+        config.model.hidden_size,
+        OPTIMIZER_SPECS[config.optimizer.optimizer],
+    )
+    of_element = size.wide + sum(size.wide if dtype == "fp32" else 2 for dtype in moments.moments(config.optimizer))
+    cached, rows = (cache_rows(config) + 1) * columns, own_rows(config)
+    return StateBytes(
+        weights=cached * size.compute, gradients=cached * size.gradient, host=rows * (columns * of_element + 8)
+    )
 
 
 def _family_bytes(
     config: Config,
-    buckets: Sequence[_Bucket],
+    buckets: Sequence[PlannedBucket],
     size: ElementBytes,
     shards: int,
     versions: int,
@@ -143,37 +172,61 @@ def _family_bytes(
     come_and_go = zero == 3 and shards > 1
     separate = size.compute != size.wide or versions > 1
     remainders = config.optimizer.store_param_remainders and size.compute != size.wide
-    on_host, moments_host, moments = _moments(config, buckets, owners, owned, size, on_cpu)
-    offload = config.optimizer.offload
-    moved, in_file = on_host * size.wide + moments_host, offload.optimizer_offload_path is not None
+    away = _away(config, buckets, owners, owned, size, on_cpu)
+    if config.optimizer.offload.hosts_params:
+        here = _hosted(buckets, size, zero, owners)
+        masters = (owned - away.elements) * size.wide if separate or not on_cpu else 0
+        host = here.host + away.on_host
+        return replace(here, master=masters, moments=away.moments_left, host=host, file=away.in_file)
     # A gradient is copied to the host (and kept there for a delayed step), a weight on its way to the device is too.
-    copies = on_host * (size.gradient + size.compute) if not on_cpu else 0
-    copies += on_host * size.gradient if on_cpu and offload.delayed_parameter_update else 0
+    copies = away.elements * (size.gradient + size.compute) if not on_cpu else 0
+    delayed = config.optimizer.offload.delayed_parameter_update
+    copies += away.elements * size.gradient if on_cpu and delayed else 0
     largest = sorted((bucket.numel for bucket in buckets), reverse=True)
     return StateBytes(
         weights=versions * (owned if come_and_go else numel) * size.compute,
         gradients=held * size.gradient,
-        master=(owned - on_host) * (2 if remainders else size.wide) if separate else 0,
-        moments=moments,
+        master=(owned - away.elements) * (2 if remainders else size.wide) if separate else 0,
+        moments=away.moments_left,
         scratch=min(2, len(streamed)) * max((bucket.numel for bucket in streamed), default=0) * size.gradient,
         gathered=sum(largest[:2]) * size.compute if come_and_go else 0,
-        host=copies + (0 if in_file else moved),
-        file=moved if in_file else 0,
+        host=copies + away.on_host,
+        file=away.in_file,
     )
 
 
-class _Bucket(NamedTuple):
+def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int, owners: int) -> StateBytes:
+    """Weights and gradients that live on the host: what stays on the device, what comes and goes, and the host."""
+    tied = sum(bucket.numel for bucket in buckets if bucket.tied)
+    others = [bucket for bucket in buckets if not bucket.tied]
+    kept = [bucket.numel // owners if zero >= 2 else bucket.numel for bucket in others]
+    layers: Counter[str] = Counter()
+    for bucket in others:
+        layers.update(bucket.matrices)
+    pieces = [bucket.numel for bucket in others] if zero >= 2 else list(layers.values())
+    weights = sum(bucket.numel // (owners if zero == 3 else 1) for bucket in buckets)
+    return StateBytes(
+        gradients=(tied + (sum(bucket.vectors for bucket in others) if zero < 2 else 0)) * size.gradient,
+        scratch=3 * max(pieces, default=0) * size.gradient,
+        host=weights * size.compute + sum(kept) * size.gradient,
+    )
+
+
+class PlannedBucket(NamedTuple):
     numel: int
     tied: bool
     whole: bool
     elements: int  # that carry optimizer state, on the owner with the most of them
     matrix_state: int  # numbers that are kept for whole matrices, on the owner with the most of them
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
+    matrices: Mapping[str, int]  # elements of those of each layer
+    vectors: int
+    layer: str  # where there is a bucket for each
 
 
-def _buckets(
+def planned_buckets(
     config: Config, items: range, num_stages: int, shards: int, on_cpu: bool, of: tuple[str, bool, bool]
-) -> list[_Bucket]:
+) -> list[PlannedBucket]:
     """Of the parameters of one family and width that are frozen or not, `of`."""
     model, parallel = config.model, config.parallel
     needs_whole, ep = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, parallel.experts.expert_model_parallel_size
@@ -181,6 +234,7 @@ def _buckets(
     apart = not model.untie_embeddings_and_output_weights and num_stages > 1 and not of[2]
     entries = []
     own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide, p.frozen) == of]
+    own = [(name, p) for name, p in own if not _on_host(config, name)]
     for index, (name, parameter) in enumerate(own):
         shape = parameter.local(parallel)
         whole = needs_whole is not None and needs_whole(name, len(shape))
@@ -191,7 +245,7 @@ def _buckets(
 
 def _planned(
     config: Config, entries: Sequence[BufferParameter], zero: int, shards: int, tied: frozenset[str], on_cpu: bool
-) -> list[_Bucket]:
+) -> list[PlannedBucket]:
     plans = plan_buckets(
         entries,
         zero_stage=zero,
@@ -226,7 +280,7 @@ def named_state_bytes(
     return _family_bytes(config, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
 
 
-def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
+def _bucket(config: Config, plan: BucketPlan, owners: int) -> PlannedBucket:
     numel = plan.stop - plan.start
     share, whole = numel // owners, plan.segments[0].whole
     elements, matrix_state = [0 if whole else share] * owners, [0] * owners
@@ -236,7 +290,16 @@ def _bucket(config: Config, plan: BucketPlan, owners: int) -> _Bucket:
         elements[owner] += entry.numel
         matrix_state[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
     statistics = sum(_statistics(range_.entry.shape, range_.entry.placement.decay) for range_ in plan.ranges)
-    return _Bucket(numel, plan.tied, whole, max(elements), max(matrix_state), statistics)
+    layers: Counter[str] = Counter()
+    vectors = 0
+    for range_ in plan.ranges:
+        if range_.entry.placement.decay:
+            layers[layer_of(range_.entry.name)] += range_.entry.numel
+        else:
+            vectors += range_.entry.numel
+    return PlannedBucket(
+        numel, plan.tied, whole, max(elements), max(matrix_state), statistics, layers, vectors, plan.layer
+    )
 
 
 def _statistics(shape: Shape, matrix: bool) -> int:
@@ -262,16 +325,26 @@ def checkpoint_bytes(config: Config) -> int:
     return total
 
 
-def _moments(
-    config: Config, buckets: Sequence[_Bucket], owners: int, owned: int, size: ElementBytes, on_cpu: bool
-) -> tuple[int, int, int]:
-    """(Elements whose master is on the host or in a file, bytes of moments there, bytes of moments on the device)."""
+class _Away(NamedTuple):
+    """Elements whose masters and moments are off the device, their bytes on the host and in a file, and the bytes of
+    the moments that are left."""
+
+    elements: int
+    on_host: int
+    in_file: int
+    moments_left: int
+
+
+def _away(
+    config: Config, buckets: Sequence[PlannedBucket], owners: int, owned: int, size: ElementBytes, on_cpu: bool
+) -> _Away:
+    """As `parallel.zero` cuts them."""
     optimizer = config.optimizer
-    fraction = optimizer.offload.fraction
     rule = OPTIMIZER_SPECS[optimizer.optimizer]
     flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
     keeps_step = config.staleness.keeps_step
-    moved = on_host = there = here = 0
+    shared = optimizer.offload.hosts_params and size.compute == size.wide  # weights on the host are the masters
+    moved = on_host = in_file = left = 0
     for bucket in buckets:
         share = bucket.numel // owners
         state = bucket.matrix_state * size.wide if bucket.whole else bucket.elements * flat
@@ -279,9 +352,11 @@ def _moments(
             state = bucket.statistics * size.wide
         if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):
             state += bucket.elements * size.wide
-        movable = not bucket.whole or (on_cpu and optimizer.offload.optimizer_offload_path is not None)
-        if movable and moved < fraction * owned:
-            moved, on_host, there = moved + share, on_host + share, there + state
-        else:
-            here += state
-    return on_host, there, here
+        to_file = moved < config.file_fraction * owned and (on_cpu or not bucket.whole)
+        if not to_file and (bucket.whole or moved >= optimizer.offload.fraction * owned):
+            left += state
+            continue
+        moved += share
+        in_file += (share * size.wide + state) * to_file
+        on_host += (share * size.wide * (not shared) + state) * (not to_file)
+    return _Away(moved, on_host, in_file, left)

@@ -26,6 +26,7 @@ from megalite.planner.activations import recomputed
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
+from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import host_traffic
 from megalite.planner.memory import RankMemory, rank_memory
 from megalite.planner.model_states import Copies, families_of, stage_elements
@@ -119,8 +120,9 @@ def predict(
 ) -> Prediction:
     """Time and memory of a legal configuration with its vocabulary resolved; of a curriculum of lengths the mean step,
     weighted by iterations."""
+    cuts = stage_layer_ranges(config, program_of(config, world_size)) if cuts is None else cuts
+    config = with_weight_chunks(config, world_size, cuts)
     program = program_of(config, world_size)
-    cuts = stage_layer_ranges(config, program) if cuts is None else cuts
     if config.training.seq_length_schedule is not None:
         phases = config.phases(world_size)
         each = [predict(config.at_length(length), world_size, hardware, source, cuts) for length, _ in phases]
@@ -201,10 +203,11 @@ def memory_of(
 def steady_state(config: Config, program: Program, costs: Costs) -> SteadyState:
     """What the simulator finds, continued from fewer micro-batches where a batch is long."""
     p, m = program.num_ranks, program.num_microbatches
-    actions = 3 * m * program.num_stages
+    each = 3 * program.num_stages * (max(map(len, program.chunks.sizes)) if program.chunks is not None else 1)
+    actions = m * each
     unit = p if m % p == 0 else 1
     unit = unit * 2 if unit % 2 and m % 2 == 0 else unit
-    fewer = max(3 * p, SIMULATED_ACTIONS // (3 * program.num_stages))
+    fewer = max(3 * p, SIMULATED_ACTIONS // each)
     skipped = (m - fewer) // unit * unit
     fixed = config.parallel.pipeline_schedule_file is not None
     if actions <= SIMULATED_ACTIONS or skipped < unit or fixed or m - skipped - unit < 2 * p:
@@ -301,7 +304,13 @@ class _Stages:
             if self.config.room is not None:
                 seconds = self.hardware.host_transfer(self.config.room.full[stage])
                 exact |= {(stage, EVICT): seconds, (stage, PREFETCH): seconds}
-        return Costs(communication=0.0 if self.software.waits else self.hop(), exact=exact)
+            if (
+                self.config.chunks is not None
+            ):  # what a backward sends to the host, and fetches from there, is beside it
+                link = max(self.hardware.host_transfer(nbytes) for nbytes in self.config.chunks.gradients[stage])
+                exact |= {(stage, kind): max(exact[stage, kind], link) for kind in (BACKWARD, BACKWARD_WEIGHT)}
+        byte = self.hardware.host_transfer(1)
+        return Costs(communication=0.0 if self.software.waits else self.hop(), host_byte=byte, exact=exact)
 
     def hop(self, *, backward: bool = False) -> float:
         """Seconds of a message to the next stage, or of a gradient to the one before."""

@@ -63,8 +63,10 @@ def limit_of(prediction: Prediction, hardware: Hardware) -> str:
     """What a faster run of this layout would need first."""
     bubble = prediction.bubble_over_ideal / (1 + prediction.bubble_over_ideal)
     step = prediction.step_time
+    hosted, ranks = prediction.config.optimizer.offload.hosts_params, len(prediction.memory)
+    waits = "pipeline bubble" if not hosted else "bubble and host link" if ranks > 1 else "host link"
     shares = {
-        "pipeline bubble": bubble * prediction.breakdown["pipeline"] / step,
+        waits: bubble * prediction.breakdown["pipeline"] / step,
         "data-parallel messages": prediction.breakdown["data_parallel"] / step,
         "optimizer step": prediction.breakdown["optimizer"] / step,
         "sums of shared weights": prediction.breakdown["shared_weights"] / step,

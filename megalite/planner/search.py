@@ -158,7 +158,11 @@ def _simulate(
         if reasons:
             why = why if why and len(why) <= len(reasons) else reasons
             continue
-        config, cuts, memory = _placed(quick, config)
+        try:
+            config, cuts, memory = _placed(quick, config)
+        except ConfigError as error:
+            why = why or error.problems
+            continue
         if max(rank.total for rank in memory) > quick.hardware.usable_bytes:
             rejected.append(OverBudget(config, memory))
         else:
@@ -173,14 +177,18 @@ def _simulate(
 
 
 def _placed(quick: FastEstimator, config: Config) -> tuple[Config, list[range], tuple[RankMemory, ...]]:
-    """A layout with its stages and memory; where a `--device-memory-budget-gb` is given, with what it puts on hosts."""
+    """A layout with its stages and memory; where a `--device-memory-budget-gb` is given, with what it puts on hosts and
+    in files. Raises ConfigError where it is the host that has too little."""
     cuts, memory = quick.exact_memory(config)
-    budget = config.parallel.hardware.device_memory_budget_gb
-    if budget is None or max(rank.total for rank in memory) <= quick.hardware.usable_bytes:
+    budget, folder = config.parallel.hardware.device_memory_budget_gb, config.optimizer.offload.optimizer_offload_path
+    fits = max(rank.total for rank in memory) <= quick.hardware.usable_bytes
+    if budget is None or (fits and folder is None):
         return config, cuts, memory
     try:
         placed = within_budget(config, quick.world_size, on_cpu=quick.hardware.on_cpu)
     except ConfigError:
+        if fits:
+            raise
         return config, cuts, memory
     return placed, *quick.exact_memory(placed)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import Config, ModelConfig, has_delay
+from megalite.config import Config, ModelConfig, cache_rows, has_delay, own_rows
 from megalite.inventory import (
     FLOPS_CONVENTION,
     count_active_parameters,
@@ -16,7 +16,7 @@ from megalite.inventory import (
     count_trained_parameters,
     flops_per_iteration,
 )
-from megalite.planner.memory import RankMemory, moved, rank_memory
+from megalite.planner.memory import RankMemory, moved, rank_memory, weights_moved
 from megalite.schedule import Program
 
 
@@ -58,6 +58,7 @@ def startup_rows(
         *_run_rows(config, world_size, device),
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
+        *embedding_rows(config),
         ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
         *budget_rows(config, program, ranks),
     ]
@@ -116,6 +117,17 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
             f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * seq_length)} tokens",
         ),
     ]
+
+
+def embedding_rows(config: Config) -> list[tuple[str, str]]:
+    """Where the word embedding's rows are, with `--embedding-offload`."""
+    given = config.optimizer.offload
+    if given.embedding_offload is None:
+        return []
+    count = given.embedding_lookahead
+    where = " of a rank of the first stage" if config.parallel.pipeline_model_parallel_size > 1 else ""
+    ahead = f"those of {count} micro-batch{'es' * (count != 1)} come ahead"
+    return [("embedding", f"{own_rows(config):,} rows on the host{where}, {cache_rows(config):,} in a cache; {ahead}")]
 
 
 def _parameters(model: ModelConfig) -> str:
@@ -213,15 +225,18 @@ def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
 
 
 def budget_rows(config: Config, program: Program, ranks: Sequence[RankMemory]) -> list[tuple[str, str]]:
-    """What lies where under `--device-memory-budget-gb`."""
+    """What lies where under `--device-memory-budget-gb`, and where weights live on the host."""
     given, model = config.parallel.hardware.device_memory_budget_gb, config.model
+    rows = [] if program.chunks is None else [("weights", _weights_moved(program))]
     if given is None:
-        return []
+        return rows
     parts = [f"{in_units(1e9 * given, 'B')} a device, {in_units(max(rank.total for rank in ranks), 'B')} planned"]
     held = [moved(program, rank) for rank in range(program.num_ranks)] if program.room is not None else []
     device, host = (max((each[i] for each in held), default=0.0) for i in (0, 1))
-    if (states := max(rank.host for rank in ranks) - host) > 0:
-        parts.append(f"masters and moments: {in_units(states, 'B')} of a rank on its host")
+    off = {"on its host": max(rank.host for rank in ranks) - host, "in a file": max(rank.file for rank in ranks)}
+    if states := [f"{in_units(nbytes, 'B')} of a rank {where}" for where, nbytes in off.items() if nbytes > 0]:
+        kinds = "masters and moments" if program.chunks is None else "weights, gradients, masters and moments"
+        parts.append(f"{kinds}: {' and '.join(states)}")
     if model.recompute_granularity == "full" and model.recompute_num_layers is not None:
         numbers = " ".join(map(str, model.recompute_num_layers))
         again = "all layers" if model.recompute_method == "uniform" else f"{numbers} layers of the stages"
@@ -231,7 +246,23 @@ def budget_rows(config: Config, program: Program, ranks: Sequence[RankMemory]) -
             f"activations: at most {in_units(device, 'B')} on a device and {in_units(host, 'B')} on its host, "
             f"{max(each.transfers for each in held)} transfers a batch"
         )
-    return [("budget", "; ".join(parts))]
+    return [*rows, ("budget", "; ".join(parts))]
+
+
+def _weights_moved(program: Program) -> str:
+    """What comes to the device of weights that live on the host, on the rank that holds most."""
+    assert program.chunks is not None
+    rank, moves = max(
+        ((rank, weights_moved(program, rank)) for rank in range(program.num_ranks)), key=lambda item: item[1].peak
+    )
+    stages = {stage for stage, _ in program.placement.stages_of(rank)}
+    whole = sum(sum(program.chunks.sizes[stage]) for stage in stages)
+    back = sum(program.chunks.gradients[stage][0] for stage in stages)
+    return (
+        f"on the host, with gradients; at most {in_units(moves.peak, 'B')} of {in_units(whole, 'B')} on a device; for "
+        f"{moves.transfers:,} of {moves.uses:,} uses a layer comes, one use ahead: "
+        f"{in_units(moves.fetched / moves.microbatches, 'B')} a micro-batch and {in_units(back, 'B')} of gradients back"
+    )
 
 
 def in_units(number: float, unit: str = "") -> str:

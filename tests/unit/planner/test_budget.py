@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,55 @@ def test_states_leave_first_then_activations_then_nothing_is_enough(schedule: st
             assert max(totals(less)) > budget
             seen.add("states")
     assert seen >= {"states", "refused"} and (schedule != "gpipe" or "activations" in seen)
+
+
+def on_host(config: Config) -> float:
+    program = program_of(config, 4)
+    cuts = stage_layer_ranges(config, program)
+    return max(rank_memory(config, 4, program=program, cuts=cuts, rank=rank).host for rank in range(4))
+
+
+def test_what_the_host_has_no_room_for_goes_into_files(tmp_path: Path) -> None:
+    free = max(totals(config_of("1f1b", 1)))
+    budget, small = 0.6 * free / 1e9, "--ddp-bucket-size 20000"
+    folder = f"{small} --optimizer-offload-path {tmp_path}"
+    host = within_budget(config_of("1f1b", budget, small), 4, on_cpu=False)
+    file = within_budget(config_of("1f1b", budget, folder), 4, on_cpu=False)
+    assert 0 < host.optimizer.offload.fraction == file.optimizer.offload.fraction == file.file_fraction < 1
+    least, most = on_host(file), on_host(host)  # what travels, and that with the states
+    for share in (0.95, 0.5, 0.1):
+        room = least + share * (most - least)
+        limited = f"--host-memory-budget-gb {room / 1e9!r}"
+        config = within_budget(config_of("1f1b", budget, f"{folder} {limited}"), 4, on_cpu=False)
+        assert config.optimizer.offload == file.optimizer.offload and 0 < config.file_fraction <= file.file_fraction
+        assert max(totals(config)) <= 1e9 * budget and on_host(config) <= room
+        assert config.in_file is not None and on_host(replace(config, in_file=config.in_file - 0.01)) > room
+        program = program_of(config, 4)
+        cuts = stage_layer_ranges(config, program)
+        row = dict(startup_rows(config, 4, program=program, cuts=cuts, device="GPU"))["budget"]
+        assert re.search(r"masters and moments: [\d.]+ MB of a rank on its host and [\d.]+ MB of a rank in a file", row)
+        with pytest.raises(ConfigError, match=r"are needed; give as much, or a folder .*--optimizer-offload-path=DIR"):
+            within_budget(config_of("1f1b", budget, f"{small} {limited}"), 4, on_cpu=False)
+    enough = f"{folder} --host-memory-budget-gb {1.01 * most / 1e9}"
+    assert within_budget(config_of("1f1b", budget, enough), 4, on_cpu=False).file_fraction == 0
+    with pytest.raises(ConfigError, match="are needed for what no file takes; give as much, or a larger --device"):
+        within_budget(config_of("1f1b", budget, f"{folder} --host-memory-budget-gb {least / 2e9}"), 4, on_cpu=False)
+    spacious = within_budget(config_of("1f1b", 1.01 * free / 1e9, folder), 4, on_cpu=False)
+    assert spacious.optimizer.offload.fraction == 0, "nothing has to leave"
+
+
+def test_the_plan_says_what_goes_into_files(tmp_path: Path) -> None:
+    free = max(totals(config_of("1f1b", 1)))
+    hardware = replace(load_hardware("a100-80gb"), memory_bytes=0.6 * free, reserved_bytes=0.0)
+    flags = f"--ddp-bucket-size 20000 --optimizer-offload-path {tmp_path} --host-memory-budget-gb"
+    for gigabytes, fits in ((0.02, True), (1e-4, False)):
+        config = config_of("1f1b", 0.6 * free / 1e9, f"{flags} {gigabytes}")
+        found = search(config, 4, hardware, Roofline(hardware), given=frozenset(SEARCHED))
+        assert bool(found.predictions) == fits
+        if fits:
+            assert found.predictions[0].config == within_budget(config, 4, on_cpu=False)
+        else:
+            assert "for what no file takes" in found.problems[0]
 
 
 def test_the_fewest_layers_are_recomputed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +119,23 @@ def test_the_largest_model_of_a_machine(capsys: pytest.CaptureFixture[str]) -> N
         f"error: --host-memory-gb={given}: the room on each host, above 0, for --what-if largest-model"
         for given in (0, 240)
     ]
+
+
+def test_weights_on_the_host_make_room_for_a_larger_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One GPU of 24 GB, 64 GB of RAM: the host full of weights, gradients and states, the device of the other states;
+    with states in a file the host's 4 bytes a parameter bind."""
+    flags = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    flags += "--global-batch-size 16 --lr 1e-4 --train-iters 10 --mock-data --vocab-size 50257 --bf16 --zero-stage 2 "
+    flags += "--grad-reduce-in-bf16 --hardware rtx-4090 --num-devices 1 --what-if largest-model --host-memory-gb 64"
+    largest = []
+    for more in ("--optimizer-cpu-offload", "--param-offload cpu", f"--param-offload cpu {tmp_path}"):
+        more = more.replace(str(tmp_path), f"--optimizer-offload-path {tmp_path}")
+        assert main([*flags.split(), *more.split()]) == 0
+        text = capsys.readouterr().out
+        largest.append(max(float(n) for n in re.findall(r"^ +([\d.]+) G parameters +[\d,]+ ", text, re.M)))
+    plain, both, file = largest
+    assert plain < both < 5.2 and both == pytest.approx((64e9 + 20e9) / 16e9, rel=0.06)
+    assert file == pytest.approx(64 / 4, rel=0.06)
 
 
 def test_a_broken_rate_is_one_line(tmp_path: Path) -> None:

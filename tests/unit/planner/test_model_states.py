@@ -21,6 +21,7 @@ from megalite.optim import Delay
 from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.planner.host_params import weight_chunks
 from megalite.planner.model_states import stage_elements, state_bytes
 from megalite.train.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
 
@@ -100,6 +101,35 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
     assert found.master == _masters(optimizer, config)
     assert found.moments == held["state"]
     assert found.host == held["offloaded"]
+
+
+@pytest.mark.parametrize("items", [range(0, 6), range(0, 2), range(3, 6)])
+@pytest.mark.parametrize("flags", ["--bf16", "", "--bf16 --zero-stage 2", "--swiglu --ddp-bucket-size 3000 --fp64"])
+def test_weights_and_gradients_on_the_host_take_what_is_predicted(flags: str, items: range) -> None:
+    config = _config(f"{flags} --param-offload cpu")
+    [module] = _modules(config, items, "cpu")
+    stages = 1 if len(items) == 6 else 3
+    buffers = ParameterBuffers(
+        [module.logical_parameters()],
+        axes=ParallelMesh.single().family(),
+        options=zero_options(config),
+        tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
+    )
+    optimizer = ShardedOptimizer(
+        [buffers], make_optimizer=optimizer_factory(config), norm_axis=Axis.single("model"), offload_fraction=1.0
+    )
+    found = state_bytes(config, 1, items, num_stages=stages, versions=1, num_gradients=1, on_cpu=True)
+    held = buffers.memory()
+    assert (held["weights"], held["gradients"]) == (found.weights, found.gradients) and found.weights == 0
+    homes: list[Any] = [bucket.weights[0].full for bucket in buffers.buckets]
+    homes += [bucket.gradient.reduced for bucket in buffers.buckets if not bucket.plan.tied]
+    shared = buffers.dtype == buffers.main_dtype  # then the weights are the masters
+    masters = sum(master.tensor.nbytes for master in optimizer.masters) if shared else 0
+    assert found.host == sum(home.nbytes for home in homes) + optimizer.memory()["offloaded"] - masters
+    cuts = [items if number == 0 else range(0) for number in range(stages)]
+    coming = [weights.nbytes for weights in buffers.weights.coming]  # type: ignore[attr-defined]  # the hosted ones
+    sizes = weight_chunks(config, 1, cuts).sizes[0]
+    assert sum(coming) == sum(sizes) and (len(coming) > len(sizes) or sorted(coming) == sorted(sizes))
 
 
 def _masters(optimizer: ShardedOptimizer, config: Config) -> int:
