@@ -10,7 +10,7 @@
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 """
 
-from megalite.observe.hooks import Hooks
+from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, make_hooks, read_metrics
 from megalite.observe.pipeline_trace import PipelineTracer

@@ -29,6 +29,9 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("fullest expert", "fullest_expert", ".2f"),
     ("load entropy", "load_entropy", ".3f"),
     ("dropped (%)", "dropped_percent", ".2f"),
+    ("embedding cache hits (%)", "embedding_hit_percent", ".2f"),
+    ("embedding bytes up", "embedding_bytes_up", ".3e"),
+    ("embedding bytes down", "embedding_bytes_down", ".3e"),
     ("tokens per second", "tokens_per_second", ",.0f"),
     ("MFU (%)", "mfu_percent", ".1f"),
     ("sequence length", "seq_length", "d"),
@@ -80,6 +83,8 @@ def train_line(record: Record, train_iters: int, now: datetime) -> str:
     percent = None if record.get("mfu") is None else 100 * record["mfu"]
     dropped = record.get("dropped_fraction")
     values = record | {"mfu_percent": percent, "dropped_percent": None if dropped is None else 100 * dropped}
+    hits = record.get("embedding_hit_rate")
+    values["embedding_hit_percent"] = None if hits is None else 100 * hits
     parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record['iteration']:8d}/{train_iters:8d}"]
     parts += [
         f"{name}: {format(values[key], spec)}" for name, key, spec in _FIELDS if values.get(key) is not None

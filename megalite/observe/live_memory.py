@@ -125,8 +125,9 @@ class MemoryCheckHook(Hook):
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         if self._measured is None or self._predicted is None:
             return
-        # On a CPU the "device" memory and that of the host are one.
-        mine = self._predicted.total + (self._predicted.host if trainer.device.type == "cpu" else 0.0)
+        # On a CPU the "device" memory and that of the host are one, and a file that is mapped counts as alive.
+        elsewhere = self._predicted.host + self._predicted.file if trainer.device.type == "cpu" else 0.0
+        mine = self._predicted.total + elsewhere
         rows = all_gather_json([mine, self._measured], trainer.mesh.world)
         predicted, measured = max(rows, key=lambda row: row[1])
         record["predicted_memory_bytes"], record["measured_memory_bytes"] = round(predicted), round(measured)

@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,13 +34,18 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 def make_hooks(
-    config: Config, rank: int, start_facts: Record | None = None, flops_per_sample: float | None = None
+    config: Config,
+    rank: int,
+    start_facts: Record | None = None,
+    flops_per_sample: float | None = None,
+    first: Sequence[Hook] = (),
 ) -> Hooks:
     """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
 
     start_facts: what the start line of metrics.jsonl says besides the usual. flops_per_sample: of a model not ours.
+    first: hooks that add to records what the others write.
     """
-    hooks: list[Hook] = [StragglerHook(), *([] if config.model.is_foreign else [MemoryCheckHook()])]
+    hooks: list[Hook] = [*first, StragglerHook(), *([] if config.model.is_foreign else [MemoryCheckHook()])]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
         hooks.append(ConsoleHook())

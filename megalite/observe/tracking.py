@@ -38,6 +38,9 @@ _TRAIN_TAGS = {
     "fullest_expert": "fullest-expert",
     "load_entropy": "load-entropy",
     "dropped_fraction": "dropped-fraction",
+    "embedding_hit_rate": "embedding-hit-rate",
+    "embedding_bytes_up": "embedding-bytes-up",
+    "embedding_bytes_down": "embedding-bytes-down",
 }
 
 

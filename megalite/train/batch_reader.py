@@ -55,6 +55,8 @@ class BatchReader:
         has the same weight.
     loss_dtype: fp32, or fp64 in fp64 mode.
     loss_scale: number of a batch -> its loss scale; called when the batch is begun.
+    watch: called when a batch has been read, with the number of its first micro-batch, its micro-batches in host
+        memory, whose tokens stay there, and the loader.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class BatchReader:
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float | Tensor],
+        watch: Callable[[int, list[Microbatch], BatchLoader], None] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader, self._watch = loader, watch
         self._dp_size, self._cut = dp_size, cut
         self._tokens_over = tokens_over
         self._device = device
@@ -104,7 +107,8 @@ class BatchReader:
             first, samples = self._plan[number]
             began = time.perf_counter()
             assert self.loader is not None, "a run that only evaluates reads no training data"
-            local = [mb.to(self._device, non_blocking=True) for mb in self.loader.next_batch(samples)]
+            read = self.loader.next_batch(samples)
+            local = [mb.to(self._device, non_blocking=True) for mb in read]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
             part = scale / (len(local) * self._dp_size)
@@ -114,6 +118,10 @@ class BatchReader:
                 else torch.full((), part, dtype=self.loss_dtype, device=self._device)
             )
             own, factors = [replace(self._cut(mb), share=share) for mb in local], self._factors(local, scale)
+            if self._watch is not None:
+                read = [self._cut(mb) for mb in read]
+                own = [replace(mb, host_tokens=on_host.tokens) for mb, on_host in zip(own, read, strict=True)]
+                self._watch(first, read, self.loader)
             self._batches[number] = GlobalBatch(number, first, samples, scale, own, factors)
         return self._batches[number]
 

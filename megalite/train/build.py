@@ -14,14 +14,14 @@ import torch
 
 from megalite.comm import Axis, ExpertAxes, FamilyAxes, ParallelMesh, TensorSpec
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.expert_loads import ExpertLoads
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import AXIS_FAMILIES, boundary_shape
-from megalite.magnitudes import Magnitudes
+from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
 from megalite.parallel.pipeline import SharedGradient, Stage, holders, replica_axes, stage_type
+from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
     ActivationOffload,
@@ -36,6 +36,7 @@ from megalite.parallel.zero import (
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.expert_bias import ExpertBias
 from megalite.train.foreign import BuiltStages, ForeignModel, Ties
+from megalite.train.host_embedding import layer_of, make_rows, optimizer_type
 from megalite.train.scale_history import ScaleHistory
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Model:
     update_per_microbatch: as in `Program`.
     delay: how many updates old this rank's gradients are.
     foreign: the module of `--model-module`, if it is one.
+    rows: of the word embedding, where they are on the host and of this rank.
     """
 
     stages: dict[StageKey, Stage]
@@ -80,6 +82,7 @@ class Model:
     expert_bias: ExpertBias
     scales: ScaleHistory
     foreign: ForeignModel | None = None
+    rows: CachedRows | None = None
 
 
 def build_model(
@@ -94,8 +97,11 @@ def build_model(
     placement, rank = program.placement, mesh.coordinate("pp")
     ties = _ties(config, placement, cuts) if foreign is None else foreign.ties
     copies = replica_axes(mesh, placement)
-    families = _families(config, mesh)
-    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device)
+    families, norm_axis = _families(config, mesh), _norm_axis(config, mesh, program)
+    context = LayerContext(tp=mesh["tp"], dtype=parameter_dtype(config), device=device)
+    which = placement.stages_of(rank), families["dense"], norm_axis, copies
+    rows = make_rows(config, context, optimizer_factory(config), *which)
+    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device, rows)
     stages = {key: stage for key, (stage, _) in built.items()}
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key, (_, modules) in built.items():
@@ -115,19 +121,12 @@ def build_model(
             device=device,
         )
         for module in modules if buffers[key] else ():
-            buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]))
+            buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]), stage=key)
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     delay = Delay(program.staleness[rank], config.parallel.pipeline_flush_steps, config.training.iterations_to_skip)
-    optimizer = (DelayedOptimizer if config.optimizer.offload.delayed_parameter_update else ShardedOptimizer)(
-        [made for stage in buffers.values() for made in stage],
-        make_optimizer=optimizer_factory(config, delay),
-        norm_axis=_norm_axis(config, mesh, program),
-        offload_fraction=config.optimizer.offload.fraction,
-        offload_path=config.optimizer.offload.optimizer_offload_path,
-        store_param_remainders=config.optimizer.store_param_remainders,
-    )
+    optimizer = _optimizer(config, [made for stage in buffers.values() for made in stage], delay, norm_axis, rows)
     return Model(
         stages,
         buffers,
@@ -140,6 +139,22 @@ def build_model(
         ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), copies),
         ScaleHistory(stages, mesh.over("tp", "cp", "dp"), copies),
         foreign,
+        rows,
+    )
+
+
+def _optimizer(
+    config: Config, buffers: list[ParameterBuffers], delay: Delay, norm_axis: Axis, rows: CachedRows | None
+) -> ShardedOptimizer:
+    offload = config.optimizer.offload
+    return optimizer_type(rows, DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer)(
+        buffers,
+        make_optimizer=optimizer_factory(config, delay),
+        norm_axis=norm_axis,
+        offload_fraction=offload.fraction,
+        offload_path=offload.optimizer_offload_path,
+        file_fraction=config.file_fraction,
+        store_param_remainders=config.optimizer.store_param_remainders,
     )
 
 
@@ -149,7 +164,12 @@ def _ties(config: Config, placement: StagePlacement, cuts: list[range]) -> Ties:
 
 
 def _build_stages(
-    config: Config, mesh: ParallelMesh, program: Program, cuts: list[range], device: torch.device
+    config: Config,
+    mesh: ParallelMesh,
+    program: Program,
+    cuts: list[range],
+    device: torch.device,
+    rows: CachedRows | None,
 ) -> BuiltStages:
     """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
     specs, built = _announced(layer_specs(config.model), mesh), BuiltStages()
@@ -157,7 +177,7 @@ def _build_stages(
     for key in program.placement.stages_of(rank):
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
         notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
-        modules = [_build_module(own, mesh, items, notes, device) for _ in range(program.weight_versions[rank])]
+        modules = [_build_module(own, mesh, items, notes, device, rows) for _ in range(program.weight_versions[rank])]
         ends, (queue, loads, sizes) = (key[0] == 0, key[0] == last), notes
         make = stage_type(program, key, [stage for stage, _ in built.values()], device)
         stage = make(modules, queue, spec=spec, is_first=ends[0], is_last=ends[1], loads=loads, magnitudes=sizes)
@@ -183,6 +203,7 @@ def _build_module(
     specs: list[LayerSpec],
     notes: tuple[WeightGradQueue, ExpertLoads, Magnitudes],
     device: torch.device,
+    rows: CachedRows | None,
 ) -> LayerStack:
     context = LayerContext(
         tp=mesh["tp"],
@@ -196,7 +217,8 @@ def _build_module(
         float8=config.training.float8,
         loads=notes[1],
         magnitudes=notes[2],
-        halves=config.parallel.halves,
+        halves=config.halves,
+        host_embedding=layer_of(rows),
         deferred=True,
     )
     stack = build_stack(config.model, specs, context)
@@ -224,6 +246,7 @@ def zero_options(config: Config) -> ZeroOptions:
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
         grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
+        offload_params=config.optimizer.offload.hosts_params,
     )
 
 

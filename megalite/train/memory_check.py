@@ -21,7 +21,7 @@ from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
 from megalite.inventory import stage_layer_ranges
-from megalite.planner import RankMemory, in_units, program_of, rank_memory, shared_memory_bytes
+from megalite.planner import RankMemory, in_units, program_of, rank_memory, shared_memory_bytes, with_weight_chunks
 from megalite.schedule import Program
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,9 @@ def _remedies(config: Config, ranks: Sequence[Pools], key: str, *, on_cpu: bool)
         if long or config_problems(changed, world):
             continue
         try:
+            cuts = stage_layer_ranges(changed, program_of(changed, world))
+            changed = with_weight_chunks(changed, world, cuts)
             program = program_of(changed, world)
-            cuts = stage_layer_ranges(changed, program)
         except ScheduleError:
             continue
         yield flag, demands_of(changed, ranks, program, cuts, on_cpu=on_cpu)[key].predicted
@@ -223,6 +224,12 @@ def _changes(config: Config, world: int) -> Iterator[tuple[str, Config]]:
     if not config.optimizer.offload.fraction:
         offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
         yield "--optimizer-cpu-offload", replace(config, optimizer=replace(config.optimizer, offload=offload))
+    if not config.optimizer.offload.hosts_params:
+        offload = replace(config.optimizer.offload, param_offload="cpu")
+        yield "--param-offload=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
+    if config.optimizer.offload.embedding_offload is None:
+        offload = replace(config.optimizer.offload, embedding_offload="cpu")
+        yield "--embedding-offload=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
     if training.precision.name in ("fp32", "fp64"):
         half = replace(training.precision, bf16=True, fp64=False)
         yield "--bf16", replace(config, training=replace(training, precision=half))

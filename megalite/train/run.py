@@ -31,6 +31,7 @@ from megalite.train.build import build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
 from megalite.train.foreign import ForeignModel
+from megalite.train.host_embedding import traffic_hooks, watch_of
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
@@ -120,6 +121,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         mesh.complete()
         try:
             yield OpenRun(trainer, state, directory)
+            model.optimizer.finish_step()  # a delayed step that has failed must not end with the run
         finally:
             model.optimizer.close()
 
@@ -189,6 +191,7 @@ def assemble_trainer(
         device=world.device,
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),
+        watch=watch_of(config, model.rows, mesh.coordinate("pp"), [*model.stages], data.cut),
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
 
@@ -202,7 +205,7 @@ def assemble_trainer(
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
-    traced = config.logging.trace_pipeline
+    traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
     return Trainer(
         progress=progress,
         config=config,
@@ -216,7 +219,7 @@ def assemble_trainer(
         lengths=config.length_schedule,
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
-        hooks=make_hooks(config, world.rank, start_facts, None if foreign is None else foreign.flops_per_sample),
+        hooks=make_hooks(config, world.rank, start_facts, flops, first=traffic_hooks(config, model.rows)),
         exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
         experts=ExpertReport(config, model, mesh, world.device),
         finish_save=state.checkpointer.wait,

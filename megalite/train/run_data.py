@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from megalite.comm import ParallelMesh, all_gather_json, patiently
-from megalite.config import Config, with_vocab_size
+from megalite.config import Config, cache_problem, with_vocab_size
 from megalite.data import (
     BatchLoader,
     Dataset,
@@ -26,7 +26,7 @@ from megalite.data import (
     resolve_vocab_size,
     surveys_to_meta,
 )
-from megalite.errors import DataError
+from megalite.errors import ConfigError, DataError
 from megalite.microbatch import Microbatch
 from megalite.parallel.context import SequenceCut
 from megalite.train.foreign import ModuleInput
@@ -113,10 +113,14 @@ class RunData:
 
 
 def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
-    """The tokenizer, and the configuration with the vocabulary size that it asks for. Raises DataError."""
+    """The tokenizer, and the configuration with the vocabulary size that it asks for. Raises DataError, and
+    ConfigError for what does not go with it."""
     asked = config.model.vocab_size or None
     tokenizer = build_tokenizer(config.data, vocab_size=asked)
-    return with_vocab_size(config, resolve_vocab_size(tokenizer, asked)), tokenizer
+    config = with_vocab_size(config, resolve_vocab_size(tokenizer, asked))
+    if (problem := cache_problem(config)) is not None:
+        raise ConfigError(problem)
+    return config, tokenizer
 
 
 def open_data(

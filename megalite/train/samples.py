@@ -23,6 +23,7 @@ from megalite.observe import Record
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import token_pairs
 from megalite.train.build import Model, boundary_spec, parameter_dtype
+from megalite.train.host_embedding import layer_of
 
 
 class SampleWriter:
@@ -57,6 +58,7 @@ class SampleWriter:
             experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
             dtype=parameter_dtype(config),
             device=device,
+            host_embedding=layer_of(model.rows),
             deferred=True,
         )
 

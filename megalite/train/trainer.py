@@ -183,6 +183,7 @@ class Trainer:
         batch = self._plan(samples, drain=drain)
         program = self.program(batch.size, number)
         actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
+        self.updater.begin_batch(program, self.mesh.coordinate("pp"), actions)
         if self.tracer is not None:
             self.tracer.before(number, program, batch)
         for action in self.executor.run(actions, self.batch_reader):  # those that concern weights: REDUCE, STEP ...

@@ -17,7 +17,7 @@ REDUCE, NORM and STEP, and in how many weight versions they keep.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,7 @@ from megalite.faults import fault_point
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Events
 from megalite.parallel.zero import PendingNorm, where_not_finite
-from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, StageKey
+from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, ChunkUse, Program, StageKey, plan_chunks
 from megalite.train.build import Model
 from megalite.train.late_reading import LateReading
 
@@ -113,6 +113,7 @@ class Updater(Events):
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, Handle] = {}
         self._norm: PendingNorm | None = None
+        self._plans: dict[int, list[ChunkUse]] = {}
         self.results: list[UpdateResult] = []
         self._handlers: dict[str, Callable[[StageKey, int], None]] = {
             REDUCE: self._reduce,
@@ -123,6 +124,14 @@ class Updater(Events):
         }
 
     # called by the executor and the trainer
+
+    def begin_batch(self, program: Program, rank: int, actions: Sequence[Action]) -> None:
+        """The actions of a batch follow: which layers' weights are on the device when is planned, where they live on
+        the host."""
+        if program.chunks is not None:
+            if id(program) not in self._plans:
+                self._plans[id(program)] = plan_chunks(program, rank, actions)
+            self._all_buffers[0].weights.unsharder.follow(self._plans[id(program)])
 
     def newest_version(self) -> int:
         return self._version
@@ -168,6 +177,7 @@ class Updater(Events):
         reading = LateReading(norm[None])
         self._pending = _PendingUpdate(update, numbers.samples, found_inf, reading)
         self._model.optimizer.finish_step()  # it may still read what comes now
+        self._all_buffers[0].weights.unsharder.follow(None)
         delay = self._model.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay

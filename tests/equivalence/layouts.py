@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
+from megalite.planner import within_budget
 from megalite.schedule import SCHEDULES, find_schedule
 from megalite.testing import run_ranks
 from megalite.testing.harness import PATIENCE_SECONDS
@@ -60,6 +62,18 @@ def train(
         losses, norms = results[0]
         assert all(result == results[0] for result in results), "the ranks disagree about losses or norms"
         return Trajectory(losses, norms, saved_tensors(folder))
+
+
+def least_budget(argv: list[str], world_size: int) -> list[str]:
+    """The least budget of device memory that such a run can keep, and a little more: all that can move does."""
+    flag = "--device-memory-budget-gb"
+    try:
+        within_budget(parse([*argv, flag, "1e-5"], world_size=world_size), world_size, on_cpu=True)
+    except ConfigError as error:
+        enough = re.search(r"come and go; ([\d.e+-]+) are", str(error))
+        assert enough is not None, error
+        return [flag, str(1.02 * float(enough[1]))]
+    raise AssertionError("10 kB are enough")
 
 
 @dataclass(frozen=True)
@@ -222,6 +236,11 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     delay = int(schedule == "2bw")
     if schedule in FLUSH and rng.random() < 0.1:
         delay, layout = 1, [*layout, "--delayed-parameter-update", *pick([[], ["--optimizer-cpu-offload"]])]
+    elif schedule in FLUSH and rng.random() < 0.1:
+        layout += ["--param-offload", "cpu"]
+    if schedule in FLUSH and not delay and rng.random() < 0.15:
+        rows = pick([[], ["--embedding-cache-rows", "32"], ["--embedding-lookahead", "0"]])
+        layout = [*layout, "--embedding-offload", "cpu", *rows]
     if schedule != "pipedream":
         return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=delay)
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]

@@ -168,6 +168,19 @@ def test_what_fails_behind_a_batch_is_raised_by_the_next_step() -> None:
         optimizer.finish_step()
 
 
+def failing_body(world: World, argv: list[str]) -> None:
+    """The last step of a run fails in its thread."""
+    with pytest.raises(ZeroDivisionError), open_run(parse(argv, world_size=world.size), world) as run:
+        rule: Any = run.state.model.optimizer.sub_optimizers[0].rule
+        rule.step = lambda: 1 / 0
+        run.trainer.train_step(drain=True)
+
+
+def test_what_fails_behind_the_last_batch_is_raised_by_the_run(tmp_path: Path) -> None:
+    """Nothing is saved, so that nobody reads the masters."""
+    run_ranks(failing_body, 1, [*TINY, *UNTIED, *ON_HOST, "--data-cache-path", str(tmp_path / "cache")])
+
+
 @pytest.mark.parametrize("name", [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous])
 def test_every_flush_schedule_is_valid_with_it(name: str) -> None:
     program = delay_update(build_program(name, 2, 4))

@@ -23,6 +23,10 @@ MODELS = {
     "2bw": ("--num-layers", "4", "--pipeline-schedule", "2bw"),
     "documents": ("--num-layers", "4", "--reset-position-ids", "--reset-attention-mask"),
     "window": ("--num-layers", "4", "--window-size", "5"),
+    "rows on the host": (
+        *("--num-layers", "4", "--untie-embeddings-and-output-weights"),
+        *("--embedding-offload", "cpu", "--embedding-cache-rows", "16"),
+    ),
 }
 
 

@@ -35,6 +35,7 @@ BASE = (
 )
 TEXT = "--no-mock-data --vocab-size 0 --data-path TEXT --data-cache-path CACHE --split 80,20,0"
 BYTES = "--tokenizer-type ByteTokenizer --vocab-size 0"
+UNTIED, OFFLOADED = "--untie-embeddings-and-output-weights", "--embedding-offload cpu"
 EXPERTS = "--num-experts 4"
 TIMES = re.compile(
     r"time|second|tflops|memory|mfu|host|pid|started|goodput|path|save|trace|wall|date|fraction|straggler"
@@ -46,6 +47,9 @@ ROWS = [
     ("--pipeline-schedule 2bw --staleness-correction predict", "--staleness-lookahead 3"),
     ("--ffn-hidden-size 64", "--model-type llama"),
     ("", "--delayed-parameter-update"),
+    (UNTIED, f"{OFFLOADED} --embedding-cache-rows 64"),
+    (f"{UNTIED} {OFFLOADED} --embedding-cache-rows 64", "--embedding-cache-rows 32"),
+    (f"{UNTIED} {OFFLOADED}", "--embedding-lookahead 0"),
     ("", "--num-layers 3"),
     ("", "--hidden-size 32"),
     ("", "--ffn-hidden-size 32"),

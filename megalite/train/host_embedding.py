@@ -1,0 +1,172 @@
+"""`--embedding-offload`: the word embedding of a run, its part in the optimizer's step, and what the log says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import Axis, FamilyAxes, TensorShard, all_reduce_
+from megalite.config import OPTIMIZER_SPECS, Config, cache_rows
+from megalite.data import BatchLoader
+from megalite.inventory import computations, placement_of
+from megalite.microbatch import Microbatch
+from megalite.nn import fill
+from megalite.observe import Hook, Record, TrainerView
+from megalite.parallel.rows import Access, CachedRows, HostEmbedding, HostRows, RowRule, Traffic
+from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, vocab_parameter
+from megalite.parallel.zero import MakeOptimizer, ShardedOptimizer
+from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey
+
+
+def make_rows(
+    config: Config,
+    ctx: LayerContext,
+    make_optimizer: MakeOptimizer,
+    keys: Sequence[StageKey],
+    family: FamilyAxes,
+    norm_axis: Axis,
+    copies: Mapping[int, Axis],
+) -> CachedRows | None:
+    """The rows of a rank that holds the stages `keys`; None where they are not on the host, or with other ranks.
+
+    ctx: tensor axis, dtype and device. family: of dense parameters. copies: stage -> axis of further replicas of it.
+    """
+    model, given, replica = config.model, config.optimizer.offload, first_stage(keys)
+    if given.embedding_offload is None or replica is None:
+        return None
+    sizes = model.vocab_size, model.padded_vocab_size(ctx.tp.size), model.hidden_size
+    initial = vocab_parameter(*sizes, init_std=model.init_method_std, ctx=LayerContext(tp=ctx.tp, dtype=ctx.dtype))
+    fill(WORD_EMBEDDINGS, initial, seed=config.training.seed)
+    placement = placement_of(initial)
+    rule = RowRule(
+        make_optimizer,
+        columns=model.hidden_size,
+        decays=placement.decay,
+        only_decays=OPTIMIZER_SPECS[config.optimizer.optimizer].only_decays,
+        dtype=ctx.wide_dtype,
+    )
+    alike = family.alike(placement.sharded, everywhere=True)
+    number = 0
+    for axis in alike:
+        number = number * axis.size + axis.rank
+    first = all(axis.is_first for axis in alike if set(axis.ranks) <= set(norm_axis.ranks))
+    return CachedRows(
+        HostRows(initial.detach(), rule, trained=placement.valid_shape(tuple(initial.shape))[0]),
+        name=WORD_EMBEDDINGS,
+        placement=placement,
+        slots=cache_rows(config),
+        dtype=ctx.dtype,
+        gradient_dtype=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else ctx.wide_dtype,
+        device=torch.device(ctx.device),
+        lookahead=given.embedding_lookahead,
+        calls=2 if config.halves else 1,
+        sum_over=[family.shard, family.replicate, *([copies[0]] if 0 in copies else [])],
+        counts=first and not replica,
+        replica=number + replica,
+    )
+
+
+def first_stage(keys: Sequence[StageKey]) -> int | None:
+    """Which replica of the first stage is among these; None: none."""
+    return next((replica for stage, replica in keys if stage == 0), None)
+
+
+def layer_of(rows: CachedRows | None) -> Callable[[LayerContext], nn.Module] | None:
+    """What `LayerContext.host_embedding` wants."""
+    if rows is None:
+        return None
+    return lambda ctx: HostEmbedding(rows, ctx.tp, ctx.weight_grads, sequence_parallel=ctx.sequence_parallel)
+
+
+class RowsOptimizer(ShardedOptimizer):
+    """A `ShardedOptimizer` that also steps rows on the host.
+
+    rows: their gradients take part in the norm, and are clipped, skipped and counted with all others.
+    """
+
+    def __init__(self, *args: Any, rows: CachedRows, **settings: Any) -> None:
+        self.rows = rows
+        super().__init__(*args, **settings)
+
+    def memory(self) -> dict[str, int]:
+        held = super().memory()
+        return held | {"offloaded": held["offloaded"] + self.rows.host.nbytes}
+
+    def squares(self, device: torch.device) -> Tensor:
+        return super().squares(device) + self.rows.reduce()
+
+    def step(self, *, version: int = 0, **numbers: Any) -> None:
+        super().step(**numbers, version=version)  # a device is at work meanwhile
+        self.rows.step(**numbers)
+
+    def shards(self) -> list[TensorShard]:
+        return [*self.rows.shards(), *super().shards()]
+
+    def after_load(self, version: int = 0) -> None:
+        super().after_load(version)
+        self.rows.after_load(int(self.step_count))
+
+
+def optimizer_type(rows: CachedRows | None, otherwise: type[ShardedOptimizer]) -> Callable[..., ShardedOptimizer]:
+    """Of a rank with these rows, or with none."""
+    return otherwise if rows is None else partial(RowsOptimizer, rows=rows)
+
+
+def watch_of(
+    config: Config, rows: CachedRows | None, rank: int, keys: Sequence[StageKey], cut: Callable[..., Microbatch]
+) -> Callable[[int, Sequence[Microbatch], BatchLoader], None] | None:
+    """What tells the rows of a rank with stages `keys`, when a batch has been read, what is used next.
+
+    rank: coordinate on the pipeline. cut: takes what of a sequence this rank computes.
+    """
+    if rows is None:
+        return None
+    held, key = rows, (0, first_stage(keys))
+
+    def watch(first: int, microbatches: Sequence[Microbatch], loader: BatchLoader) -> None:
+        known = [*microbatches, *map(cut, loader.peek(config.optimizer.offload.embedding_lookahead))]
+        ids = [held.own(mb.tokens.numpy()) for mb in known]
+        size = len(microbatches)
+        held.announce(uses_of_batch(config, size, rank, key), size, first, ids)
+
+    return watch
+
+
+def uses_of_batch(config: Config, size: int, rank: int, key: tuple[int, int | None]) -> list[Access]:
+    """The uses of the rows in a batch of `size` micro-batches, in the order of the rank's program."""
+    program, forwards = computations(config, size), {FORWARD, RECOMPUTE}
+    actions = program.order(rank, program.batch(0, start=0, size=size))
+    return [
+        Access(part.microbatch, part.kind in forwards)
+        for action in actions
+        for part in action.computations()
+        if part.stage_key == key and part.kind in forwards | GRADIENT_KINDS
+    ]
+
+
+class TrafficHook(Hook):
+    """Adds to a log line how many of the rows that forwards read were in the cache by then, and the bytes of rows and
+    gradients that moved in an iteration, of all ranks together."""
+
+    def __init__(self, rows: CachedRows | None) -> None:
+        self._rows = rows
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        mine = Traffic()
+        if self._rows is not None:
+            mine, self._rows.traffic = self._rows.traffic, Traffic()
+        total = torch.tensor(astuple(mine), dtype=torch.float64, device=trainer.device)
+        all_reduce_(total, trainer.mesh.world)
+        uses, hits, up, down = total.tolist()
+        record["embedding_hit_rate"] = hits / uses if uses else None
+        record["embedding_bytes_up"], record["embedding_bytes_down"] = (n / record["iterations"] for n in (up, down))
+
+
+def traffic_hooks(config: Config, rows: CachedRows | None) -> list[Hook]:
+    """The same on all ranks of a run."""
+    return [] if config.optimizer.offload.embedding_offload is None else [TrafficHook(rows)]
