@@ -7,11 +7,12 @@ import random
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from equivalence.layouts import TINY, saved_tensors
+from equivalence.layouts import TINY, least_budget, saved_tensors
 
 from megalite.comm.world import World
 from megalite.config.cli import parse
@@ -31,7 +32,9 @@ def command(folder: Path, *more: str) -> list[str]:
     argv[argv.index("--train-iters") + 1] = str(STEPS)
     (files := folder.parent / "files").mkdir(exist_ok=True)
     more = tuple(str(files) if flag == "FILES" else flag for flag in more)
-    return [*argv, "--save", str(folder), "--save-interval", "2", "--data-cache-path", str(folder.parent / "c"), *more]
+    argv += ["--save", str(folder), "--save-interval", "2", "--data-cache-path", str(folder.parent / "c")]
+    argv += (flag for flag in more if flag != "BUDGET")
+    return [*argv, *least_budget(argv, 2)] if "BUDGET" in more else argv
 
 
 LAYOUTS = {
@@ -42,31 +45,46 @@ LAYOUTS = {
         *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     ),
     "tp": ("--tensor-model-parallel-size", "2"),
-    "delayed": ("--delayed-parameter-update", "--optimizer-cpu-offload", "--zero-stage", "1"),
-    "file": ("--delayed-parameter-update", "--optimizer-offload-path", "FILES", "--ddp-bucket-size", "3000"),
 }
-OFTEN = [name if name not in ("delayed", "file") else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
+GPIPE = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "gpipe", "--ddp-bucket-size", "3000")
+IN_FILE = ("--optimizer-offload-path", "FILES", "--ddp-bucket-size", "3000")
+TIERS = {
+    "host": ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5", "--zero-stage", "2"),
+    "weights": ("--param-offload", "cpu", "--zero-stage", "1"),
+    "delayed": ("--delayed-parameter-update", "--optimizer-cpu-offload", "--zero-stage", "1"),
+    "file": ("--delayed-parameter-update", *IN_FILE),
+    "budget": (*GPIPE, "BUDGET"),
+    "budget and file": (*GPIPE, "BUDGET", *IN_FILE),
+}
+"""Weights, gradients, masters, moments, activations off the device: 10 kills each with --full."""
+LAYOUTS |= TIERS
+OFTEN = [name if name not in TIERS else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 POINTS = ("iteration", "action", "grad_reduce", "opt_step", "save.begin", "save.shard_written", "save.before_rename")
+MOVING = ("action:kind=EVICT", "action:kind=PREFETCH")
 
 
 @pytest.mark.parametrize("name", OFTEN)
 def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, full: bool) -> None:
     run_ranks(whole_run, 2, command(tmp_path / "whole", *LAYOUTS[name]))
     expected = saved_tensors(tmp_path / "whole")
-    rng = random.Random(name)
-    for trial in range(12 if full else 1):
+    rng, killed = random.Random(name), 0
+    points = (*POINTS, *["opt_bucket"] * 2 * ("FILES" in LAYOUTS[name]), *MOVING * ("BUDGET" in LAYOUTS[name]))
+    most = {"action": 120, "iteration": STEPS, "opt_bucket": 70, **dict.fromkeys(MOVING, 6)}
+    for trial in count():
         folder = tmp_path / f"killed{trial}"
-        points = (*POINTS, "opt_bucket", "opt_bucket") if name == "file" else POINTS
         point, rank = rng.choice(points), rng.randrange(2)
-        hits = rng.randrange(1, {"action": 120, "iteration": STEPS, "opt_bucket": 70}.get(point, 3))
+        hits = rng.randrange(1, most.get(point, 3))
         where = f":rank={rank}" if point.startswith(("save", "iteration")) else ""
         fault = f"kill@{point}{where}:after={hits}"
-        try_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"), faults=[fault])
+        case = try_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"), faults=[fault])
+        killed += case.outcome.culprit is not None
         run_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"))
         found = saved_tensors(folder)
         assert found.keys() == expected.keys()
         for tensor, value in expected.items():
             assert torch.equal(found[tensor], value), f"{fault}: {tensor}"
+        if killed == (10 if full else 1):
+            break
 
 
 def long_command(folder: Path, *more: str) -> list[str]:
