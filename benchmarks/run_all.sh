@@ -8,7 +8,7 @@
 # One that fails does not end the others; its former record stays.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-NAMES=(single tensor data pipeline checkpoint tokens attention context experts generation)
+NAMES=(single tensor data pipeline checkpoint tokens attention context experts generation tiers waiting)
 RESULTS=benchmarks/results
 status=0
 

@@ -177,8 +177,10 @@ def _launch(case: Case, build: Build, rounds: int, timeout: float) -> tuple[Samp
 def _follow(ranks: list[BaseProcess], receiver: Connection, timeout: float) -> tuple[Samples, str, str]:
     """Reads what the ranks say until all have ended, one has failed, or time is up."""
     deadline, begun, samples = time.monotonic() + timeout, "", None
-    while any(rank.exitcode is None for rank in ranks):
-        ready = wait([receiver, *(rank.sentinel for rank in ranks if rank.exitcode is None)], 1.0)
+    alive = ranks
+    while alive:
+        alive = [rank for rank in ranks if rank.exitcode is None]
+        ready = wait([receiver, *(rank.sentinel for rank in alive)], 1.0)
         while receiver in ready and receiver.poll():
             try:
                 kind, what = receiver.recv()

@@ -36,6 +36,8 @@ TINY = {
     "context": "--length 64",
     "experts": "--tokens 64",
     "generation": "--model tiny --sequences 4 --prompt 4 --new 4",
+    "tiers": "--milliseconds 8 --ratios 1",
+    "waiting": "--ranks 2 --num-microbatches 2 --forward-ms 1",
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {
@@ -47,6 +49,8 @@ CHEAP = {
     "attention": ("megalite", "sdpa", "plain"),
     "context": ("megalite-one", "megalite-p2p", "torch"),
     "generation": ("megalite-one", "megalite-pp"),
+    "tiers": ("megalite", "in-turns"),
+    "waiting": ("megalite-2bw", "bound"),
 }
 
 
@@ -79,7 +83,7 @@ def body_turns(world: World, name: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_tiny_case_of_each_is_measured(name: str, tmp_path: Path) -> None:
-    if name in ("single", "attention"):
+    if name in ("single", "attention", "tiers"):
         case = run_single(body_turns, name, str(tmp_path))
     else:
         case = run_ranks(body_turns, 2, name, str(tmp_path))[0]

@@ -1,0 +1,102 @@
+"""What schedules are worth on more ranks than this machine has cores: a GPT whose blocks wait instead of computing.
+
+    python benchmarks/waiting.py                                  # four processes; 4 and 8 micro-batches
+    python benchmarks/waiting.py --ranks 8 --num-microbatches 16
+    python benchmarks/waiting.py --quick
+
+Every stage waits --forward-ms in the forward of a micro-batch, twice that in its backward; everything else is as in a
+run: the executor, the messages, the update. `bound` waits that long for the batch and does nothing else: a pipeline
+without bubbles. Steps must be long beside what a rank computes (a few ms a micro-batch, all ranks on the same cores).
+An asynchronous schedule runs several batches in a call, without draining between them, and is divided by their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from benchmarks.harness import Benchmark, Flag
+from benchmarks.turns import Case, Place, Variant
+from megalite.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+VARIANTS = ("bound", "megalite-2bw", "megalite-1f1b", "megalite-gpipe", "megalite-interleaved")
+PAIRS = (("megalite-2bw", "megalite-1f1b"), ("megalite-1f1b", "bound"), ("megalite-2bw", "bound"))
+BATCHES_A_CALL = 6
+FLAGS = {
+    "ranks": Flag("processes", 4, 4),
+    "num_microbatches": Flag("one launch for each", [4, 8], [4]),
+    "forward_ms": Flag("of a stage and micro-batch", 40, 40),
+}
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """Raises ConfigError."""
+    if args.ranks < 2 or min(args.num_microbatches) < args.ranks:
+        raise ConfigError(f"--ranks={args.ranks}: 2 at least, and as many --num-microbatches; use --ranks=2")
+    settings = {"forward": args.forward_ms / 1000}
+    return [
+        Case(f"{args.ranks} ranks, m = {m}", VARIANTS, PAIRS, {**settings, "m": m}, base="bound", ranks=args.ranks)
+        for m in args.num_microbatches
+    ]
+
+
+def build(name: str, case: Case, place: Place) -> Variant:
+    from benchmarks.megalite_step import Layout, TrainingStep, Update
+    from benchmarks.plain_gpt import batch
+    from megalite.config import ModelConfig
+    from megalite.schedule import resolve_chunks
+
+    forward, m = case.settings["forward"], case.settings["m"]
+    if name == "bound":
+        return Variant(partial(time.sleep, 3 * forward * m))
+    schedule = name.removeprefix("megalite-")
+    chunks = resolve_chunks(schedule, None)
+    model = ModelConfig(
+        num_layers=chunks * place.ranks,
+        hidden_size=32,
+        num_attention_heads=2,
+        seq_length=16,
+        vocab_size=64,
+        untie_embeddings_and_output_weights=True,
+    )
+    tokens, labels = batch(model, m, place.device)
+    layout = Layout(pp=place.ranks, schedule=schedule, num_microbatches=m, batches=BATCHES_A_CALL)
+    step = TrainingStep(model, layout, Update(), place, tokens, labels)
+    for stage in step.executor.stages.values():
+        for module in stage.modules:
+            wait_beside(module, forward / chunks)
+    return step.variant()
+
+
+def wait_beside(stage: nn.Module, forward: float) -> None:
+    """Its forward takes so many seconds more, its backward twice as many."""
+    import torch
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            time.sleep(forward)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dx: Tensor) -> Tensor:
+            time.sleep(2 * forward)
+            return dx
+
+    wait: Any = Wait
+    stage.register_forward_hook(lambda module, inputs, output: wait.apply(output))
+
+
+BENCHMARK = Benchmark("waiting", __doc__, FLAGS, cases, build, VARIANTS)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
