@@ -34,7 +34,7 @@ AT_IMPORT = re.compile(
 NAMES_ITS_SUBJECT = re.compile(
     r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|study_staleness)"
     r"|megalite\.testing\.(oracle|update_rules)"
-    r"|benchmarks\.(pipeline|megalite_step|shared_lab)"
+    r"|benchmarks\.(pipeline|megalite_step|shared_lab|tiers)"
 )
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(
