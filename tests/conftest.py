@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +15,36 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the large matrices too (scripts/test.sh --full)")
+    parser.addoption(
+        "--seed", type=int, help="what random tests draw from, in place of one that the commit has to itself"
+    )
 
 
-def pytest_configure() -> None:
-    """Under nohup a hang-up is ignored, and every process would inherit that: tests that send one wait in vain. A
+def pytest_configure(config: pytest.Config) -> None:
+    """Every commit draws something new, and whoever runs that commit draws the same: CI fails for what it tests, not by
+    chance. The large matrices draw anew every time.
+
+    Under nohup a hang-up is ignored, and every process would inherit that: tests that send one wait in vain. A
     handler keeps these tests running as nohup asks, and what they start hears the signal.
     """
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+    if config.option.seed is None:
+        config.option.seed = int(time.time()) % 1_000_000 if config.option.full else _seed_of_commit()
+
+
+def _seed_of_commit() -> int:
+    """Of the files that are committed; 0 outside a repository."""
+    asked = ["git", "rev-parse", "HEAD^{tree}"]
+    try:
+        found = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(found[:8], 16) % 1_000_000
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random tests draw from --seed {config.option.seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,3 +70,9 @@ def no_handler_survives() -> Iterator[None]:
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether the large matrices were asked for: tests that sample draw more then."""
     return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest) -> int:
+    """The seed of random tests."""
+    return int(request.config.getoption("--seed"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import re
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -179,12 +179,16 @@ ADAPTED = [[], ["--lora-targets", "linear_qkv", "linear_fc2"], ["--lora-targets"
 
 
 def draw(
-    rng: random.Random, optimizer: str | None = None, want: Callable[[Layout], bool] = lambda case: True
+    rng: random.Random,
+    optimizer: str | None = None,
+    want: Callable[[Layout], bool] = lambda case: True,
+    more: Sequence[str] = (),
 ) -> Layout:
     """A random configuration that the product's own validator accepts; optimizer: of `OPTIMIZERS`, any where none is
-    given."""
+    given. more: flags of every model."""
     while True:
         case = _draw(rng, optimizer or rng.choice(list(OPTIMIZERS)))
+        case = replace(case, model=(*case.model, *more))
         if not want(case):
             continue
         try:

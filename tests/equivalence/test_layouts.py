@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -80,9 +79,8 @@ def test_every_stage_recomputes_its_own_number_of_layers() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_random_layouts(optimizer: str, full: bool) -> None:
-    """A fixed seed and a fresh one, so that every run of the suite also tries something new."""
-    fresh = int(time.time()) % 1_000_000
+def test_random_layouts(optimizer: str, full: bool, fresh: int) -> None:
+    """A fixed seed and a fresh one, so that every commit also tries something new."""
     plain = optimizer == "adam"
     for seed, count in ((1, 20 if full else 2 if plain else 0), (fresh, 20 if full else 1)):
         rng = random.Random(f"{optimizer} {seed}")
@@ -95,8 +93,8 @@ def test_random_layouts(optimizer: str, full: bool) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
-def test_asynchronous_layouts_with_any_optimizer(schedule: str, full: bool) -> None:
-    rng = random.Random(f"{schedule} {int(time.time()) % 1_000_000}")
+def test_asynchronous_layouts_with_any_optimizer(schedule: str, full: bool, fresh: int) -> None:
+    rng = random.Random(f"{schedule} {fresh}")
     for optimizer in OPTIMIZERS if full else rng.sample(list(OPTIMIZERS), 2):
         compare(draw(rng, optimizer, lambda case: schedule in case.layout and case.world_size <= 4))
 
@@ -106,11 +104,11 @@ REMAINDERS = ("adam", "adam in 16 bits", "sgd")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_masters_in_remainders_are_exact(schedule: str, full: bool) -> None:
+def test_masters_in_remainders_are_exact(schedule: str, full: bool, fresh: int) -> None:
     """Weights in bf16, masters in fp32, bit for bit as long as sums have one order: ties, of which 2^-16 of the numbers
     are, go away from zero, as is documented."""
-    fresh = random.Random(f"{schedule} {int(time.time()) % 1_000_000}")
-    for optimizer in REMAINDERS if full else fresh.sample(REMAINDERS, 1):
+    rng = random.Random(f"{schedule} {fresh}")
+    for optimizer in REMAINDERS if full else rng.sample(REMAINDERS, 1):
         model = ["--bf16", "--num-layers", "4", "--untie-embeddings-and-output-weights", "--clip-grad", "0"]
         model += [*OPTIMIZERS[optimizer].split(), "--store-param-remainders", "--micro-batch-size", "1"]
         argv = [*(flag for flag in TINY if flag != "--fp64"), *model, *RAMPS[0].split()]
@@ -142,11 +140,10 @@ scale is one with which the first updates are skipped."""
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_random_layouts_in_other_number_formats(name: str, full: bool) -> None:
+def test_random_layouts_in_other_number_formats(name: str, full: bool, fresh: int) -> None:
     """Against one process in the same format, for it is the layout that is tested here, not the format."""
     flags, tolerance = FORMATS[name]
     base = [*(flag for flag in TINY if flag != "--fp64"), *flags]
-    fresh = int(time.time()) % 1_000_000
     for seed, count in ((2, 12 if full else 0), (fresh, 6 if full else 1)):
         rng = random.Random(f"{name} {seed}")
         for number in range(count):

@@ -4,7 +4,6 @@ one sends travels while the other computes."""
 from __future__ import annotations
 
 import random
-import time
 from contextlib import ExitStack
 from unittest.mock import patch
 
@@ -76,8 +75,8 @@ def takes_turns(case: Layout) -> bool:
 
 
 @pytest.mark.full
-def test_random_layouts_with_halves() -> None:
-    rng = random.Random(f"halves {int(time.time()) % 1_000_000}")
+def test_random_layouts_with_halves(fresh: int) -> None:
+    rng = random.Random(f"halves {fresh}")
     for _ in range(12):
         compare(draw(rng, want=takes_turns))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -60,9 +59,20 @@ def reference(optimizer: str, method: str, model: tuple[str, ...], **more: int) 
     return Reference((*BASE, *model, "--optimizer", optimizer, *rate), method=word, lookahead=lookahead, **more)
 
 
-def drawn(number: int, full: bool) -> list[tuple[str, str]]:
-    """All, or some that are others in every run of the suite."""
-    return CASES if full else random.Random(time.time_ns()).sample(CASES, number)
+@dataclass(frozen=True)
+class Draws:
+    """Cases, all or some that differ from commit to commit."""
+
+    rng: random.Random
+    full: bool
+
+    def __call__(self, number: int) -> list[tuple[str, str]]:
+        return CASES if self.full else self.rng.sample(CASES, number)
+
+
+@pytest.fixture
+def drawn(request: pytest.FixtureRequest, full: bool, fresh: int) -> Draws:
+    return Draws(random.Random(f"{request.node.name} {fresh}"), full)
 
 
 def body(world: World, argv: list[str], steps: int, every: int, mutation: str | None) -> list[list[float]]:
@@ -113,8 +123,8 @@ def test_adam_is_bitwise_the_delayed_reference(method: str) -> None:
     compare(expected, losses, [*BASE, *UNTIED, *flags("adam", method, 2)], 2, 5, 0.0)
 
 
-def test_every_optimizer_is_the_delayed_reference_with_every_correction(full: bool) -> None:
-    for optimizer, method in drawn(3, full):
+def test_every_optimizer_is_the_delayed_reference_with_every_correction(drawn: Draws) -> None:
+    for optimizer, method in drawn(3):
         expected = reference(optimizer, method, UNTIED)
         losses = expected.run(5)
         # sums over a whole tensor (Adafactor's sizes) are the one thing that runs in another order here
@@ -123,10 +133,10 @@ def test_every_optimizer_is_the_delayed_reference_with_every_correction(full: bo
             compare(expected, losses, [*BASE, *UNTIED, *flags(optimizer, method, p)], p, 5, tolerance)
 
 
-def test_every_layout_is_the_delayed_reference(full: bool) -> None:
+def test_every_layout_is_the_delayed_reference(drawn: Draws, full: bool) -> None:
     """Tensor-parallel x pipeline x ZeRO-1, tied and clipped."""
     layouts = (("--tensor-model-parallel-size", "2"), ("--zero-stage", "1"))
-    for number, (optimizer, method) in enumerate(drawn(2, full)):
+    for number, (optimizer, method) in enumerate(drawn(2)):
         expected = reference(optimizer, method, TIED)
         losses = expected.run(4)
         for layout in layouts if full else layouts[number % 2 :][:1]:
@@ -134,8 +144,8 @@ def test_every_layout_is_the_delayed_reference(full: bool) -> None:
             compare(expected, losses, argv, 4, 4, 1e-13)  # of all cases the farthest was 2.3e-15 off
 
 
-def test_pipedream_corrects_each_stage_by_its_own_delay(full: bool) -> None:
-    for optimizer, method in drawn(2, full):
+def test_pipedream_corrects_each_stage_by_its_own_delay(drawn: Draws) -> None:
+    for optimizer, method in drawn(2):
         expected = reference(optimizer, method, UNTIED, stages=3)
         losses = expected.run(3)
         argv = [*BASE, *UNTIED, *flags(optimizer, method, 3, "pipedream")]
@@ -161,8 +171,8 @@ def resumes_bitwise(runs: Runs, argv: Sequence[str], folder: Path) -> None:
         assert torch.equal(value, resumed[name]), f"{name} of {' '.join(argv)}"
 
 
-def test_a_resumed_run_is_the_same_bits(full: bool, tmp_path: Path) -> None:
-    for number, (optimizer, method) in enumerate([("adam", "predict 2"), *drawn(1, full)]):
+def test_a_resumed_run_is_the_same_bits(drawn: Draws, tmp_path: Path) -> None:
+    for number, (optimizer, method) in enumerate([("adam", "predict 2"), *drawn(1)]):
         resumes_bitwise(Runs(), [*BASE, *UNTIED, *flags(optimizer, method, 2)], tmp_path / str(number))
 
 

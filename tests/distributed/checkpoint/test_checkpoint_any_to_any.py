@@ -7,7 +7,6 @@ validator. 40 pairs with --full, a sample otherwise.
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,8 +98,7 @@ def test_experts_and_their_biases_move(optimizer: str, tmp_path: Path) -> None:
     move(Layout(tuple(model), tuple(dealt), 4), Layout(tuple(model), tuple(cut), 2), tmp_path)
 
 
-def test_random_pairs(tmp_path: Path, full: bool) -> None:
-    fresh = int(time.time()) % 1_000_000
+def test_random_pairs(tmp_path: Path, full: bool, fresh: int) -> None:
     for seed, count in ((7, 40 if full else 1), (fresh, 10 if full else 1)):
         rng = random.Random(seed)
         for number in range(count):
