@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import subprocess
@@ -41,6 +42,12 @@ def _seed_of_commit() -> int:
     except (OSError, subprocess.CalledProcessError):
         return 0
     return int(found[:8], 16) % 1_000_000
+
+
+def pytest_collection_finish() -> None:
+    """What all tests import is some million objects, which every run in this process would look through for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

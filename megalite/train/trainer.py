@@ -311,15 +311,17 @@ def _any(flags: Sequence[Tensor | bool]) -> Tensor | bool:
 def quiet_collector() -> Iterator[None]:
     """Turns off automatic garbage collection. `Trainer._loop` collects on all ranks at the same iterations: ranks that
     paused one after the other would each make the rest wait. Objects that exist when the run begins are frozen, so that
-    no later collection examines them."""
-    enabled = gc.isenabled()
+    no later collection examines them; a caller who has frozen his own keeps them so."""
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not frozen:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
