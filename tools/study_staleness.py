@@ -10,7 +10,7 @@ A run is `configs/shakespeare_char.yaml` (0.8 million parameters, 2,000 iteratio
 one included. A JSON line a run is appended to the results when it ends; a run that has its line is not run again.
 
     flush            synchronous                     flush ahead N    synchronous, on weights N steps ahead
-    2bw              delay 1, nothing done           2bw METHOD [N]   delay 1 with a correction [N steps ahead]
+    2bw              delay 1, nothing done           2bw METHOD [N..] delay 1 with a correction [N steps ahead]
     pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0
 
 A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The
@@ -64,10 +64,10 @@ RECIPES = {
         {"adam": 7.5e-4, "muon": 1e-2, "lion": 6e-4, "sgd": 1e-1, "adafactor": 3e-3, "soap": 3e-3},
     ),
 }
-FIRST = ("adam: 2bw predict 2", "adam: flush", "adam: 2bw", "muon: flush", "muon: 2bw", "muon: 2bw predict 1")
+FIRST = ("adam: 2bw predict 2", "adam: flush", "adam: 2bw", "muon: flush", "muon: 2bw", "muon: 2bw predict 1 2")
 SECOND = (
     "adam: 2bw predict 1", "adam: 2bw nesterov", "adam: 2bw error-feedback", "adam: flush ahead 2",
-    "muon: 2bw predict 2", "muon: 2bw error-feedback", "muon: flush ahead 1",
+    "muon: 2bw predict 1", "muon: 2bw predict 2", "muon: 2bw error-feedback", "muon: flush ahead 1",
 )  # fmt: skip
 REST = tuple(
     f"{name}: {variant}"
@@ -109,8 +109,8 @@ class Run:
         return variant.split(), float(part or 1)
 
 
-def _correction(method: str, ahead: str | None = None) -> list[str]:
-    return ["--staleness-correction", method, *(["--staleness-lookahead", ahead] if ahead else [])]
+def _correction(method: str, *ahead: str) -> list[str]:
+    return ["--staleness-correction", method, *(["--staleness-lookahead", *ahead] if ahead else [])]
 
 
 def train_ahead(argv: list[str]) -> int:

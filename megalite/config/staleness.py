@@ -25,24 +25,31 @@ class StalenessCorrection(Spelled):
         "of docs/asynchronous.md, for pipedream none",
         choices=("none", "predict", "error-feedback", "nesterov"),
     )
-    staleness_lookahead: float | None = option(
-        None, "steps that predict looks ahead for each step of delay; unset: the best for the optimizer", gt=0, hint="1"
+    staleness_lookahead: tuple[float, ...] | None = option(
+        None,
+        "steps that predict looks ahead for each step of delay; a second number is of what Muon and SOAP leave to "
+        "AdamW; unset: the best for the optimizer",
+        gt=0,
+        hint="1",
     )
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What a run does. lookahead: of predict, else 0. keeps_step: of which tensors the last step is kept, in the
-    master's dtype: 'none', 'whole' (those that must lie in one piece) or 'all'."""
+    """What a run does. lookahead: of predict, of the optimizer's own tensors and of those that it leaves to AdamW.
+    keeps_step: of which tensors the last step is kept, in the master's dtype: 'none', 'whole' (those that must lie in
+    one piece) or 'all'."""
 
     method: str = "none"
-    lookahead: float = 0.0
+    lookahead: tuple[float, float] = (0.0, 0.0)
     keeps_step: str = "none"
 
     def __str__(self) -> str:
         if self.method != "predict":
             return self.method
-        return f"predict ({self.lookahead:g} {'step' if self.lookahead == 1 else 'steps'} ahead for each of delay)"
+        own, rest = self.lookahead
+        beside = "" if rest == own else f", {rest:g} where AdamW updates"
+        return f"predict ({own:g} {'step' if own == 1 else 'steps'} ahead for each of delay{beside})"
 
 
 def has_delay(config: Config) -> bool:
@@ -69,5 +76,6 @@ def correction_of(config: Config) -> Correction:
     if method == "predict":
         foreseen = bool(rule.moments(optimizer))
         keeps = "all" if not foreseen else "whole" if rule.whole is not None else "none"
-        return Correction(method, given.staleness_lookahead or rule.lookahead, keeps)
+        ahead = given.staleness_lookahead or (rule.lookahead, rule.lookahead_of_rest or rule.lookahead)
+        return Correction(method, (ahead[0], ahead[-1]), keeps)
     return Correction(method, keeps_step="all" if method == "error-feedback" else "none")

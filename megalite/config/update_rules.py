@@ -53,7 +53,7 @@ class OptimizerSpec:
     only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
-    (docs/asynchronous.md has the measurements). nesterov: why its momentum cannot be taken as Nesterov did.
+    (docs/asynchronous.md has the measurements). lookahead_of_rest: with tensors that are left to AdamW. nesterov: why its momentum cannot be taken as Nesterov did.
     """
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]]
@@ -66,6 +66,7 @@ class OptimizerSpec:
     high_lr: float | None = None
     correction: str = "none"
     lookahead: float = 1.0
+    lookahead_of_rest: float | None = None
     nesterov: str | None = None
 
     def most_moments(self, settings: OptimizerConfig) -> int:
@@ -96,6 +97,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             only_decays=True,
             whole=_blocks_matrix,
             correction="predict",
+            lookahead_of_rest=2.0,
             nesterov="its momentum is Nesterov's already",
         ),
         "soap": OptimizerSpec(
@@ -105,6 +107,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             of_whole=_moments_and_bases,
             whole_moments=2,
             correction="predict",
+            lookahead_of_rest=2.0,
             nesterov="no such step is known in a basis that turns",
         ),
         "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),

@@ -95,9 +95,12 @@ class Corrected(UpdateRule):
 
 
 class Predict(Corrected):
-    """Compute weights are extrapolated by the steps that are missing from them. lookahead: times the delay."""
+    """Compute weights are extrapolated by the steps that are missing from them.
 
-    def __init__(self, rule: UpdateRule, delay: Delay, lookahead: float) -> None:
+    lookahead: times the delay; of the rule's own tensors, and of those that it leaves to AdamW, which gains by looking
+    further."""
+
+    def __init__(self, rule: UpdateRule, delay: Delay, lookahead: tuple[float, float]) -> None:
         super().__init__(rule, delay, lambda group: not rule.foresees(group))
         self.lookahead = lookahead
         self._group = {p: group for group in rule.param_groups for p in group["params"]}
@@ -108,11 +111,11 @@ class Predict(Corrected):
 
     @torch.no_grad()
     def write_compute_weights(self, master: Tensor, target: Tensor) -> None:
-        ahead, delay = self.lookahead * self.delay.of_weights, self.delay
+        group, delay, (own, rest) = self._group[master], self.delay, self.lookahead
+        ahead = (own if group["whole"] else rest) * delay.of_weights
         if not ahead or not delay.learning_rate:
             super().write_compute_weights(master, target)
             return
-        group = self._group[master]
         lr = delay.learning_rate * group.get("lr_scale", 1.0)
         weight_decay = delay.weight_decay if group["decay"] else 0.0
         weights, out = master.view(-1), target.view(-1)
@@ -152,7 +155,7 @@ class Nesterov(Corrected):
         self._step_inside()
 
 
-CORRECTIONS: dict[str, Callable[[UpdateRule, Delay, float], UpdateRule]] = {
+CORRECTIONS: dict[str, Callable[[UpdateRule, Delay, tuple[float, float]], UpdateRule]] = {
     "none": lambda rule, delay, lookahead: rule,
     "predict": Predict,
     "error-feedback": lambda rule, delay, lookahead: ErrorFeedback(rule, delay),

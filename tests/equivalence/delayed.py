@@ -153,10 +153,13 @@ EXPECTS: Mapping[str, Callable[[Tensor, Named, Numbers, float], Tensor]] = {
 class Reference:
     """argv: of one process and micro-batches of one sample, learning rate decaying linearly to 0 over the training.
 
-    stages: of PipeDream; None is 2BW.
+    lookahead: of predict, of the optimizer's own tensors and of those that Muon leaves to AdamW. stages: of PipeDream;
+    None is 2BW.
     """
 
-    def __init__(self, argv: Sequence[str], *, method: str, lookahead: float = 0.0, stages: int | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str], *, method: str, lookahead: Sequence[float] = (0.0,), stages: int | None = None
+    ) -> None:
         self.config, tokenizer = resolve_tokenizer(parse(list(argv)))
         self.method, self.lookahead, self.per_microbatch = method, lookahead, stages is not None
         self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
@@ -234,7 +237,8 @@ class Reference:
     def compute_weights(self, *, delayed: bool) -> Named:
         settings, found = self.config.optimizer, {}
         for name, p in self.parameters.items():
-            ahead = self.lookahead * self.delay[name] if delayed and self.method == "predict" else 0.0
+            steps = self.lookahead[0 if p.whole or settings.optimizer != "muon" else -1]
+            ahead = steps * self.delay[name] if delayed and self.method == "predict" else 0.0
             if not ahead or p.numbers is None:
                 found[name] = p.w.clone()
                 continue

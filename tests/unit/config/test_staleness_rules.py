@@ -59,6 +59,15 @@ def test_a_lookahead_is_of_a_prediction(flags: str) -> None:
     assert caught.value.problems == [line]
 
 
+@pytest.mark.parametrize("flags", ["--staleness-lookahead 1 2", "--optimizer muon --staleness-lookahead 1 2 3"])
+def test_two_lookaheads_are_of_two_rules(flags: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*BASE.split(), *TWO.split(), *flags.split()])
+    given = flags.partition("--staleness-lookahead ")[2]
+    line = f"--staleness-lookahead={given}: a second number is of what Muon and SOAP leave to AdamW; give one"
+    assert caught.value.problems == [line]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -67,7 +76,12 @@ def test_a_lookahead_is_of_a_prediction(flags: str) -> None:
         ("--staleness-correction none", "none"),
         # The defaults are those of docs/asynchronous.md.
         ("", "predict (2 steps ahead for each of delay)"),
-        ("--optimizer muon", "predict (1 step ahead for each of delay)"),
+        ("--optimizer muon", "predict (1 step ahead for each of delay, 2 where AdamW updates)"),
+        (
+            "--optimizer soap --staleness-lookahead 3 1",
+            "predict (3 steps ahead for each of delay, 1 where AdamW updates)",
+        ),
+        ("--optimizer soap --staleness-lookahead 3", "predict (3 steps ahead for each of delay)"),
         ("--optimizer lion", "predict (1 step ahead for each of delay)"),
         ("--optimizer adafactor", "none"),
     ],
