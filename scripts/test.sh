@@ -17,7 +17,7 @@ use_environment dev
 measure_coverage() {
     local data
     data=$(mktemp)
-    OMP_NUM_THREADS=1 python -m coverage run --data-file="$data" --source="$1" -m pytest -q "${@:2}" || true
+    OMP_NUM_THREADS=1 nice -n 19 python -m coverage run --data-file="$data" --source="$1" -m pytest -q "${@:2}" || true
     python -m coverage report --data-file="$data" --skip-covered --sort=cover
     rm -f "$data"
 }

@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,10 +57,17 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     large = pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full")
+    others = pytest.mark.skip(reason="runs with other commits and with scripts/test.sh --full")
+    cases: Counter[str] = Counter()
     no_gpu = pytest.mark.skip(reason="torch sees no GPU")
     for item in items:
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(large)
+        elif item.get_closest_marker("in_turn") and not config.getoption("--full"):
+            test = item.nodeid.partition("[")[0]
+            cases[test] += 1
+            if (cases[test] + config.option.seed) % 2:
+                item.add_marker(others)
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
             item.add_marker(no_gpu)
 

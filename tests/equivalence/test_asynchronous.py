@@ -56,6 +56,7 @@ def test_2bw_composes(flags: tuple[str, ...]) -> None:
     compare(Layout(tied_and_clipped, layout, size, delay=1), steps=4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("p", "m", "zero"), [(2, 1, None), (2, 2, None), (2, 3, None), (3, 2, None), (2, 1, 0), (2, 1, 1)]
 )
@@ -93,6 +94,7 @@ def test_2bw_begins_with_flushes_when_asked(tmp_path: Path) -> None:
         assert torch.equal(found.tensors[name], value), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("p", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_pipedream_is_its_sequential_reference(p: int) -> None:
     layout = ("--pipeline-model-parallel-size", str(p), "--pipeline-schedule", "pipedream", "--micro-batch-size", "1")

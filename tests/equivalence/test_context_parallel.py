@@ -66,6 +66,7 @@ def check(kind: str, family: str, mask: str, beside: str) -> None:
     compare(Layout((*FAMILIES[family], *MASKS[mask]), layout, size * others, delay=int("2bw" in flags)))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("kind", "family", "mask", "beside"),
     [

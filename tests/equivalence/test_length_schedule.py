@@ -117,6 +117,7 @@ CASES = {
 BY_DEFAULT = ("one process", "2bw, messages checked", "zb-v, recomputed", "ring")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in BY_DEFAULT else pytest.mark.full) for n in CASES])
 def test_a_curriculum_is_fixed_lengths_one_after_the_other(name: str) -> None:
     model, layout, ranks = CASES[name]
@@ -207,7 +208,8 @@ def part_body(world: World, argv: list[str], steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.in_turn
+@pytest.mark.parametrize("stopped", [1, 2, 3])
 def test_taken_up_inside_any_phase_and_at_another_layout(stopped: int, tmp_path: Path) -> None:
     """At the same layout bit for bit, at another to 1e-12."""
     model = (*LLAMA, *DROPOUT, *SCHEDULE)

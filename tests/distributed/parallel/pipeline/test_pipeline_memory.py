@@ -33,6 +33,7 @@ def bytes_alive() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("schedule", [pytest.param("shifted-critical-path", marks=pytest.mark.full), "2bw", "zb-v"])
 def test_nothing_is_kept(schedule: str) -> None:
     layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule, "--micro-batch-size", "1"]

@@ -138,6 +138,7 @@ def assert_same(single: dict[str, Any], results: list[dict[str, Any]], tolerance
         torch.testing.assert_close(result["token_losses"], single["token_losses"], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("size", [2, 4])

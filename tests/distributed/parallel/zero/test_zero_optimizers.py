@@ -118,6 +118,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> N
         assert error < 1e-12, f"{what}: {label} is off by {error}"
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "soap", "adafactor", "adafactor*"])
 @pytest.mark.parametrize(("size", "tp"), [*(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 4)), (4, 2)])
 def test_any_optimizer_at_any_stage(name: str, size: int, tp: int) -> None:

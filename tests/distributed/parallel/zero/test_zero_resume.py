@@ -48,11 +48,13 @@ def assert_resumes(folder: Path, flags: str, world_size: int) -> None:
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_any_stage_resumes_bitwise(stage: int, tmp_path: Path) -> None:
     assert_resumes(tmp_path, f"--zero-stage {stage}", 2)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", CASES)
 def test_any_optimizer_resumes_bitwise(name: str, tmp_path: Path, full: bool) -> None:
     for stage in range(4) if full else [2]:
