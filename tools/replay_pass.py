@@ -116,7 +116,8 @@ class Replay:
             mark = " <" if iteration == self.iteration else ""
             lines.append(f"{iteration:>9}  {shown(loss)}  {shown(norm)}   {theirs}{mark}")
         middle = middle_of(one.documents)
-        lines.append(f"{len(one.documents)} documents, median loss {middle:.4f}; the dearest:")
+        documents = "1 document" if len(one.documents) == 1 else f"{len(one.documents)} documents"
+        lines.append(f"{documents}, median loss {middle:.4f}; the dearest:")
         lines += [
             f"  {document.loss:8.4f}  {document.tokens:>6} tokens  {document}  {document.text!r}"
             for document in one.documents[: self.documents]

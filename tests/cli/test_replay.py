@@ -75,6 +75,20 @@ def test_the_documents_of_a_spike_are_named_at_another_layout(spiked: tuple[Path
     assert str(iteration) in done.stdout and before == (directory / "metrics.jsonl").read_text()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_a_run_with_delay_is_replayed_with_its_delay(schedule: str, tmp_path: Path) -> None:
+    """Two stages again, of two ranks each: older weights come out of the checkpoint, the loss is the logged one."""
+    data = ["--mock-data", "--untie-embeddings-and-output-weights", "--clip-grad", "0"]
+    layout = ["--nprocs", "2", "--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    done = run("pretrain_gpt.py", *MODEL, *data, *layout, "--save", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    wider = ["--nprocs", "4", "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+    done = run("tools/replay.py", "--load", str(tmp_path / "run"), "--iteration", "15", *wider)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("verdict: the numbers are the run's")
+
+
 def replayed(world: World, directory: str, iteration: int, spoil: bool, verdict: str) -> str:
     """The verdict, in this process; to spoil is to make a second pass with a flipped bit in a weight gradient."""
     config, begin = replay.again(directory, iteration, [], LaunchEnvironment())
