@@ -69,12 +69,11 @@ def correction_of(config: Config) -> Correction:
     rule = OPTIMIZER_SPECS[optimizer.optimizer]
     if not has_delay(config):
         return Correction()
-    method = given.staleness_correction
+    method, foreseen = given.staleness_correction, bool(rule.moments(optimizer))
     if method is None:
         best = not find_schedule(config.parallel.schedule).update_per_microbatch and optimizer.optimizer_impl == "torch"
-        method = rule.correction if best else "none"
+        method = rule.correction if best and foreseen else "none"
     if method == "predict":
-        foreseen = bool(rule.moments(optimizer))
         keeps = "all" if not foreseen else "whole" if rule.whole is not None else "none"
         ahead = given.staleness_lookahead or (rule.lookahead, rule.lookahead_of_rest or rule.lookahead)
         return Correction(method, (ahead[0], ahead[-1]), keeps)

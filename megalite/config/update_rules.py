@@ -53,7 +53,8 @@ class OptimizerSpec:
     only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
-    (docs/asynchronous.md has the measurements). lookahead_of_rest: with tensors that are left to AdamW. nesterov: why its momentum cannot be taken as Nesterov did.
+    (docs/asynchronous.md has the measurements); lookahead_of_rest: with tensors that are left to AdamW, None for the
+    same. nesterov: why its momentum cannot be taken as Nesterov did.
     """
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]]
@@ -84,7 +85,10 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             correction="predict",
             lookahead=2.0,
         ),
-        "sgd": OptimizerSpec(lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else ()),
+        "sgd": OptimizerSpec(
+            lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else (),
+            correction="predict",
+        ),
         "lion": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype,),
             only_decays=True,

@@ -83,6 +83,8 @@ def test_two_lookaheads_are_of_two_rules(flags: str) -> None:
         ),
         ("--optimizer soap --staleness-lookahead 3", "predict (3 steps ahead for each of delay)"),
         ("--optimizer lion", "predict (1 step ahead for each of delay)"),
+        ("--optimizer sgd", "predict (1 step ahead for each of delay)"),
+        ("--optimizer sgd --sgd-momentum 0", "none"),
         ("--optimizer adafactor", "none"),
     ],
 )
