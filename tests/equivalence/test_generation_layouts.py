@@ -126,6 +126,7 @@ def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
     scores_are_equal(tmp_path, "llama", {"tp": 2, "pp": 2}, 4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
     [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2)],

@@ -151,7 +151,7 @@ def test_random_configurations_pass(full: bool, fresh: int) -> None:
     for seed, count in ((3, 20 if full else 0), (fresh, 20 if full else 1)):
         rng = random.Random(seed)
         for number in range(count):
-            case = draw(rng)
+            case = draw(rng, want=lambda case: full or case.world_size <= 4)
             try:
                 certify([*case.model, *case.layout], case.world_size)
             except BaseException:

@@ -82,6 +82,7 @@ def test_rows_go_where_gloo_brings_them(traffic: list[list[int]], width: int) ->
     run_ranks(body_rows, len(traffic), traffic, width)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_operation_agrees_with_gloo(size: int) -> None:
     run_ranks(body_compare, size)
