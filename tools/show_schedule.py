@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="layers of --layers-per-stage whose weights have room on a rank; the others come from the host (FETCH)",
     )
-    p.add_argument("--layers-per-stage", type=int, default=4, metavar="L", help="of --weight-capacity, default 4")
+    p.add_argument("--layers-per-stage", type=int, metavar="L", help="of --weight-capacity, default 4")
     p.add_argument("--cost-transfer", type=_cost, default=Fraction(0), metavar="TIME", help="to or from it, default 0")
     p.add_argument("--cost-communication", type=_cost, default=Fraction(0), metavar="TIME", help="one hop, default 0")
     p.add_argument("--format", choices=("text", "json", "svg", "html", "trace", "file"), default="text")
@@ -135,15 +135,18 @@ def _moving(program: Program, args: argparse.Namespace) -> Program:
 def _hosting(program: Program, args: argparse.Namespace) -> Program:
     """With weights that come from the host layer by layer, if the ranks have room for some."""
     if args.weight_capacity is None:
+        if args.layers_per_stage is not None:
+            raise ConfigError(f"--layers-per-stage={args.layers_per_stage}: needs --weight-capacity")
         return program
+    number_of_layers = 4 if args.layers_per_stage is None else args.layers_per_stage
     if program.rounds is not None:
         raise ConfigError(f"--weight-capacity: {program.name} keeps its weights; leave it out")
-    for flag, number in (("weight-capacity", args.weight_capacity), ("layers-per-stage", args.layers_per_stage)):
+    for flag, number in (("weight-capacity", args.weight_capacity), ("layers-per-stage", number_of_layers)):
         if number < 1:
             raise ConfigError(f"--{flag}={number}: at least 1")
     if program.asynchronous:
         raise ConfigError(f"--weight-capacity: {program.name} keeps two versions of its weights; use --schedule=1f1b")
-    layers, stages = tuple((layer,) for layer in range(args.layers_per_stage)), program.num_stages
+    layers, stages = tuple((layer,) for layer in range(number_of_layers)), program.num_stages
     sizes, nothing, room = ((1,) * len(layers),) * stages, ((0, 0),) * stages, (args.weight_capacity,)
     chunks = WeightChunks(sizes, (layers,) * stages, (layers[::-1],) * stages, nothing, room * program.num_ranks)
     return with_chunks(merge_backward(program), chunks)

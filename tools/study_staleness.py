@@ -45,7 +45,7 @@ AHEAD = "--ahead"
 @dataclass(frozen=True)
 class Recipe:
     """config: the file. iterations: of a whole run. rates: of each optimizer, for the synchronous run; known to be the
-    best are those on characters, and on the quickstart's text those of AdamW, Muon, Lion and Adafactor, so far."""
+    best are those on characters, and on the quickstart's text those of all but SOAP."""
 
     config: str
     iterations: int

@@ -113,7 +113,7 @@ class Updater(Events):
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, Handle] = {}
         self._norm: PendingNorm | None = None
-        self._plans: dict[int, list[ChunkUse]] = {}
+        self._plan: tuple[Program, list[ChunkUse]] | None = None
         self.results: list[UpdateResult] = []
         self._handlers: dict[str, Callable[[StageKey, int], None]] = {
             REDUCE: self._reduce,
@@ -129,9 +129,9 @@ class Updater(Events):
         """The actions of a batch follow: which layers' weights are on the device when is planned, where they live on
         the host."""
         if program.chunks is not None:
-            if id(program) not in self._plans:
-                self._plans[id(program)] = plan_chunks(program, rank, actions)
-            self._all_buffers[0].weights.unsharder.follow(self._plans[id(program)])
+            if self._plan is None or self._plan[0] is not program:
+                self._plan = program, plan_chunks(program, rank, actions)
+            self._all_buffers[0].weights.unsharder.follow(self._plan[1])
 
     def newest_version(self) -> int:
         return self._version

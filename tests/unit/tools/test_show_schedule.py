@@ -105,6 +105,7 @@ def test_refusals_end_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path
             shape(4, 10**6)
         ): "error: --num-microbatches=1000000: on 4 ranks these are 4,000,000 forwards, at most 16,384 "
         "can be shown; show fewer, a schedule repeats itself\n",
+        ("--layers-per-stage", "3"): "error: --layers-per-stage=3: needs --weight-capacity\n",
         ("--weight-capacity", "0"): "error: --weight-capacity=0: at least 1\n",
         (
             "--schedule",
