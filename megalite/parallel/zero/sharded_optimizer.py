@@ -81,7 +81,7 @@ class ShardedOptimizer:
     ) -> None:
         self.buffers = list(buffers)
         self.norm_axis = norm_axis
-        self.file = None if offload_path is None else StateFile(offload_path, norm_axis.ranks[norm_axis.rank])
+        self.file = None if offload_path is None else StateFile(offload_path)
         filed = 0.0 if self.file is None else offload_fraction if file_fraction is None else file_fraction
         how = offload_fraction, store_param_remainders, self.file, filed
         self.masters = [master for family in self.buffers for master in cut_master_shards(family, *how)]

@@ -1,22 +1,21 @@
 """Masters and moments in a file of this rank's, mapped into memory (`--optimizer-offload-path`).
 
-    <folder>/optimizer_rank_00003.bin     [ masters of bucket 0 | masters of bucket 1 | ... | moments | ... ]
+    [ masters of bucket 0 | masters of bucket 1 | ... | moments | ... ]
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857. The file is memory that is larger than the host's, not a
-checkpoint: it is made anew by every start and removed at the end, and what a killed run leaves is overwritten. Pages of
-the bucket that is being stepped are in memory, those of the next one are on their way, and the rest the system may
-write out and drop whenever it needs room.
+checkpoint: it is made anew by every start and has no name, so that the system frees its space however the process ends.
+Pages of the bucket that is being stepped are in memory, those of the next one are on their way, and the rest the system
+may write out and drop whenever it needs room.
 """
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
+import tempfile
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,33 +27,25 @@ FLAG = "--optimizer-offload-path"
 
 
 class StateFile:
-    """Memory for tensors in a file of `folder`, with space reserved on the disk: a write can never find it full.
+    """Memory for tensors in a file on the disk of `folder`, with space reserved: a write can never find it full.
 
-    rank: of this process in the world. Raises ConfigError where the folder cannot take such a file.
+    Raises ConfigError where the folder cannot take such a file.
     """
 
-    def __init__(self, folder: str, rank: int) -> None:
-        self.folder, self.path = folder, Path(folder) / f"optimizer_rank_{rank:05d}.bin"
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
         self.nbytes = 0
         self._regions: dict[int, mmap.mmap] = {}
         if not Path(folder).is_dir():
             raise ConfigError(f"{FLAG}={folder}: no such folder; make it first")
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-            self._descriptor = os.open(self.path, flags, 0o600)
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed with this object)
         except OSError as error:
             raise ConfigError(
-                f"{FLAG}={folder}: {self.path.name} cannot be written there ({error.strerror}); give another folder"
+                f"{FLAG}={folder}: no file can be written there ({error.strerror}); give another folder"
             ) from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise ConfigError(
-                f"{FLAG}={folder}: {self.path.name} is in use by another run; give each run a folder of its own"
-            ) from error
-        os.ftruncate(self._descriptor, 0)
-        self.close = weakref.finalize(self, _remove, self._descriptor, self.path)
+        self.descriptor = file.fileno()
+        self.close = weakref.finalize(self, file.close)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in the file. Raises ConfigError where the disk is full."""
@@ -63,13 +54,13 @@ class StateFile:
         if not size:
             return torch.empty(shape, dtype=dtype)
         try:
-            _reserve(self._descriptor, self.nbytes, size)
-            region = mmap.mmap(self._descriptor, size, offset=self.nbytes)
+            _reserve(self.descriptor, self.nbytes, size)
+            region = mmap.mmap(self.descriptor, size, offset=self.nbytes)
         except OSError as error:
             free = os.statvfs(self.folder)
             raise ConfigError(
                 f"{FLAG}={self.folder}: no room for {size / 1e6:,.1f} MB more of masters and moments "
-                f"({error.strerror}): {self.path.name} has {self.nbytes / 1e6:,.1f} MB, "
+                f"({error.strerror}): this rank's file has {self.nbytes / 1e6:,.1f} MB, "
                 f"{free.f_bavail * free.f_frsize / 1e6:,.1f} MB are free; give a folder on a larger disk"
             ) from error
         self.nbytes += size
@@ -111,9 +102,3 @@ def _advise(regions: Iterable[mmap.mmap], advice: str) -> None:
     if hasattr(mmap, advice):
         for region in regions:
             region.madvise(getattr(mmap, advice))
-
-
-def _remove(descriptor: int, path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
-    os.close(descriptor)
