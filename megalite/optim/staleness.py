@@ -86,12 +86,21 @@ class Corrected(UpdateRule):
         self.steps += 1
 
     def _step_and_keep(self) -> None:
-        """A step of the rule inside; `last_steps` hold what it adds."""
-        before = {p: p.clone() for p in self.last_steps}
+        """A step of the rule inside; `last_steps` hold what it adds. Until then they hold the tensors' negatives: the
+        tensors need no copy."""
+        for p, last in self._kept():
+            self.write(last, -p)
         self._step_inside()
+        for p, last in self._kept():
+            self.write(last, last + p)
+        for whole, step in self.last_steps.items():
+            self.state[whole][LAST_STEP] = step
+
+    def _kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tensors whose last step is kept and these steps, flat and in pieces."""
         for p, last in self.last_steps.items():
-            self.write(last, p - before[p])
-            self.state[p][LAST_STEP] = last
+            for piece in pieces(p):
+                yield p.view(-1)[piece], last.view(-1)[piece]
 
 
 class Predict(Corrected):
@@ -136,10 +145,10 @@ class ErrorFeedback(Corrected):
     @torch.no_grad()
     def step(self) -> None:
         delay = float(self.delay.of_gradient)
-        for p, last in self.last_steps.items():
+        for p, last in self._kept():
             self.write(p, p.sub(last, alpha=delay))
         self._step_and_keep()
-        for p, last in self.last_steps.items():
+        for p, last in self._kept():
             self.write(p, p.add(last, alpha=delay))
 
 

@@ -16,7 +16,8 @@ from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.inventory.parameter_placement import ParameterPlacement
-from megalite.optim import OPTIMIZERS
+from megalite.observe.live_memory import LiveBytes
+from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay
 from megalite.optim.muon import orthogonalise
 from megalite.testing.update_rules import RULES
 
@@ -160,6 +161,33 @@ def test_soap_with_no_basis_is_adam_one_step_late() -> None:
         update = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
         p = p - 0.1 * (update + 0.01 * p)
     assert torch.allclose(got, p, atol=1e-5)
+
+
+@pytest.mark.parametrize("correction", ["predict", "error-feedback"])
+def test_the_last_step_is_kept_without_a_copy_of_the_masters(correction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.optim.pieces.PIECE", 1000)
+    p = torch.randn(64_000)
+    settings = OptimizerConfig(lr=1.0, args=OptimizerArgs(sgd_momentum=0.0))
+    rule = OPTIMIZERS["sgd"]([{"params": [p], "decay": True, "whole": False}], settings)
+    rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
+    corrected = CORRECTIONS[correction](rule, Delay(1, of_gradient=1, of_weights=1, learning_rate=0.1), (1.0, 1.0))
+
+    def step_of(rule: Any) -> int:
+        p.grad = torch.randn(64_000)
+        with LiveBytes() as counter:
+            counter.add_everything()
+            start = counter.now
+            rule.step()
+        return counter.peak - start
+
+    step_of(corrected)  # allocates the state
+    before, alone = p.clone(), step_of(rule)
+    assert step_of(corrected) - alone < 64_000 * 4 / 8
+    p.copy_(before)
+    corrected.found_inf = torch.ones(())
+    step = corrected.state[p]["last_step"].clone()
+    step_of(corrected)
+    assert torch.equal(p, before) and torch.equal(corrected.state[p]["last_step"], step)
 
 
 def test_sgd_is_torch_sgd() -> None:
