@@ -7,7 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megalite.extras import CORE, core_lacks, require_core
 
@@ -20,10 +20,10 @@ from megalite.launch import INTERRUPTED
 class ToolParser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors of one line, and which names the nearest flag."""
 
-    def __init__(self, description: str) -> None:
-        super().__init__(
-            description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+    def __init__(self, description: str = "", **more: Any) -> None:
+        """more: what `argparse` gives the parser of a command of a tool."""
+        form = argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(description=description, allow_abbrev=False, formatter_class=form, **more)
 
     def parse_args(  # type: ignore[override]  # argparse allows namespaces of other types, which no tool has
         self, args: Sequence[str] | None = None, namespace: None = None

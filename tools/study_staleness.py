@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -31,12 +32,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import IO, Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from command_line import ToolParser, run_tool
+from megalite.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parent.parent
-if __package__ in (None, ""):
-    sys.path.insert(0, str(ROOT))
 
 AHEAD = "--ahead"
 """First argument of the process that trains a synchronous run on extrapolated weights."""
@@ -75,6 +79,9 @@ REST = tuple(
     for variant in ("flush", "2bw", "2bw predict 1", "2bw predict 2", "2bw error-feedback", "flush ahead 1")
 )
 SEEDS = (1337, 1, 2)
+NUMBER = r"\d+(\.\d+)?"
+METHOD = rf" (none|error-feedback|nesterov|predict( {NUMBER}){{0,2}})"
+VARIANT = re.compile(rf"(flush( ahead {NUMBER})?|(2bw|pipedream)({METHOD})?)( @ 0?\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,12 @@ class Run:
     seed: int
     lr: float
 
+    @property
+    def name(self) -> str:
+        return f"{self.recipe} {self.optimizer}: {self.variant}, lr {self.lr:g}, seed {self.seed}"
+
     def flags(self) -> list[str]:
-        """Of the command line; a run on weights ahead begins with `AHEAD`."""
+        """Of the command line; a run on weights ahead begins with `AHEAD`. Raises ConfigError."""
         recipe, (words, part) = RECIPES[self.recipe], self._words()
         iterations = round(recipe.iterations * part)
         flags = ["--config", str(ROOT / recipe.config), "--optimizer", self.optimizer, "--seed", str(self.seed)]
@@ -105,6 +116,11 @@ class Run:
         return flags
 
     def _words(self) -> tuple[list[str], float]:
+        if not VARIANT.fullmatch(self.variant):
+            raise ConfigError(
+                f"--runs='{self.optimizer}: {self.variant}': no such variant; give flush, flush ahead N, "
+                "2bw [METHOD [N [N]]] or pipedream [METHOD [N [N]]], and at its end, for a shorter run, @ 0.80"
+            )
         variant, _, part = self.variant.partition(" @ ")
         return variant.split(), float(part or 1)
 
@@ -131,7 +147,8 @@ def train(run: Run, data: Path | None, cache: Path) -> dict[str, Any]:
         command += ["--data-cache-path", str(cache)] + (["--data-path", str(data)] if data else [])
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{run}: {' '.join(command)}\n{done.stderr[-3000:]}")
+            last = done.stderr.strip()[-3000:].removeprefix("error: ").replace("\nerror: ", "\n")
+            raise ConfigError(f"{run.name}: {' '.join(command)}\n{last}")
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     losses = [[line["iteration"], line["lm_loss"]] for line in lines if line["kind"] == "train"]
     [final] = [line for line in lines if line["kind"] == "valid"]
@@ -139,28 +156,71 @@ def train(run: Run, data: Path | None, cache: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """What has been measured."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What has been measured; of a study that was killed the last line may be a part of one. Raises ConfigError."""
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--results={path}: cannot be read ({error}); give what `run` has written") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not _is_json(line):
+            break
+        try:
+            found.append(json.loads(line))
+            summary(found[-1:])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"--results={path}: line {number} is no result; delete the line") from None
+    return found
+
+
+def _end_last_line(file: IO[bytes]) -> None:
+    file.seek(0)
+    whole, newline, last = file.read().rpartition(b"\n")
+    if not _is_json(last):
+        file.truncate(len(whole) + len(newline))
+    else:
+        file.write(b"\n")
+
+
+def _is_json(line: str | bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def wanted(recipe: str, names: Sequence[str], seeds: Sequence[int], rates: Sequence[float] | None) -> Iterator[Run]:
-    """rates: None for that of the recipe."""
+    """rates: None for that of the recipe. Raises ConfigError."""
+    known = RECIPES[recipe].rates
     for seed in seeds:
         for name in names:
             optimizer, _, variant = name.partition(": ")
-            for lr in rates or (RECIPES[recipe].rates[optimizer],):
+            if optimizer not in known:
+                raise ConfigError(f"--runs='{name}': give 'OPTIMIZER: VARIANT' with one of {', '.join(known)}")
+            for lr in rates or (known[optimizer],):
                 yield Run(recipe, optimizer, variant, seed, lr)
 
 
 def run_all(args: argparse.Namespace) -> None:
-    for run in wanted(args.recipe, args.runs, args.seeds, args.lr):
-        if any(vars(run).items() <= line.items() for line in read(args.results)):
-            continue
-        line = train(run, args.data, args.cache)
-        with args.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        name = f"{run.recipe} {run.optimizer}: {run.variant}, lr {run.lr:g}, seed {run.seed}"
-        print(f"{name}: {line['valid_loss']:.4f}", flush=True)
+    runs = [*wanted(args.recipe, args.runs, args.seeds, args.lr)]
+    for run in runs:
+        run.flags()  # whatever is wrong with one of them is said before hours of training
+    try:
+        results = args.results.open("a+b")
+    except OSError as error:
+        raise ConfigError(
+            f"--results={args.results}: cannot be written ({error.strerror}); give another file"
+        ) from None
+    with results:
+        _end_last_line(results)
+        for run in runs:
+            if any(vars(run).items() <= line.items() for line in read(args.results)):
+                continue
+            line = train(run, args.data, args.cache)
+            results.write(json.dumps(line).encode() + b"\n")
+            results.flush()
+            print(f"{run.name}: {line['valid_loss']:.4f}", flush=True)
 
 
 Key = tuple[str, str, float, str]
@@ -217,12 +277,11 @@ def plot(args: argparse.Namespace) -> None:
     figure.savefig(args.output, metadata={"Date": None})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str]) -> int:
     if argv[:1] == [AHEAD]:
         return train_ahead(argv[1:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
+    parser = ToolParser("What delayed gradients cost each optimizer: see docs/asynchronous.md.")
+    commands = parser.add_subparsers(required=True, metavar="{run,table,plot}", parser_class=ToolParser)
     for name, action in (("run", run_all), ("table", table), ("plot", plot)):
         command = commands.add_parser(name)
         command.set_defaults(action=action)
@@ -242,4 +301,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tool(main))
