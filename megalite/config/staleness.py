@@ -30,7 +30,7 @@ class StalenessCorrection(Spelled):
         "steps that predict looks ahead for each step of delay; a second number is of what Muon and SOAP leave to "
         "AdamW; unset: the best for the optimizer",
         gt=0,
-        hint="1",
+        hint="use 1",
     )
 
 

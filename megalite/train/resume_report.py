@@ -45,6 +45,8 @@ LAYOUT = (
     "pipeline_schedule_file",
     "sequence_parallel",
     "zero_stage",
+    "staleness_correction",
+    "staleness_lookahead",
 )
 
 

@@ -157,7 +157,9 @@ def _staleness(config: Config) -> Iterator[str]:
         why = rule.nesterov or (None if rule.moments(optimizer) else "its momentum is 0")
         if method == "nesterov" and why is not None:
             yield f"{flag}: not with --optimizer={optimizer.optimizer}: {why}; use predict"
-    if ahead is not None and len(ahead) > 1 and (len(ahead) > 2 or OPTIMIZER_SPECS[optimizer.optimizer].whole is None):
-        yield f"--staleness-lookahead={show(ahead)}: a second number is of what Muon and SOAP leave to AdamW; give one"
+    numbers = 1 if OPTIMIZER_SPECS[optimizer.optimizer].whole is None else 2
+    if ahead is not None and len(ahead) > numbers:
+        why = f"a second number is of what Muon and SOAP leave to AdamW; give {('one', 'one or two')[numbers - 1]}"
+        yield f"--staleness-lookahead={show(ahead)}: {why}"
     if ahead is not None and config.staleness.method != "predict":
         yield f"--staleness-lookahead={show(ahead)}: needs --staleness-correction=predict and a schedule with delay"

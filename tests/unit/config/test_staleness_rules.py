@@ -64,7 +64,8 @@ def test_two_lookaheads_are_of_two_rules(flags: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse([*BASE.split(), *TWO.split(), *flags.split()])
     given = flags.partition("--staleness-lookahead ")[2]
-    line = f"--staleness-lookahead={given}: a second number is of what Muon and SOAP leave to AdamW; give one"
+    give = "one or two" if "muon" in flags else "one"
+    line = f"--staleness-lookahead={given}: a second number is of what Muon and SOAP leave to AdamW; give {give}"
     assert caught.value.problems == [line]
 
 

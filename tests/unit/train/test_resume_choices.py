@@ -19,6 +19,7 @@ from megalite.config.yaml_file import read_yaml
 from megalite.observe.observers import read_metrics
 from megalite.planner import checkpoint_bytes
 from megalite.train import matmul_precision
+from megalite.train.resume_report import changes
 from pretrain_gpt import main
 
 BASE = (
@@ -183,6 +184,19 @@ def test_another_spelling_of_a_field_is_told_as_the_user_wrote_it(stopped: Path,
     again = [*without("--train-iters"), "--load", str(stopped), "--save", str(stopped)]
     assert main([*again, "--train-samples", "24", "--exit-interval", "3"]) == 0
     assert "changed       --train-iters 6 -> --train-samples 24\n" in capsys.readouterr().out
+
+
+def test_a_correction_is_told_as_what_it_amounts_to() -> None:
+    base = [*BASE, "--delayed-parameter-update", "--optimizer-cpu-offload"]
+    unset, aloud, none = (
+        parse([*base, *more])
+        for more in ((), ("--staleness-correction", "predict"), ("--staleness-correction", "none"))
+    )
+    assert not changes(unset, 1, aloud, 1)
+    told = changes(unset, 1, none, 1)
+    assert [*told] == ["layout:"]
+    assert told["layout:"][0].endswith("correction predict (2 steps ahead for each of delay)")
+    assert told["layout:"][1].endswith("correction none")
 
 
 @pytest.mark.parametrize(
