@@ -1,8 +1,9 @@
 """What one process computes, piece by piece: the oracle's run (`megalite.testing.oracle`) with everything written down.
 
     forward/LAYER/SAMPLE    output [s, h] of a layer        gradient/U/NAME   of update U, before clipping
-    backward/LAYER/SAMPLE   the loss's gradient in it       state/U/NAME      weights and moments after U updates
+    backward/LAYER/SAMPLE   the loss's gradient in it       state/U/NAME      masters and moments after U updates
     loss/SAMPLE, factor/SAMPLE    summed loss of the micro-batch that begins with the sample, and its weight
+    compute/U/NAME    what is computed with after U updates, where `--staleness-correction` makes it another tensor
 
 Samples have global numbers, so that a rank finds what it should have computed whatever it computes and whenever.
 """
@@ -10,7 +11,7 @@ Samples have global numbers, so that a rank finds what it should have computed w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.comm import World
-from megalite.config import Config, ParallelConfig, dump_yaml, parse
-from megalite.inventory import layer_of, stage_layer_ranges
+from megalite.config import Config, ParallelConfig, StalenessCorrection, dump_yaml, parse
+from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import PIECE, Microbatch
 from megalite.schedule import build_program, find_schedule
 from megalite.testing.oracle import Pupil
+from proof_correction import LAST_STEP, Corrected, Delays, delay_of
 
 TOLERANCE = 1e-9
 """Relative differences above it are differences, for rules that make of a rounding what AdamW makes of it."""
@@ -39,7 +41,8 @@ def record(world: World, config_file: str, world_size: int, steps: int, folder: 
     pupil = Pupil(("--config", str(alone)))
     pupil.whole = config.total_train_samples(world_size)
     pupil.samples = config.global_batch_size(world_size)
-    found = _Record({}, {}, [])
+    pupil.rule = rule = Corrected(pupil.rule, config.staleness)
+    found = _Record(rule, {}, {}, [])
     found.listen(pupil)
     # PipeDream's update: one micro-batch of every replica
     together = (
@@ -47,48 +50,48 @@ def record(world: World, config_file: str, world_size: int, steps: int, folder: 
     )
     lag = _lags(pupil, config) if together else {}
     sizes, consumed = config.batch_size_schedule(world_size), 0
-    found.weights(pupil)
+    found.weights(pupil, {})
     with pupil.data.train_loader(0) as loader:
         for step in range(steps):
             batch = loader.next_batch(sizes.at(consumed))
-            loss = 0.0
+            loss, behind, following = 0.0, _behind(config, step, lag), _behind(config, step + 1, lag)
             for begin in range(0, len(batch), together or len(batch)):
-                due = _due(config, len(found.versions) - 1, step, lag)
                 part = slice(begin, begin + (together or len(batch)))
-                loss += found.update(pupil, batch, part, due, consumed)
+                loss += found.update(pupil, batch, part, behind, following, consumed)
             found.steps.append({"loss": loss, "samples": [consumed, consumed + sizes.at(consumed)]})
             consumed += sizes.at(consumed)
     found.write(Path(folder), pupil)
 
 
 def _alone(config: Config, world_size: int) -> Config:
-    """The same training in one process, nothing recomputed; micro-batches are cut alike."""
+    """The same training in one process, nothing recomputed, late or corrected; micro-batches are cut alike."""
     model = replace(
         config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None,
         cpu_offloading_num_layers=0,
     )  # fmt: skip
-    return replace(config, model=model, parallel=ParallelConfig(hardware=config.parallel.hardware))
+    optimizer = replace(config.optimizer, staleness=StalenessCorrection())
+    return replace(config, model=model, optimizer=optimizer, parallel=ParallelConfig(hardware=config.parallel.hardware))
 
 
-def _lags(pupil: Pupil, config: Config) -> dict[str, int]:
+def _lags(pupil: Pupil, config: Config) -> Delays:
     """PipeDream: updates that a layer's weights are behind when a micro-batch comes to it."""
     stages = config.parallel.pipeline_model_parallel_size
     cuts = stage_layer_ranges(config, build_program(config.parallel.schedule, stages, 4))
     return {pupil.specs[i].name: stages - 1 - stage for stage, cut in enumerate(cuts) for i in cut}
 
 
-def _due(config: Config, newest: int, step: int, lag: Mapping[str, int]) -> Mapping[str, int]:
-    """Layer -> the number of updates that the weights have seen which it computes with ("": every layer)."""
+def _behind(config: Config, step: int, lag: Delays) -> Delays:
+    """The delays of the iteration after `step` others."""
     if lag:
-        return {layer: max(0, newest - by) for layer, by in lag.items()}
+        return lag
     schedule = find_schedule(config.parallel.schedule)
     late = schedule.flush_schedule is not None or config.optimizer.offload.delayed_parameter_update
-    stale = late and step >= config.parallel.pipeline_flush_steps
-    return {"": max(0, newest - 1) if stale else newest}
+    return {"": int(late and step >= config.parallel.pipeline_flush_steps)}
 
 
 @dataclass
 class _Record:
+    rule: Corrected
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     versions: list[dict[str, Tensor]]
@@ -117,29 +120,38 @@ class _Record:
         if out.requires_grad:  # beside adapters an embedding has no gradient
             out.register_hook(gradient)
 
-    def weights(self, pupil: Pupil) -> None:
-        """The state after so many updates."""
-        now = pupil.tensors() if self.versions else pupil.masters  # moments exist after the first update
-        self.tensors |= {f"state/{len(self.versions)}/{n}": t.clone().contiguous() for n, t in now.items()}
-        self.versions.append(pupil.weights())
+    def weights(self, pupil: Pupil, following: Delays) -> None:
+        """The state after so many updates. following: delays of the iteration that will compute with it."""
+        number = len(self.versions)
+        now = pupil.tensors() if number else pupil.masters  # moments exist after the first update
+        self.tensors |= {f"state/{number}/{n}": t.clone().contiguous() for n, t in now.items()}
+        computing = pupil.weights()
+        for name, step in self.rule.ahead(following).items():
+            values = pupil.logical(name, computing[name])
+            values += step
+            self.tensors[f"compute/{number}/{name}"] = values.clone()
+        self.versions.append(computing)
 
     def update(
-        self, pupil: Pupil, batch: Sequence[Microbatch], part: slice, due: Mapping[str, int], consumed: int
+        self, pupil: Pupil, batch: Sequence[Microbatch], part: slice, behind: Delays, following: Delays, consumed: int
     ) -> float:
         """One update by a part of a batch; returns its share of the loss."""
         number = len(self.versions)
+        due = {layer: max(0, number - 1 - by) for layer, by in behind.items()}
         names = (*pupil.parameters, *pupil.biases)
-        used = {n: self.versions[due.get(layer_of(n), due.get("", 0))][n] for n in names}
+        used = {n: self.versions[delay_of(due, n)][n] for n in names}
         loss, gradients = pupil.gradients(used, batch, part)
         self.tensors |= {f"gradient/{number}/{n}": g.contiguous().clone() for n, g in gradients.items()}
+        self.rule.of_gradient = behind
         norm = pupil.update(gradients, consumed)
         samples = [int(i) for mb in batch[part] for i in mb.sample_ids]
-        self.updates.append({"norm": norm, "samples": samples, "due": dict(due)})
-        self.weights(pupil)
+        self.updates.append({"norm": norm, "samples": samples, "due": due})
+        self.weights(pupil, following)
         return loss
 
     def write(self, folder: Path, pupil: Pupil) -> None:
-        unsettled = {f"unsettled/{n}": mask.contiguous() for n, mask in pupil.rule.unsettled.items()}
+        masks = pupil.rule.unsettled.items()  # of a weight, and of the last step, which is what moved it there
+        unsettled = {f"unsettled/{of}{n}": mask.clone() for n, mask in masks for of in ("", f"optimizer/{LAST_STEP}/")}
         save_file(self.tensors | unsettled, str(folder / TENSORS))
         facts = {
             "layers": list(pupil.model.names),
@@ -177,6 +189,11 @@ class Reference:
         if whole is None:
             return None
         return whole[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+
+    def computing(self, update: int, name: str) -> str:
+        """The key of what is computed with after an update."""
+        corrected = f"compute/{update}/{name}"
+        return corrected if corrected in self._names else f"state/{update}/{name}"
 
     def names(self, prefix: str) -> list[str]:
         """What follows `prefix` in the names that begin with it."""

@@ -16,7 +16,6 @@ from megalite.config import (
     BatchRamp,
     CheckpointConfig,
     Config,
-    Correction,
     DataConfig,
     Decay,
     Experts,
@@ -28,11 +27,11 @@ from megalite.config import (
     ParallelConfig,
     Precision,
     StageLayout,
-    StalenessCorrection,
     TrainingLength,
     Warmup,
     config_problems,
     correction_of,
+    has_delay,
     show,
 )
 from megalite.errors import ConfigError
@@ -303,7 +302,9 @@ def _parallel(parallel: ParallelConfig) -> ParallelConfig:
 def _optimizer(config: Config, smaller: float, steps: int, changes: _Changes) -> OptimizerConfig:
     """Lengths within the few steps, numbers at which a mistake shows and rounding does not. smaller: small / own
     hidden size."""
-    settings, corrects = config.optimizer, correction_of(config) != Correction()
+    settings, staleness = config.optimizer, config.optimizer.staleness
+    if has_delay(config):  # what is unset follows from fields that are made smaller here
+        staleness = replace(staleness, staleness_correction=correction_of(config).method)
     warmup, wsd = settings.lr_warmup, settings.lr_wsd_decay
     warms = any((warmup.lr_warmup_iters, warmup.lr_warmup_samples, warmup.lr_warmup_fraction))
     final = replace(wsd, lr_wsd_decay_iters=steps // 2, lr_wsd_decay_samples=None)
@@ -317,11 +318,9 @@ def _optimizer(config: Config, smaller: float, steps: int, changes: _Changes) ->
         exp_avg_sq_dtype="fp32",
         optimizer_impl="torch",
         store_param_remainders=False,
-        staleness=StalenessCorrection(staleness_correction="none") if corrects else settings.staleness,
+        staleness=staleness,
         clip_grad=min(settings.clip_grad, CLIP),
     )
-    if corrects:
-        changes.lines.append("--staleness-correction: against one rank only")
     changes.note("--clip-grad", settings.clip_grad, small.clip_grad)
     return small
 
@@ -377,9 +376,8 @@ def _batches(small: Config, own: Config, unit: int, m: int) -> Iterator[Any]:
 
 
 def _in_own_format(small: Config, own: Config) -> Config | None:
-    """The small configuration with the user's precision path (bf16 or fp16, moments, remainders, reduction) and
-    correction of stale gradients, which the reference has not."""
-    if own.training.precision.fp64 and correction_of(own) == Correction():
+    """The small configuration with the user's precision path (bf16 or fp16, moments, remainders, reduction)."""
+    if own.training.precision.fp64:
         return None
     scaling = own.training.loss_scaling
     if own.training.precision.fp16:  # a scale at which the first updates are skipped
@@ -390,7 +388,6 @@ def _in_own_format(small: Config, own: Config) -> Config | None:
         exp_avg_dtype=theirs.exp_avg_dtype,
         exp_avg_sq_dtype=theirs.exp_avg_sq_dtype,
         store_param_remainders=theirs.store_param_remainders,
-        staleness=theirs.staleness,
     )
     return replace(
         small,

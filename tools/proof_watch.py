@@ -159,7 +159,7 @@ class Eyes:
         self._checked.add((layer, number))
         for name, p in own:
             found, offset = valid_part(p.detach(), placement_of(p))
-            expected = self.reference.part(f"state/{due}/{name}", offset, found.shape)
+            expected = self.reference.part(self.reference.computing(due, name), offset, found.shape)
             scale = self.reference.scale(f"state/{due}/{layer}")
             where = {"step": step, "layer": layer, "due": due, "version": self._version_of(name, found, offset)}
             self.watch.compare(WEIGHTS, name, self._settled(name, offset, found, expected), expected, scale, **where)
@@ -167,7 +167,7 @@ class Eyes:
     def _version_of(self, name: str, found: Tensor, offset: tuple[int, ...]) -> int | None:
         """The update after which the weights were so."""
         for update in range(len(self.reference.updates) + 1):
-            expected = self.reference.part(f"state/{update}/{name}", offset, found.shape)
+            expected = self.reference.part(self.reference.computing(update, name), offset, found.shape)
             if expected is not None and found.numel() and bool(((found - expected).abs() <= 1e-12).all()):
                 return update
         return None
