@@ -171,7 +171,8 @@ class Reference:
         self.layers: list[str] = facts["layers"]
         self.steps: list[dict[str, Any]] = facts["steps"]
         self.updates: list[dict[str, Any]] = facts["updates"]
-        self.tolerance: float = TOLERANCE * facts["magnified"]
+        self.magnified: float = facts["magnified"]
+        self.tolerance = TOLERANCE * self.magnified
         file: Any = safe_open  # it has no annotations
         self._file = file(str(folder / TENSORS), framework="pt")
         self._names: set[str] = set(self._file.keys())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from megalite.config import (
@@ -103,43 +102,6 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
     )
     small = _with_batches(small, config, max(1, config.num_microbatches(whole)), world_size, changes)
     return Small(small, _in_own_format(small, config), world_size, changes.lines)
-
-
-def elsewhere(small: Small) -> tuple[Config, int]:
-    """Another layout for the same model and batch, as unlike as four ranks allow: where the checkpoint is taken to."""
-    here = small.config.parallel
-    dp = small.world_size // here.model_parallel_size
-    best: tuple[int, Config, int] | None = None
-    for tp, pp, new_dp, zero in product((1, 2), (1, 2, 4), (1, 2, 4), (0, 1, 2, 3)):
-        ranks = tp * pp * new_dp
-        if small.by_microbatch:
-            pp, new_dp, zero = here.pipeline_model_parallel_size, dp, 0
-            ranks = tp * pp * dp
-        elif ranks > 4:
-            continue
-        parallel = ParallelConfig(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            sequence_parallel=tp > 1 and not here.sequence_parallel,
-            pipeline_schedule=here.pipeline_schedule if small.stale else None,
-            pipeline_flush_steps=here.pipeline_flush_steps,
-            zero_stage=zero,
-            hardware=here.hardware,
-            distributed_timeout_minutes=here.distributed_timeout_minutes,
-        )
-        model = replace(
-            small.config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None
-        )
-        config = replace(small.config, parallel=parallel, model=model)
-        if config_problems(config, ranks):
-            continue
-        before = (here.tensor_model_parallel_size, here.pipeline_model_parallel_size, dp, here.zero_stage)
-        unlike = sum(a != b for a, b in zip(before, (tp, pp, new_dp, zero), strict=True))
-        if best is None or unlike > best[0]:
-            best = unlike, config, ranks
-    if best is None:
-        return small.config, small.world_size
-    return best[1], best[2]
 
 
 def made_data(config: Config) -> Config:
