@@ -152,9 +152,18 @@ def _replicas(config: Config, world_size: int, most_ranks: int) -> int:
     instances = parallel.num_distributed_optimizer_instances
     fewest = min(dp, 2 * instances if instances > 1 else 2)
     if fewest * one > most_ranks:
+        sizes = {
+            "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+            "--context-parallel-size": parallel.context.context_parallel_size,
+            "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        }
+        largest = max(sizes, key=lambda flag: sizes[flag])
+        helps = one > 1 and most_ranks >= max(2, fewest)  # what a smaller one frees are replicas
+        fewer = f", or prove a layout with a smaller {largest}" if helps else ""
+        replicas = f"{fewest} {'replica' if fewest == 1 else 'replicas'}"
         raise ConfigError(
-            f"--max-ranks={most_ranks}: tensor x context x pipeline x at least {fewest} replicas are {fewest * one} "
-            "ranks; raise it, or prove a layout with a smaller --pipeline-model-parallel-size"
+            f"--max-ranks={most_ranks}: tensor x context x pipeline = {one} and at least {replicas} are "
+            f"{fewest * one} ranks; give --max-ranks={fewest * one}{fewer}"
         )
     return next(n for n in range(most_ranks // one, 0, -1) if n % instances == 0 and n <= dp)
 
