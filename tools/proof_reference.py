@@ -172,7 +172,7 @@ class Reference:
         self.steps: list[dict[str, Any]] = facts["steps"]
         self.updates: list[dict[str, Any]] = facts["updates"]
         self.magnified: float = facts["magnified"]
-        self.tolerance = TOLERANCE * self.magnified
+        self.tolerance: float = TOLERANCE * self.magnified
         file: Any = safe_open  # it has no annotations
         self._file = file(str(folder / TENSORS), framework="pt")
         self._names: set[str] = set(self._file.keys())

@@ -37,7 +37,8 @@ from megalite.errors import ConfigError
 from megalite.schedule import find_schedule
 
 VOCABULARY, TOKENS, HEAD = 61, 16, 8
-CLIP, EPSILON = 0.1, 1e-6
+CLIP, EPSILON, EPSILON_IN_BASES = 0.1, 1e-6, 1e-4
+"""In bases of its own a matrix has whole directions whose gradient is rounding: in fp32 1e-8 of the others."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,7 @@ def _arguments(settings: OptimizerConfig, smaller: float, changes: _Changes) -> 
     small = replace(
         args,
         adam_eps=max(args.adam_eps, EPSILON),
-        soap_eps=max(args.soap_eps, EPSILON),
+        soap_eps=max(args.soap_eps, EPSILON_IN_BASES),
         soap_precondition_frequency=1,
         soap_max_precond_dim=int(args.soap_max_precond_dim * smaller),
     )
