@@ -65,19 +65,18 @@ def _lion_expects(w: Tensor, moments: Named, n: Numbers) -> Tensor:
     return -n.lr * (moments["exp_avg"].sign() + n.weight_decay * w)
 
 
-EXPECTS: Mapping[str, Callable[[Tensor, Named, Numbers], Tensor]] = {
-    "adam": _adamw_expects,
-    "sgd": _sgd_expects,
-    "lion": _lion_expects,
-    "muon": _adamw_expects,
-    "soap": _adamw_expects,
+ADAMW, SGD, LION = (frozenset(labels) for labels in (("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ("exp_avg",)))
+EXPECTS: Mapping[frozenset[str], Callable[[Tensor, Named, Numbers], Tensor]] = {
+    ADAMW: _adamw_expects,
+    SGD: _sgd_expects,
+    LION: _lion_expects,
 }
-"""--optimizer -> the step that its moments stand for: of Muon and SOAP, for what they leave to AdamW."""
-NESTEROV: Mapping[str, Callable[[Tensor, Tensor, Named, Numbers], Tensor]] = {
-    "adam": _adamw_nesterov,
-    "sgd": _sgd_nesterov,
+"""The moments of a tensor -> the step that they stand for."""
+NESTEROV: Mapping[frozenset[str], Callable[[Tensor, Tensor, Named, Numbers], Tensor]] = {
+    ADAMW: _adamw_nesterov,
+    SGD: _sgd_nesterov,
 }
-"""--optimizer -> what Nesterov's momentum adds to a step that began at these weights with this gradient."""
+"""The moments of a tensor -> what Nesterov's momentum adds to a step that began at these weights with this gradient."""
 
 
 class Corrected(Rule):
@@ -105,7 +104,7 @@ class Corrected(Rule):
         if method == "nesterov":
             moments = self._moments()
             for name in (name for name, delay in behind.items() if delay):
-                add = NESTEROV[self.settings.optimizer]
+                add = NESTEROV[frozenset(moments[name])]
                 self.parameters[name] += add(before[name], gradients[name], moments[name], self._numbers(name))
         for name, p in self.parameters.items():
             self.last[name] = p - before[name]
@@ -119,7 +118,7 @@ class Corrected(Rule):
         for name, p in self.parameters.items():
             steps = self.correction.lookahead[0 if name in self.whole else 1] * delay_of(of_weights, name)
             if self._foreseen(name, moments):
-                expected = EXPECTS[self.settings.optimizer](p, moments[name], self._numbers(name))
+                expected = EXPECTS[frozenset(moments[name])](p, moments[name], self._numbers(name))
             else:
                 expected = self.last[name]
             found[name] = steps * expected
@@ -140,7 +139,7 @@ class Corrected(Rule):
 
     def _foreseen(self, name: str, moments: Mapping[str, Named]) -> bool:
         """Whether the tensor has moments that a step can be told from."""
-        return self.settings.optimizer in EXPECTS and name not in self.whole and bool(moments[name])
+        return name not in self.whole and frozenset(moments[name]) in EXPECTS
 
     def _numbers(self, name: str) -> Numbers:
         lr, weight_decay = self.rates

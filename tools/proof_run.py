@@ -36,7 +36,7 @@ CLOSE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5, "fp64": 1e-9}
 """How far losses may be apart that are rounded at other places: a few units of the last digit of 8, 11 and 24. Norms:
 three times as far."""
 CLOSE_MAGNIFIED = 1e-3
-"""The same where the rule magnifies a rounding: of SOAP and Adafactor in fp32 losses were seen 3e-5 and norms 1e-3 apart."""
+"""The same where the rule magnifies a rounding: of SOAP and Adafactor losses were 3e-5, norms 1e-3 apart in fp32."""
 
 
 @dataclass(frozen=True)
