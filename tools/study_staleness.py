@@ -12,6 +12,7 @@ one included. A JSON line a run is appended to the results when it ends; a run t
     flush            synchronous                     flush ahead N    synchronous, on weights N steps ahead
     2bw              delay 1, nothing done           2bw METHOD [N..] delay 1 with a correction [N steps ahead]
     pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0
+    2bw ... after N  the first N iterations without delay (`--pipeline-flush-steps`)
 
 A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The
 learning rate is that of `RECIPES`: the best, a factor of two apart, of one seed's synchronous runs.
@@ -48,8 +49,8 @@ AHEAD = "--ahead"
 
 @dataclass(frozen=True)
 class Recipe:
-    """config: the file. iterations: of a whole run. rates: of each optimizer, for the synchronous run; known to be the
-    best are those on characters, and on the quickstart's text those of all but SOAP."""
+    """config: the file. iterations: of a whole run. rates: of each optimizer, for the synchronous run, the best of
+    those a factor of two apart."""
 
     config: str
     iterations: int
@@ -65,7 +66,7 @@ RECIPES = {
     "quickstart": Recipe(
         "configs/quickstart.yaml",
         330,
-        {"adam": 7.5e-4, "muon": 1e-2, "lion": 3e-4, "sgd": 1e-1, "adafactor": 7.5e-4, "soap": 3e-3},
+        {"adam": 7.5e-4, "muon": 1e-2, "lion": 3e-4, "sgd": 1e-1, "adafactor": 7.5e-4, "soap": 6e-3},
     ),
 }
 FIRST = ("adam: 2bw predict 2", "adam: flush", "adam: 2bw", "muon: flush", "muon: 2bw", "muon: 2bw predict 1 2")
@@ -81,7 +82,7 @@ REST = tuple(
 SEEDS = (1337, 1, 2)
 NUMBER = r"\d+(\.\d+)?"
 METHOD = rf" (none|error-feedback|nesterov|predict( {NUMBER}){{0,2}})"
-VARIANT = re.compile(rf"(flush( ahead {NUMBER})?|(2bw|pipedream)({METHOD})?)( @ 0?\.\d+)?")
+VARIANT = re.compile(rf"(flush( ahead {NUMBER})?|pipedream({METHOD})?|2bw({METHOD})?( after \d+)?)( @ 0?\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class Run:
                 return flags
             ahead = ["--pipeline-schedule", "2bw", "--pipeline-flush-steps", str(iterations)]
             return [AHEAD, *flags, *ahead, *_correction("predict", words[2])]
+        if "after" in words:
+            flags += ["--pipeline-flush-steps", words.pop()]
+            words.remove("after")
         flags += ["--pipeline-schedule", words[0], *_correction(*(words[1:] or ["none"]))]
         if words[0] == "pipedream":
             flags += ["--nprocs", "4", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "3"]
@@ -118,8 +122,8 @@ class Run:
     def _words(self) -> tuple[list[str], float]:
         if not VARIANT.fullmatch(self.variant):
             raise ConfigError(
-                f"--runs='{self.optimizer}: {self.variant}': no such variant; give flush, flush ahead N, "
-                "2bw [METHOD [N [N]]] or pipedream [METHOD [N [N]]], and at its end, for a shorter run, @ 0.80"
+                f"--runs='{self.optimizer}: {self.variant}': no such variant; give flush, flush ahead N, pipedream "
+                "[METHOD [N [N]]] or 2bw [METHOD [N [N]]] [after N], and at its end, for a shorter run, @ 0.80"
             )
         variant, _, part = self.variant.partition(" @ ")
         return variant.split(), float(part or 1)

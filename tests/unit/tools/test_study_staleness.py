@@ -29,6 +29,7 @@ def trained(run: Run, data: Path | None, cache: Path) -> dict[str, Any]:
         ("adam: flush ahead", "no such variant"),
         ("adam: 2bw nesterov 2", "no such variant"),
         ("adam: flush @ abc", "no such variant"),
+        ("adam: flush after 60", "no such variant"),
         ("adam: flush @ 1.5", "no such variant"),
     ],
 )
@@ -58,3 +59,10 @@ def test_a_killed_study_continues(end: str, trainings: int | None, tmp_path: Pat
     assert train.call_count == trainings
     assert [json.loads(line)["seed"] for line in results.read_text().splitlines()] == [1, 2, 3]
     assert len(read(results)) == 3
+
+
+def test_first_iterations_may_have_no_delay() -> None:
+    flags = Run("quickstart", "adam", "2bw predict 2 after 60 @ 0.5", 1, 1e-3).flags()
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert given["--pipeline-flush-steps"] == "60" and given["--train-iters"] == "165"
+    assert given["--staleness-correction"] == "predict" and given["--staleness-lookahead"] == "2"
