@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import NoneType
 from typing import Any, TextIO
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from megalite import __version__
 from megalite.comm import all_gather, all_gather_json
 from megalite.config import Config
+from megalite.errors import DataError
 from megalite.inventory import FLOPS_CONVENTION
 from megalite.observe.console import ConsoleHook
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
@@ -136,7 +138,8 @@ class SamplesHook(Hook):
 def read_metrics(path: Path) -> list[Record]:
     """Read a `metrics.jsonl`: its records in order, of those with the same kind and iteration only the last.
 
-    A line that a killed process left unfinished is passed over.
+    A line that a killed process left unfinished is passed over. Raises DataError naming the first that is whole and
+    wrong.
     """
     latest: dict[tuple[Any, ...], Record] = {}
     for number, record in enumerate(_records(path)):
@@ -148,12 +151,32 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
             try:
-                yield json.loads(line)
+                record = json.loads(line.decode())
             except json.JSONDecodeError:
                 continue
+            except ValueError:
+                record = None
+            if (wrong := _wrong(record)) and line.endswith(b"\n"):
+                raise DataError(f"{path}: line {number} {wrong}; the file is damaged: mend or remove that line")
+            if not wrong:
+                yield record
+
+
+def _wrong(record: Any) -> str | None:
+    """What keeps a line from being one that a run has written."""
+    if not isinstance(record, dict) or type(record.get("kind")) is not str:
+        return "is no record"
+    if type(record.get("iteration")) is not int:
+        return "has no iteration"
+    for name in ("lm_loss", "grad_norm") if record["kind"] == "train" else ():
+        if name not in record:
+            return f"has no {name}"
+        if type(record[name]) not in (int, float, NoneType):
+            return f"has {record[name]!r:.40} for {name}, which is no number"
+    return None
 
 
 def _end_torn_line(path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
+from megalite.errors import DataError
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.observers import JsonlHook, ProfileHook, StragglerHook, make_hooks, read_metrics
 from megalite.observe.stats import Record
@@ -58,6 +59,32 @@ def test_a_resumed_run_appends_and_the_later_line_holds(tmp_path: Path) -> None:
     assert [record["iteration"] for record in records if record["kind"] == "start"] == [0, 2]
     losses = {record["iteration"]: record["lm_loss"] for record in records if record["kind"] == "train"}
     assert losses == {1: 1.0, 2: 1.0, 3: 0.5, 4: 0.5, 5: 0.5}
+
+
+TRAIN = '{"kind": "train", "iteration": 2, "lm_loss": 2.5, "grad_norm": null}'
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (b'{"kind": "train", "it\xff', "is no record"),
+        (b"[1,2]", "is no record"),
+        (b'{"iteration": 2}', "is no record"),
+        (b'{"kind": ["train"], "iteration": 2}', "is no record"),
+        (b'{"kind": "valid", "iteration": {}}', "has no iteration"),
+        (b'{"kind": "train", "iteration": 2, "grad_norm": 1.0}', "has no lm_loss"),
+        (TRAIN.replace("2.5", '"abc"').encode(), "has 'abc' for lm_loss, which is no number"),
+        (TRAIN.replace("null", "true").encode(), "has True for grad_norm, which is no number"),
+    ],
+)
+def test_a_damaged_line_is_named_unless_it_is_a_torn_last_one(tmp_path: Path, line: bytes, wrong: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(TRAIN.encode() + b"\n" + line)
+    assert read_metrics(path) == [json.loads(TRAIN)]
+    path.write_bytes(TRAIN.encode() + b"\n" + line + b"\n" + TRAIN.encode() + b"\n")
+    with pytest.raises(DataError) as error:
+        read_metrics(path)
+    assert str(error.value) == f"{path}: line 2 {wrong}; the file is damaged: mend or remove that line"
 
 
 @pytest.mark.parametrize(
