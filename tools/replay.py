@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, run_tool
-from megalite.config import Config, parse, read_unjudged
+from megalite.config import Config, has_delay, parse, read_unjudged
 from megalite.errors import ConfigError, MegaliteError
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
 from megalite.schedule import find_schedule
@@ -77,11 +77,12 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
     if not saved.is_file():
         raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")
     alone = ["--nprocs", "1"] if place.launcher else []
-    config = parse(["--config", str(saved), *alone, *flags], world_size=place.size if place.launcher else None)
-    if config.model.is_foreign:
-        raise ConfigError(f"--load={run}: a run of --model-module; only those of megalite's own models are replayed")
+    argv = ["--config", str(saved), *alone, *flags]
     was = read_unjudged(["--config", str(saved)])[0]
-    _same_updates(was, config)
+    if was.model.is_foreign:
+        raise ConfigError(f"--load={run}: a run of --model-module; only those of megalite's own models are replayed")
+    _same_updates(was, read_unjudged(argv)[0])  # before the rules, which know nothing of the run, judge the flags
+    config = parse(argv, world_size=place.size if place.launcher else None)
     parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel
     training = replace(config.training, eval_iters=0, skip_train=False, exit_interval=None)
     from megalite.checkpoint import committed, read_manifest, step_of
@@ -116,6 +117,35 @@ def _same_updates(was: Config, now: Config) -> None:
             f"--pipeline-model-parallel-size={after.pipeline_model_parallel_size}: the run had "
             f"{before.pipeline_model_parallel_size}, and {before.schedule}'s delay is the number of stages; "
             f"give --pipeline-model-parallel-size {before.pipeline_model_parallel_size}"
+        )
+    if was.optimizer.offload.delayed_parameter_update != now.optimizer.offload.delayed_parameter_update:
+        flag = "--delayed-parameter-update"
+        one, other = (
+            ("with", f"--no-{flag[2:]}") if was.optimizer.offload.delayed_parameter_update else ("without", flag)
+        )
+        raise ConfigError(f"{other}: the run was {one} {flag}, which decides of which weights gradients are; drop it")
+    if has_delay(was):
+        _same_correction(was, now)
+
+
+def _same_correction(was: Config, now: Config) -> None:
+    flushed = was.parallel.pipeline_flush_steps
+    if flushed != now.parallel.pipeline_flush_steps:
+        raise ConfigError(
+            f"--pipeline-flush-steps={now.parallel.pipeline_flush_steps}: the run had {flushed}, and its other "
+            f"iterations have a delay; give --pipeline-flush-steps {flushed}"
+        )
+    before, after = was.staleness, now.staleness
+    if before.method != after.method:
+        raise ConfigError(
+            f"--staleness-correction={after.method}: gradients would be of other weights than in the run, which had "
+            f"{before.method}; give --staleness-correction {before.method}"
+        )
+    if before.lookahead != after.lookahead:
+        then, here = (" ".join(dict.fromkeys(f"{steps:g}" for steps in one.lookahead)) for one in (before, after))
+        raise ConfigError(
+            f"--staleness-lookahead={here}: gradients would be of other weights than in the run, which had {then}; "
+            f"give --staleness-lookahead {then}"
         )
 
 

@@ -125,10 +125,53 @@ def test_wrong_numbers_and_wrong_hardware_are_told_apart(spiked: tuple[Path, int
     )
 
 
-def test_updates_by_other_rules_are_refused(spiked: tuple[Path, int], capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--load", str(spiked[0]), "--iteration", "9", "--pipeline-schedule", "2bw"]
-    assert replay.main(flags) == 2
-    assert "updates by other rules than the run's 1f1b; give --pipeline-schedule 1f1b" in capsys.readouterr().err
+def as_if_it_had(run: Path, home: Path, **settings: object) -> Path:
+    """A copy of a run whose configurations say something else, as if it had been trained so."""
+    shutil.copytree(run, home)
+    for path in home.glob("**/config.yaml"):
+        text = path.read_text()
+        for name, value in settings.items():
+            text, count = re.subn(rf"(?m)^  {name}: .*", f"  {name}: {value}", text)
+            assert count == 1, name
+        path.write_text(text)
+    return home
+
+
+TWO_STAGES = {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": "true", "clip_grad": 0.0}
+BW = {**TWO_STAGES, "pipeline_schedule": "2bw"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "line"),
+    [
+        ({}, "--pipeline-schedule 2bw", "updates by other rules than the run's 1f1b; give --pipeline-schedule 1f1b"),
+        ({}, "--delayed-parameter-update", "--delayed-parameter-update: the run was without --delayed"),
+        (
+            {"delayed_parameter_update": "true"},
+            "--no-delayed-parameter-update",
+            "--no-delayed-parameter-update: the run was with --delayed-parameter-update, .*; drop it",
+        ),
+        (
+            BW,
+            "--pipeline-flush-steps 10",
+            "--pipeline-flush-steps=10: the run had 0, .*; give --pipeline-flush-steps 0",
+        ),
+        (BW, "--staleness-correction none", "--staleness-correction=none: .* which had predict; give .* predict"),
+        (BW, "--staleness-correction error-feedback", "--staleness-correction=error-feedback: .* had predict; give"),
+        (BW, "--staleness-lookahead 1", "--staleness-lookahead=1: .*, which had 2; give --staleness-lookahead 2"),
+        (
+            {**TWO_STAGES, "pipeline_schedule": "pipedream", "staleness_correction": "predict"},
+            "--nprocs 1 --pipeline-model-parallel-size 1",
+            "--pipeline-model-parallel-size=1: the run had 2, .*; give --pipeline-model-parallel-size 2",
+        ),
+    ],
+)
+def test_updates_by_other_rules_are_refused(
+    settings: dict[str, object], flags: str, line: str, spiked: tuple[Path, int], tmp_path: Path
+) -> None:
+    run = as_if_it_had(spiked[0], tmp_path / "run", **settings)
+    with pytest.raises(ConfigError, match=line):
+        replay.again(str(run), 9, flags.split(), LaunchEnvironment())
 
 
 @pytest.mark.parametrize(
@@ -145,13 +188,8 @@ def test_updates_by_other_rules_are_refused(spiked: tuple[Path, int], capsys: py
 def test_updates_of_other_samples_are_refused(
     schedule: str, flags: str, line: str | None, spiked: tuple[Path, int], tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(spiked[0], run)
-    text = (run / "config.yaml").read_text()
-    text, count = re.subn("pipeline_schedule: .*", f"pipeline_schedule: {schedule}", text)
-    assert count == 1
-    text = re.sub("clip_grad: .*", "clip_grad: 0.0", text) if schedule == "pipedream" else text
-    (run / "config.yaml").write_text(text)
+    settings = {"pipeline_schedule": schedule} | ({"clip_grad": 0.0} if schedule == "pipedream" else {})
+    run = as_if_it_had(spiked[0], tmp_path / "run", **settings)
     if line is None:
         replay.again(str(run), 9, flags.split(), LaunchEnvironment())
         return
