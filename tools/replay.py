@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +27,8 @@ from megalite.errors import ConfigError, MegaliteError
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
 from megalite.schedule import find_schedule
 
-CONFIG = "config.yaml"
+if TYPE_CHECKING:
+    from replay_history import History, Past
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,17 +54,17 @@ def _run(argv: list[str]) -> int:
     place = LaunchEnvironment()
     try:
         place = read_environment()
-        config, begin = again(args.load, args.iteration, rest, place)
+        config, past = again(args.load, args.iteration, rest, place)
     except MegaliteError as error:
         if place.rank == 0:
             print_error(error)
         return error.exit_code
-    from replay_pass import Replay  # torch comes with it: not before the flags are known to be right
+    from replay_pass import Replay
 
     with tempfile.TemporaryDirectory(prefix="megalite-replay-") as folder:
         verdict = Path(folder) / "verdict"
         passes = 1 if args.once else 2
-        body = Replay(Path(args.load), args.iteration, begin, documents=args.documents, passes=passes, verdict=verdict)
+        body = Replay(past, documents=args.documents, passes=passes, verdict=verdict)
         status = launch(config, body, place)
         if status == 0 and verdict.is_file():
             code, _, text = verdict.read_text().partition(" ")
@@ -71,36 +73,66 @@ def _run(argv: list[str]) -> int:
     return status
 
 
-def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) -> tuple[Config, int]:
-    """The run's configuration as it is to be replayed, and the iteration of the checkpoint that it continues from."""
-    saved = Path(run) / CONFIG
-    if not saved.is_file():
+def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) -> tuple[Config, Past]:
+    """The configuration that the run had at the iteration, as it is to be replayed, and what is known of the run."""
+    from replay_history import CONFIG, History
+
+    if not (Path(run) / CONFIG).is_file():
         raise ConfigError(f"--load={run}: no {CONFIG} in it; give the directory that a run was saved to (--save)")
+    history = History.read(Path(run), iteration)
     alone = ["--nprocs", "1"] if place.launcher else []
-    argv = ["--config", str(saved), *alone, *flags]
-    was = read_unjudged(["--config", str(saved)])[0]
+    as_it_was = ["--config", str(history.config_file())]
+    was, argv = read_unjudged(as_it_was)[0], [*as_it_was, *alone, *flags]
     if was.model.is_foreign:
         raise ConfigError(f"--load={run}: a run of --model-module; only those of megalite's own models are replayed")
     _same_updates(was, read_unjudged(argv)[0])  # before the rules, which know nothing of the run, judge the flags
     config = parse(argv, world_size=place.size if place.launcher else None)
-    parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel
-    training = replace(config.training, eval_iters=0, skip_train=False, exit_interval=None)
-    from megalite.checkpoint import committed, read_manifest, step_of
-
-    saves = committed(run)
-    before = [step for step in map(step_of, saves) if step < iteration]
-    settings = replace(config.checkpoint, save=None, auto_resume=False, async_save=False)
-    if before:
-        settings = replace(settings, load=run, ckpt_step=max(before), finetune=False, load_optim=True)
-    config = replace(config, parallel=parallel, training=training, checkpoint=settings)
-    world_size = place.size if place.launcher else (parallel.nprocs or 1)
-    ranks = was.parallel.nprocs or (read_manifest(saves[-1]).world_size if saves else None)
-    if ranks is not None:  # a run from a launcher that has saved nothing does not say how many it had
+    world_size = place.size if place.launcher else (config.parallel.nprocs or 1)
+    ranks = was.parallel.nprocs or history.ranks()
+    if ranks is not None:  # a run from a launcher that has saved and logged nothing does not say how many it had
         _same_samples(was, ranks, config, world_size)
     total = config.train_iterations(world_size)
     if iteration > total:
         raise ConfigError(f"--iteration={iteration}: the run has {total} iterations (--train-iters)")
-    return config, max(before, default=0)
+    other_data = config.checkpoint.allow_data_change and not was.checkpoint.allow_data_change
+    config = _reading_only(config, history, other_data, place)
+    if history.before is not None:
+        config = _with_schedules(was, config, history)
+    return config, history.past(other_data)
+
+
+def _reading_only(config: Config, history: History, other_data: bool, place: LaunchEnvironment) -> Config:
+    """A run that writes nothing and begins with the checkpoint before the iteration, as the run's own process did."""
+    settings, run = replace(config.checkpoint, save=None, auto_resume=False, async_save=False), history.run.resolve()
+    if history.before is not None:
+        # what a process was told of the checkpoint that it began with does not hold of those that it saved
+        began = any(leg.begin == history.begin for leg in history.legs)
+        settings = replace(
+            settings,
+            load=str(history.run),
+            ckpt_step=history.begin,
+            finetune=False,
+            load_optim=settings.load_optim or not began,
+            allow_data_change=other_data or (settings.allow_data_change and began),
+        )
+    elif settings.load is not None and run in (Path(settings.load).resolve(), Path(settings.load).resolve().parent):
+        settings = replace(settings, load=None, ckpt_step=None)  # the first process found nothing there yet
+    parallel = replace(config.parallel, nprocs=None) if place.launcher else config.parallel
+    training = replace(config.training, eval_iters=0, skip_train=False, exit_interval=None)
+    return replace(config, parallel=parallel, training=training, checkpoint=settings)
+
+
+def _with_schedules(was: Config, config: Config, history: History) -> Config:
+    """Learning rate and weight decay as in the process that computed the iteration, which may have begun with the
+    checkpoint and other flags; where flags are the user's, the schedules' own rules judge."""
+    settings = config.checkpoint.schedules
+    if settings.override_opt_param_scheduler or settings.use_checkpoint_opt_param_scheduler:
+        return config
+    if not history.keeps_schedules():
+        settings = replace(settings, override_opt_param_scheduler=True)
+    elif config.optimizer == was.optimizer:
+        settings = replace(settings, use_checkpoint_opt_param_scheduler=True)
+    return replace(config, checkpoint=replace(config.checkpoint, schedules=settings))
 
 
 def _same_updates(was: Config, now: Config) -> None:
@@ -120,10 +152,10 @@ def _same_updates(was: Config, now: Config) -> None:
         )
     if was.optimizer.offload.delayed_parameter_update != now.optimizer.offload.delayed_parameter_update:
         flag = "--delayed-parameter-update"
-        one, other = (
+        had, typed = (
             ("with", f"--no-{flag[2:]}") if was.optimizer.offload.delayed_parameter_update else ("without", flag)
         )
-        raise ConfigError(f"{other}: the run was {one} {flag}, which decides of which weights gradients are; drop it")
+        raise ConfigError(f"{typed}: the run was {had} {flag}, which decides of which weights gradients are; drop it")
     if has_delay(was):
         _same_correction(was, now)
 

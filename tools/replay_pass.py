@@ -7,22 +7,33 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from megalite.checkpoint import committed, step_of
+from megalite.checkpoint import committed, read_manifest, step_of
 from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, LoggingConfig
-from megalite.observe import METRICS_FILE, Record, read_metrics
+from megalite.data import survey_differences
+from megalite.errors import CheckpointError, DataError
+from megalite.observe import Record
 from megalite.planner import describe_layout
 from megalite.train import OpenRun, open_run
 from preflight import Digests, Seen
 from replay_documents import DocumentLoss, TokenLosses, middle_of, outstanding
+from replay_history import Past
 
 CLOSE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 """How far numbers may be from the run's, relative: another layout rounds at other places."""
 
-Numbers = tuple[float, float | None]
+
+class Numbers(NamedTuple):
+    """Of one iteration. loss: None where nothing was computed. counts: whether an update was made, or else means leave
+    it out."""
+
+    loss: float | None
+    norm: float | None
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -39,12 +50,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class Replay:
-    """What every rank runs. begin: iterations of the checkpoint that it continues from. verdict: the file that the
-    first rank writes the verdict to, with the exit status that goes with it before it."""
+    """What every rank runs. verdict: the file that the first rank writes the verdict to, with the exit status that goes
+    with it before it."""
 
-    run: Path
-    iteration: int
-    begin: int
+    past: Past
     documents: int
     passes: int
     verdict: Path
@@ -54,45 +63,63 @@ class Replay:
         config = replace(config, logging=LoggingConfig())
         if world.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
-        logged = read_log(self.run)
-        end = next((one["iteration"] for one in logged if one["iteration"] >= self.iteration), self.iteration)
-        found = [self._pass(config, world, end) for _ in range(self.passes)]
+        past = self.past
+        found = [self._pass(config, world) for _ in range(self.passes)]
         trouble = self._hardware(found)
         if trouble is None:
-            trouble = numbers_apart(found[0].numbers, logged, self.begin, CLOSE[config.training.precision.name])
+            trouble = numbers_apart(found[0].numbers, past.lines, CLOSE[config.training.precision.name])
         if trouble is None and found[0].tensors:
-            trouble = f"numbers: {found[0].tensors[0]} is not what the run's checkpoint of iteration {end} holds"
+            trouble = f"numbers: {found[0].tensors[0]} is not what the run's checkpoint of iteration {past.end} holds"
         if world.is_first:
-            print("\n".join(self._account(found[0], config, world, logged)), flush=True)
-            self.verdict.write_text(f"1 {trouble}" if trouble is not None else f"0 {self._verdict(found[0], logged)}")
+            print("\n".join(self._account(found[0], config, world)), flush=True)
+            self.verdict.write_text(f"1 {trouble}" if trouble is not None else f"0 {self._verdict(found[0])}")
         return 0
 
-    def _pass(self, config: Config, world: World, end: int) -> Pass:
+    def _pass(self, config: Config, world: World) -> Pass:
+        past = self.past
         numbers: dict[int, Numbers] = {}
         seen: list[Seen] = []
         documents: list[DocumentLoss] = []
         with open_run(config, world) as run:
             trainer = run.trainer
-            while trainer.iteration < end:
-                looked_at = trainer.iteration + 1 == self.iteration
+            self._check_start(run)
+            while trainer.iteration < past.end:
+                looked_at = trainer.iteration + 1 == past.iteration
                 watch, losses = (Digests(run), TokenLosses(run)) if looked_at else (None, None)
                 # a pipeline that never drains must not begin the batch before it is watched
-                stats = trainer.train_step(drain=trainer.iteration + 1 in (end, self.iteration - 1, self.iteration))
+                stats = trainer.train_step(
+                    drain=trainer.iteration + 1 in (past.end, past.iteration - 1, past.iteration)
+                )
                 norm = None if stats.grad_norm is None else float(stats.grad_norm)
-                if stats.lm_loss is not None:
-                    numbers[stats.iteration] = float(stats.lm_loss), norm
+                loss = None if stats.lm_loss is None else float(stats.lm_loss)
+                numbers[stats.iteration] = Numbers(loss, norm, loss is not None and not bool(stats.skipped))
                 if watch is not None and losses is not None:
                     watch.after_step(stats.iteration, norm)
                     seen, documents = list(watch.seen), losses.gather()
-            tensors = other_tensors(run, self.run, end, CLOSE[config.training.precision.name])
+            tensors = other_tensors(run, past.run, past.end, CLOSE[config.training.precision.name])
         return Pass(numbers, seen, documents, tensors, trainer.mesh.world)
+
+    def _check_start(self, run: OpenRun) -> None:
+        """Raises DataError where the data are not the run's, CheckpointError where it begins too late."""
+        past, begin = self.past, run.trainer.iteration
+        if begin >= past.iteration:
+            load = run.state.config.checkpoint.load
+            raise CheckpointError(f"--iteration={past.iteration}: --load={load} is at iteration {begin} by now")
+        if past.witness is None:
+            return
+        found = survey_differences(read_manifest(past.witness).meta.get("data", {}), run.state.datasets.surveys)
+        if found:
+            raise DataError(
+                f"{'; '.join(found)}: not the data that the run had at iteration {past.iteration}; give it those"
+            )
 
     def _hardware(self, found: Sequence[Pass]) -> str | None:
         """The first thing that a rank computed otherwise the second time. Collective."""
         if len(found) < 2:
             return None
         first, second = found[0].numbers, found[1].numbers
-        early = next((i for i in first if i < self.iteration and first[i] != second[i]), None)
+        # as texts: what is not a number is not equal to itself
+        early = next((i for i in first if i < self.past.iteration and str(first[i]) != str(second[i])), None)
         if early is not None:
             return f"hardware: a second pass differs: loss or gradient norm of iteration {early}, on the way"
         pairs = zip(found[0].seen, found[1].seen, strict=True)
@@ -105,15 +132,16 @@ class Replay:
         ranks = f"rank {rank}" + (f" (and {len(odd) - 1} more)" if len(odd) > 1 else "")
         return f"hardware: a second pass differs: iteration {one.step}, {one.action}, {one.what}, on {ranks}"
 
-    def _account(self, one: Pass, config: Config, world: World, logged: Sequence[Record]) -> list[str]:
-        lines = [f"iteration {self.iteration} of {self.run} again, from iteration {self.begin}, on "
+    def _account(self, one: Pass, config: Config, world: World) -> list[str]:
+        past, begin = self.past, min(one.numbers) - 1
+        lines = [f"iteration {past.iteration} of {past.run} again, from iteration {begin}, on "
                  f"{describe_layout(config, world.size)}"]  # fmt: skip
-        by_iteration = {record["iteration"]: record for record in logged}
+        by_iteration = {record["iteration"]: record for record in past.lines}
         lines.append(f"{'iteration':>9}  {'lm_loss':>10}  {'grad_norm':>10}   metrics.jsonl")
-        for iteration, (loss, norm) in list(one.numbers.items())[-8:]:
+        for iteration, (loss, norm, _) in list(one.numbers.items())[-8:]:
             record = by_iteration.get(iteration)
             theirs = "" if record is None else f"{shown(record['lm_loss'])}  {shown(record['grad_norm'])}"
-            mark = " <" if iteration == self.iteration else ""
+            mark = " <" if iteration == past.iteration else ""
             lines.append(f"{iteration:>9}  {shown(loss)}  {shown(norm)}   {theirs}{mark}")
         middle = middle_of(one.documents)
         documents = "1 document" if len(one.documents) == 1 else f"{len(one.documents)} documents"
@@ -124,9 +152,9 @@ class Replay:
         ]
         return lines
 
-    def _verdict(self, one: Pass, logged: Sequence[Record]) -> str:
+    def _verdict(self, one: Pass) -> str:
         dear = outstanding(one.documents)
-        same = "the numbers are the run's" if logged else "metrics.jsonl has no line to compare with"
+        same = "the numbers are the run's" if self.past.lines else "metrics.jsonl has no line to compare with"
         twice = ", a second pass computed the same bits" if self.passes > 1 else ""
         if not dear:
             return f"{same}{twice}; no document stands out"
@@ -142,34 +170,29 @@ def shown(number: float | None) -> str:
     return f"{'-':>10}" if number is None else f"{number:10.5f}"
 
 
-def read_log(run: Path) -> list[Record]:
-    """The training lines of the run's metrics, by iteration; empty where it has none."""
-    path = run / METRICS_FILE
-    records = read_metrics(path) if path.is_file() else []
-    return sorted((one for one in records if one.get("kind") == "train"), key=lambda one: one["iteration"])
-
-
-def numbers_apart(numbers: Mapping[int, Numbers], logged: Sequence[Record], begin: int, close: float) -> str | None:
-    """The first metric that is not the run's. A line holds the mean loss since the one before."""
-    last = 0
+def numbers_apart(numbers: Mapping[int, Numbers], logged: Sequence[Record], close: float) -> str | None:
+    """The first metric that is not the run's."""
     for record in logged:
         iteration = record["iteration"]
-        if iteration <= begin:
-            last = iteration
-            continue
-        losses = [numbers[i][0] for i in range(last + 1, iteration + 1) if i in numbers]
-        whole = len(losses) == iteration - last
-        last = iteration
         if iteration not in numbers:
-            break
-        mean = sum(losses) / len(losses) if whole and losses else None
-        for name, mine in (("lm_loss", mean), ("grad_norm", numbers[iteration][1])):
-            theirs = record.get(name)
+            continue
+        for name, mine in (("lm_loss", mean_loss(numbers, record)), ("grad_norm", numbers[iteration].norm)):
+            theirs = record[name]
             if mine is None or theirs is None:
                 continue
             if not abs(mine - theirs) <= close * max(1.0, abs(theirs)):
                 return f"numbers: {name} of iteration {iteration} is {mine:.7g}, metrics.jsonl has {theirs:.7g}"
     return None
+
+
+def mean_loss(numbers: Mapping[int, Numbers], record: Record) -> float | None:
+    """Of the iterations that a line is the mean of, which a resumed process has begun in the middle of an interval;
+    None where some of them were not computed here."""
+    last, count = record["iteration"], record.get("iterations")
+    if type(count) is not int or not all(i in numbers for i in range(last - count + 1, last + 1)):
+        return None
+    losses = [one.loss for one in (numbers[last - i] for i in range(count)) if one.counts and one.loss is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def other_tensors(run: OpenRun, directory: Path, iteration: int, close: float) -> list[str]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,11 +17,14 @@ from cli.test_preflight import wrong_weight_gradient
 
 import replay
 from megalite.comm import World
+from megalite.config import parse
 from megalite.data import IndexedWriter
 from megalite.errors import ConfigError
 from megalite.launch import LaunchEnvironment
-from megalite.testing import run_single
-from replay_pass import Replay
+from megalite.testing import RanksFailed, run_single
+from megalite.train import run_training
+from replay_history import History, legs_and_lines
+from replay_pass import Numbers, Replay, mean_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = (25, 90, 155, 210)
@@ -89,9 +93,9 @@ def test_a_run_with_delay_is_replayed_with_its_delay(schedule: str, tmp_path: Pa
     assert done.stdout.splitlines()[-1].startswith("verdict: the numbers are the run's")
 
 
-def replayed(world: World, directory: str, iteration: int, spoil: bool, verdict: str) -> str:
+def replayed(world: World, directory: str, iteration: int, spoil: bool, verdict: str, flags: Sequence[str] = ()) -> str:
     """The verdict, in this process; to spoil is to make a second pass with a flipped bit in a weight gradient."""
-    config, begin = replay.again(directory, iteration, [], LaunchEnvironment())
+    config, past = replay.again(directory, iteration, [*flags], LaunchEnvironment())
     right, passes = Replay._pass, iter(range(2))
 
     def one_pass(self: Replay, *args: object) -> object:
@@ -102,7 +106,7 @@ def replayed(world: World, directory: str, iteration: int, spoil: bool, verdict:
             return right(self, *args)
 
     with patch.object(Replay, "_pass", one_pass):
-        Replay(Path(directory), iteration, begin, 3, 1 + spoil, Path(verdict))(config, world)
+        Replay(past, 3, 1 + spoil, Path(verdict))(config, world)
     return Path(verdict).read_text()
 
 
@@ -126,14 +130,13 @@ def test_wrong_numbers_and_wrong_hardware_are_told_apart(spiked: tuple[Path, int
 
 
 def as_if_it_had(run: Path, home: Path, **settings: object) -> Path:
-    """A copy of a run whose configurations say something else, as if it had been trained so."""
-    shutil.copytree(run, home)
-    for path in home.glob("**/config.yaml"):
-        text = path.read_text()
-        for name, value in settings.items():
-            text, count = re.subn(rf"(?m)^  {name}: .*", f"  {name}: {value}", text)
-            assert count == 1, name
-        path.write_text(text)
+    """A copy of a run that has saved nothing and whose config.yaml says something else."""
+    shutil.copytree(run, home, ignore=shutil.ignore_patterns("iter_*"))
+    text = (home / "config.yaml").read_text()
+    for name, value in settings.items():
+        text, count = re.subn(rf"(?m)^  {name}: .*", f"  {name}: {value}", text)
+        assert count == 1, name
+    (home / "config.yaml").write_text(text)
     return home
 
 
@@ -208,3 +211,83 @@ def test_updates_of_other_samples_are_refused(
 def test_mistakes_get_one_line(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main(flags) == 2
     assert line in capsys.readouterr().err
+
+
+def went_on(world: World, flags: list[str], more: list[str], spoil_log: str) -> None:
+    """A run that stops after four iterations, and goes on with more flags; its fourth line is lost."""
+    run_training(parse([*flags, "--exit-interval", "4"]), world)
+    log = Path(spoil_log)
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"train", "iteration": 4' not in line))
+    run_training(parse([*flags, "--auto-resume", *more]), world)
+
+
+def test_iterations_are_replayed_with_the_flags_that_they_had(spiked: tuple[Path, int], tmp_path: Path) -> None:
+    """Lines of means over what a process has done of an interval, and another rate from the first checkpoint on."""
+    flags = (" ".join(MODEL) + f" --data-path {spiked[0].parent / 'corpus'} --save {tmp_path / 'run'}").split()
+    flags += "--train-iters 8 --log-interval 3 --save-interval 4 --data-cache-path".split() + [str(tmp_path / "c")]
+    more = ["--lr", "1e-3", "--override-opt-param-scheduler"]
+    run_single(went_on, flags, more, str(tmp_path / "run" / "metrics.jsonl"))
+    for iteration in (2, 5):
+        verdict = run_single(replayed, str(tmp_path / "run"), iteration, False, str(tmp_path / "verdict"))
+        assert verdict.startswith("0 the numbers are the run's"), verdict
+    means = {(2, 3): 3, (5, 6): 2}  # the line that an iteration is in -> how many iterations it is the mean of
+    for (iteration, end), count in means.items():
+        _, past = replay.again(str(tmp_path / "run"), iteration, [], LaunchEnvironment())
+        assert (past.end, past.lines[-1]["iteration"], past.lines[-1]["iterations"]) == (end, end, count)
+
+
+def test_data_are_compared_before_the_first_checkpoint_too(spiked: tuple[Path, int], tmp_path: Path) -> None:
+    with IndexedWriter(str(tmp_path / "other"), dtype=np.dtype(np.uint16)) as writer:
+        for document in range(240):
+            writer.add_document(((document + np.arange(17)) % 31).astype(np.uint16))
+    directory, flags = str(spiked[0]), ["--data-path", str(tmp_path / "other")]
+    line = r"DataError: --data-path=.*other: .* other tokens, .*: not the data that the run had at iteration 3"
+    with pytest.raises(RanksFailed, match=line):
+        run_single(replayed, directory, 3, False, str(tmp_path / "verdict"), flags)
+
+
+@pytest.mark.parametrize(
+    ("log", "saves", "iteration", "source"),
+    [
+        ("s0 1 2 3 4", [2, 4], 1, 2),
+        ("s0 1 2 3 4", [2], 3, None),
+        ("s0 1 2 s2:lr 3 4", [2, 4], 1, 2),
+        ("s0 1 2 s2:lr 3 4", [2, 4], 3, 4),
+        ("s0 1 2 s2:layout: 3 4", [4], 1, 4),
+        ("s0 1 2 3 4 s2:lr 3 4 s6:lr 7 8", [2, 4, 8], 4, 4),
+        ("s0 1 2 s2 3 4 s4:lr 5 6 7 8", [2, 8], 3, 2),  # 4, which began it, is gone
+        ("s0 1 2 s2 3 4 s4:lr 5 6 7 8", [2, 8], 5, "from iteration 4 on the run had another lr, .* after 8"),
+        ("s0 1 2 s2:lr 3 4 s4:lr 5 6 7 8", [2, 8], 3, "from iteration 4 on"),
+        ("s0 1 2 s2:lr 3 4", [], 3, "from iteration 2 on the run had another lr, .* choose an iteration up to 2"),
+    ],
+)
+def test_whose_flags_an_iteration_had(log: str, saves: list[int], iteration: int, source: int | str | None) -> None:
+    records = []
+    for word in log.split():
+        begin, _, changed = word.removeprefix("s").partition(":")
+        kind = {"kind": "start", "changed": {changed: []} if changed else {}} if word[0] == "s" else {"kind": "train"}
+        records.append({**kind, "iteration": int(begin)})
+    paths = [Path("run") / f"iter_{step:07d}" for step in saves]
+    history = History(Path("run"), iteration, paths, *legs_and_lines(records))
+    if isinstance(source, str):
+        with pytest.raises(ConfigError, match=source):
+            history.source()
+    else:
+        assert history.source() == (None if source is None else Path("run") / f"iter_{source:07d}")
+
+
+def test_what_a_process_has_computed_again_holds() -> None:
+    records = [
+        {"kind": kind, "iteration": iteration, "of": number}
+        for number, (begin, lines) in enumerate([(0, (5, 10, 15, 20)), (8, (12, 16))])
+        for kind, iteration in [("start", begin), *(("train", line) for line in lines)]
+    ]
+    _, lines = legs_and_lines(records)
+    assert [(line["iteration"], line["of"]) for line in lines] == [(5, 0), (12, 1), (16, 1), (20, 0)]
+
+
+def test_means_leave_out_what_was_skipped_or_not_computed() -> None:
+    numbers = {at: Numbers(float(at), None, counts=at != 5) for at in range(3, 7)}
+    assert mean_loss(numbers, {"iteration": 6, "iterations": 3}) == 5.0  # of 4 and 6
+    assert mean_loss(numbers, {"iteration": 6, "iterations": 5}) is None
+    assert mean_loss(numbers, {"iteration": 6}) is None
