@@ -6,7 +6,8 @@
 
 Prints loss and gradient norm of every iteration on the way beside those of metrics.jsonl, the dearest documents of the
 iteration, and a verdict: `data` (documents that stand out), `numbers` (the first metric or tensor that is not what the
-run had; exit status 1), `hardware` (a second pass computes other bits; exit status 1). Nothing is written.
+run had; exit status 1), `hardware` (a second pass computes other bits; exit status 1), or, at another layout,
+`rounding` (numbers drift apart as rounding can make them; exit status 3). Nothing is written.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def _run(argv: list[str]) -> int:
 
 def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) -> tuple[Config, Past]:
     """The configuration that the run had at the iteration, as it is to be replayed, and what is known of the run."""
+    from megalite.train import changes
     from replay_history import CONFIG, History
 
     if not (Path(run) / CONFIG).is_file():
@@ -95,10 +97,11 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
     if iteration > total:
         raise ConfigError(f"--iteration={iteration}: the run has {total} iterations (--train-iters)")
     other_data = config.checkpoint.allow_data_change and not was.checkpoint.allow_data_change
+    otherwise = changes(was, ranks or world_size, config, world_size)
     config = _reading_only(config, history, other_data, place)
     if history.before is not None:
         config = _with_schedules(was, config, history)
-    return config, history.past(other_data)
+    return config, history.past(other_data, otherwise)
 
 
 def _reading_only(config: Config, history: History, other_data: bool, place: LaunchEnvironment) -> Config:

@@ -42,7 +42,7 @@ class Leg:
 class Past:
     """What ranks need to know of it. begin, end: they compute the iterations between, `end` is the first that was
     logged from the one that is looked at. lines: what was logged of them. witness: the checkpoint whose data the run
-    must have, None where that is not to be looked at.
+    must have, None where that is not to be looked at. otherwise: what is not as in the run, and may round otherwise.
     """
 
     run: Path
@@ -51,6 +51,7 @@ class Past:
     end: int
     lines: Sequence[Record] = ()
     witness: Path | None = None
+    otherwise: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,14 @@ class History:
         one, other = (read_manifest(path).meta.get(SCHEDULES) for path in saves)
         return one == other
 
-    def past(self, other_data: bool) -> Past:
-        """other_data: data that are not the run's are wanted."""
+    def past(self, other_data: bool, otherwise: Iterable[str]) -> Past:
+        """other_data: data that are not the run's are wanted. otherwise: what else has changed."""
         lines = [line for line in self.lines if line["iteration"] > self.begin]
         end = next((line["iteration"] for line in lines if line["iteration"] >= self.iteration), self.iteration)
         lines = [line for line in lines if line["iteration"] <= end]
-        return Past(self.run, self.iteration, self.begin, end, lines, None if other_data else self.after)
+        names = [name for leg in self.between for name in leg.changed]  # the run itself was laid out in two ways
+        told = tuple(dict.fromkeys(name.rstrip(":") for name in (*otherwise, *names)))
+        return Past(self.run, self.iteration, self.begin, end, lines, None if other_data else self.after, told)
 
 
 def legs_and_lines(records: Iterable[Record]) -> tuple[list[Leg], list[Record]]:

@@ -25,6 +25,10 @@ from replay_history import Past
 
 CLOSE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 """How far numbers may be from the run's, relative: another layout rounds at other places."""
+AN_ITERATION, A_LINE = 100.0, 1000.0
+"""How many times as far apart another layout's rounding may bring numbers in an iteration, and between two lines."""
+NUMBERS, ROUNDING = 1, 3
+"""Exit statuses: what the run did not compute, and what rounding may have made of it."""
 
 
 class Numbers(NamedTuple):
@@ -66,13 +70,16 @@ class Replay:
         past = self.past
         found = [self._pass(config, world) for _ in range(self.passes)]
         trouble = self._hardware(found)
-        if trouble is None:
-            trouble = numbers_apart(found[0].numbers, past.lines, CLOSE[config.training.precision.name])
+        close = CLOSE[config.training.precision.name]
+        apart = numbers_apart(found[0].numbers, past.lines, close, otherwise=bool(past.otherwise))
+        if trouble is None and apart is not None and not apart.by_rounding:
+            trouble = f"numbers: {apart}"
         if trouble is None and found[0].tensors:
             trouble = f"numbers: {found[0].tensors[0]} is not what the run's checkpoint of iteration {past.end} holds"
         if world.is_first:
             print("\n".join(self._account(found[0], config, world)), flush=True)
-            self.verdict.write_text(f"1 {trouble}" if trouble is not None else f"0 {self._verdict(found[0])}")
+            status = NUMBERS if trouble is not None else ROUNDING if apart is not None else 0
+            self.verdict.write_text(f"{status} {trouble or self._verdict(found[0], apart)}")
         return 0
 
     def _pass(self, config: Config, world: World) -> Pass:
@@ -96,7 +103,9 @@ class Replay:
                 if watch is not None and losses is not None:
                     watch.after_step(stats.iteration, norm)
                     seen, documents = list(watch.seen), losses.gather()
-            tensors = other_tensors(run, past.run, past.end, CLOSE[config.training.precision.name])
+            # of a gradient that is nearly 0 an optimizer can make a whole step, and of its rounding another one
+            told = not past.otherwise or config.training.precision.name == "fp64"
+            tensors = other_tensors(run, past.run, past.end, CLOSE[config.training.precision.name]) if told else []
         return Pass(numbers, seen, documents, tensors, trainer.mesh.world)
 
     def _check_start(self, run: OpenRun) -> None:
@@ -152,12 +161,17 @@ class Replay:
         ]
         return lines
 
-    def _verdict(self, one: Pass) -> str:
+    def _verdict(self, one: Pass, apart: Apart | None) -> str:
         dear = outstanding(one.documents)
         same = "the numbers are the run's" if self.past.lines else "metrics.jsonl has no line to compare with"
+        if apart is not None:
+            same = (
+                f"{apart}: apart by {apart.by:.1g} from there on, which the rounding of another "
+                f"{' and another '.join(self.past.otherwise)} can do; replay as the run was laid out to tell"
+            )
         twice = ", a second pass computed the same bits" if self.passes > 1 else ""
         if not dear:
-            return f"{same}{twice}; no document stands out"
+            return f"{'rounding: ' if apart is not None else ''}{same}{twice}; no document stands out"
         by_source: dict[str, list[str]] = {}
         for document in dear[: self.documents]:
             by_source.setdefault(document.source, []).append(str(document.document))
@@ -170,19 +184,52 @@ def shown(number: float | None) -> str:
     return f"{'-':>10}" if number is None else f"{number:10.5f}"
 
 
-def numbers_apart(numbers: Mapping[int, Numbers], logged: Sequence[Record], close: float) -> str | None:
-    """The first metric that is not the run's."""
+@dataclass(frozen=True)
+class Apart:
+    """A metric that is not the run's: `by` how much, relative, and whether that can be rounding."""
+
+    name: str
+    iteration: int
+    mine: float
+    theirs: float
+    by_rounding: bool
+
+    @property
+    def by(self) -> float:
+        return abs(self.mine - self.theirs) / max(1.0, abs(self.theirs))
+
+    def __str__(self) -> str:
+        return f"{self.name} of iteration {self.iteration} is {self.mine:.9g}, metrics.jsonl has {self.theirs:.9g}"
+
+
+def numbers_apart(
+    numbers: Mapping[int, Numbers], logged: Sequence[Record], close: float, *, otherwise: bool
+) -> Apart | None:
+    """The first metric that is not the run's; where the layout is not, the first that no rounding explains, else the
+    first."""
+    found: Apart | None = None
+    worst, last = 0.0, min(numbers)
     for record in logged:
         iteration = record["iteration"]
         if iteration not in numbers:
             continue
+        bound = drift(iteration - last, worst, close) if otherwise else close
         for name, mine in (("lm_loss", mean_loss(numbers, record)), ("grad_norm", numbers[iteration].norm)):
             theirs = record[name]
             if mine is None or theirs is None:
                 continue
-            if not abs(mine - theirs) <= close * max(1.0, abs(theirs)):
-                return f"numbers: {name} of iteration {iteration} is {mine:.7g}, metrics.jsonl has {theirs:.7g}"
-    return None
+            one = Apart(name, iteration, mine, theirs, by_rounding=True)
+            if not one.by <= bound:
+                return replace(one, by_rounding=False)
+            found = found or (one if one.by > close else None)
+            worst = max(worst, one.by)
+        last = iteration
+    return found
+
+
+def drift(iterations: int, worst: float, close: float) -> float:
+    """How far apart rounding can be so many iterations after numbers that were apart by `worst` at most."""
+    return (1.0, AN_ITERATION, A_LINE)[min(iterations, 2)] * max(worst, close)
 
 
 def mean_loss(numbers: Mapping[int, Numbers], record: Record) -> float | None:

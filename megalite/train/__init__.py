@@ -25,6 +25,7 @@ same bits (`tests/faults`).
 from megalite.train.build import build_model, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
 from megalite.train.programs import ProgramCache
+from megalite.train.resume_report import changes
 from megalite.train.run import OpenRun, make_mesh, open_run, run_training
 from megalite.train.run_data import open_datasets, resolve_tokenizer
 from megalite.train.starting_point import config_of, load_model, offer_of

@@ -21,10 +21,11 @@ from megalite.config import parse
 from megalite.data import IndexedWriter
 from megalite.errors import ConfigError
 from megalite.launch import LaunchEnvironment
+from megalite.observe import Record
 from megalite.testing import RanksFailed, run_single
 from megalite.train import run_training
 from replay_history import History, legs_and_lines
-from replay_pass import Numbers, Replay, mean_loss
+from replay_pass import Numbers, Replay, mean_loss, numbers_apart
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = (25, 90, 155, 210)
@@ -286,8 +287,52 @@ def test_what_a_process_has_computed_again_holds() -> None:
     assert [(line["iteration"], line["of"]) for line in lines] == [(5, 0), (12, 1), (16, 1), (20, 0)]
 
 
+def logged(*lines: tuple[int, float, float]) -> list[Record]:
+    return [{"iteration": at, "iterations": 1, "lm_loss": loss, "grad_norm": norm} for at, loss, norm in lines]
+
+
+@pytest.mark.parametrize(
+    ("mine", "otherwise", "found"),
+    [
+        ({1: 3.0, 2: 3.0}, True, None),
+        ({1: 3.00001, 2: 3.00002}, True, None),
+        ({1: 3.001, 2: 3.0}, True, (1, False)),  # weights are the checkpoint's: nothing has grown yet
+        ({1: 3.0, 2: 3.003}, True, (2, True)),
+        ({1: 3.0, 2: 3.003}, False, (2, False)),
+        ({1: 3.0, 2: 3.3}, True, (2, False)),
+        ({1: 3.0, 2: 3.003, 3: 3.3}, True, (2, True)),
+        ({1: 3.0, 2: 3.0, 3: 3.003, 4: 9.0}, True, (4, False)),
+        ({1: 3.0, 2: float("nan")}, True, (2, False)),
+    ],
+)
+def test_rounding_grows_and_does_not_jump(
+    mine: dict[int, float], otherwise: bool, found: tuple[int, bool] | None
+) -> None:
+    numbers = {at: Numbers(loss, 1.0) for at, loss in mine.items()}
+    apart = numbers_apart(numbers, logged(*((at, 3.0, 1.0) for at in mine)), 1e-4, otherwise=otherwise)
+    assert (None if apart is None else (apart.iteration, apart.by_rounding)) == found
+
+
 def test_means_leave_out_what_was_skipped_or_not_computed() -> None:
     numbers = {at: Numbers(float(at), None, counts=at != 5) for at in range(3, 7)}
     assert mean_loss(numbers, {"iteration": 6, "iterations": 3}) == 5.0  # of 4 and 6
     assert mean_loss(numbers, {"iteration": 6, "iterations": 5}) is None
     assert mean_loss(numbers, {"iteration": 6}) is None
+
+
+def test_another_layouts_rounding_has_a_verdict_of_its_own(spiked: tuple[Path, int], tmp_path: Path) -> None:
+    """The log of a run whose norm is off by what rounding may have made of it, replayed at another micro-batch size."""
+    shutil.copytree(spiked[0], tmp_path / "run")
+    log = tmp_path / "run" / "metrics.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "train" and record["iteration"] == 9:
+            record["grad_norm"] += 5e-8
+    log.write_text("\n".join(map(json.dumps, records)) + "\n")
+    told = ": apart by .*, which the rounding of another --micro-batch-size can do; replay as the run was laid out"
+    for flags, pattern in (
+        (["--micro-batch-size", "4"], f"3 data: document 90 .*; grad_norm of iteration 9 is .*{told}"),
+        ([], "1 numbers: grad_norm of iteration 9 is "),
+    ):
+        verdict = run_single(replayed, str(tmp_path / "run"), 9, False, str(tmp_path / "verdict"), flags)
+        assert re.match(pattern, verdict), verdict
