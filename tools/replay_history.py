@@ -142,7 +142,10 @@ class History:
 
     def past(self, other_data: bool, otherwise: Iterable[str]) -> Past:
         """other_data: data that are not the run's are wanted. otherwise: what else has changed."""
+        # where the next process had something otherwise, the way ends
+        stop = min((leg.begin for leg in self.legs if leg.changed and leg.begin >= self.iteration), default=None)
         lines = [line for line in self.lines if line["iteration"] > self.begin]
+        lines = [line for line in lines if stop is None or line["iteration"] <= stop]
         end = next((line["iteration"] for line in lines if line["iteration"] >= self.iteration), self.iteration)
         lines = [line for line in lines if line["iteration"] <= end]
         names = [name for leg in self.between for name in leg.changed]  # the run itself was laid out in two ways

@@ -215,7 +215,7 @@ def test_mistakes_get_one_line(flags: list[str], line: str, capsys: pytest.Captu
 
 
 def went_on(world: World, flags: list[str], more: list[str], spoil_log: str) -> None:
-    """A run that stops after four iterations, and goes on with more flags; its fourth line is lost."""
+    """A run that stops after four iterations, and continues with more flags; its fourth line is lost."""
     run_training(parse([*flags, "--exit-interval", "4"]), world)
     log = Path(spoil_log)
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"train", "iteration": 4' not in line))
@@ -228,9 +228,11 @@ def test_iterations_are_replayed_with_the_flags_that_they_had(spiked: tuple[Path
     flags += "--train-iters 8 --log-interval 3 --save-interval 4 --data-cache-path".split() + [str(tmp_path / "c")]
     more = ["--lr", "1e-3", "--override-opt-param-scheduler"]
     run_single(went_on, flags, more, str(tmp_path / "run" / "metrics.jsonl"))
-    for iteration in (2, 5):
+    for iteration in (2, 4, 5):
         verdict = run_single(replayed, str(tmp_path / "run"), iteration, False, str(tmp_path / "verdict"))
         assert verdict.startswith("0 the numbers are the run's"), verdict
+    _, past = replay.again(str(tmp_path / "run"), 4, [], LaunchEnvironment())
+    assert past.end == 4  # not 6, the next line: from 4 on the rate is another
     means = {(2, 3): 3, (5, 6): 2}  # the line that an iteration is in -> how many iterations it is the mean of
     for (iteration, end), count in means.items():
         _, past = replay.again(str(tmp_path / "run"), iteration, [], LaunchEnvironment())
