@@ -274,7 +274,8 @@ def plot(args: argparse.Namespace) -> None:
     ]
     axes.barh(names, [above for _, above in shown], color=[colours.get(key[1], "#7f7f7f") for key, _ in shown])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("validation loss above the same optimizer's synchronous runs")
+    axes.set_xlabel("validation loss above that of synchronous runs")
+    axes.margins(y=0.01)
     axes.set_xscale("symlog", linthresh=0.02)  # what nothing is done about may be fifty times the rest
     axes.invert_yaxis()
     figure.tight_layout()
