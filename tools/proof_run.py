@@ -227,4 +227,5 @@ def apart(name: str, found: Trained, expected: Trained, against: str, close: flo
             worst = max(worst, error)
             if not error <= near * close:
                 return f"FAIL  in {name}: iteration {step}, {what}: {x:.6g} instead of {y:.6g} ({against})"
-    return f"  in {name}, against {against}: losses and norms within {worst:.1e}"
+    what = "losses and norms" if any(norm is not None for norm in expected[1]) else "losses"
+    return f"  in {name}, against {against}: {what} within {worst:.1e}"

@@ -147,6 +147,10 @@ def test_a_format_is_compared_at_what_its_digits_and_its_rule_allow() -> None:
     assert proof_run.apart("fp32", found, expected, "one rank", 1e-3).startswith("FAIL  in fp32: iteration 2, loss")
     assert proof_run.apart("fp32", found, expected, "one rank", 1e-2).endswith("against one rank: losses and norms "
                                                                               "within 2.5e-03")  # fmt: skip
+    without = ([4.0, 4.01], [None, None])
+    assert proof_run.apart("fp32", without, without, "two ranks", 1e-3).endswith(
+        "against two ranks: losses within 0.0e+00"
+    )
     skipped = ([4.0, 4.01], [None, None])
     assert "iteration 1 was skipped by one of" in proof_run.apart("fp32", skipped, expected, "one rank", 1.0)
 
