@@ -3,7 +3,8 @@
 On a GPU the measured number is the allocator's (`torch.cuda.max_memory_allocated`). A CPU has no such counter, and the
 resident memory of a process is mostly libraries; so the storages of all tensors are counted there, operator by
 operator, while the first steps run: what is alive before them is found once, what an operator returns is added, what
-dies is taken off. Scratch inside one operator is not seen.
+dies is taken off, and a storage that is resized (weights that come and go) counts as what it is then. Scratch inside
+one operator is not seen.
 """
 
 from __future__ import annotations
@@ -46,6 +47,25 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.now = 0
         self.peak = 0
+        self._resizes = ExitStack()
+
+    def __enter__(self) -> LiveBytes:
+        """Also listens to `UntypedStorage.resize_`, which is no operator."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._count(storage)
+            return result
+
+        entered: LiveBytes = super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+        setattr(torch.UntypedStorage, "resize_", resized)  # noqa: B010  an assignment mypy refuses
+        self._resizes.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        return entered
+
+    def __exit__(self, *raised: Any) -> None:
+        self._resizes.close()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's has no types
 
     def add_everything(self) -> None:
         """Takes note of the tensors that exist already, as far as Python knows them."""
@@ -60,17 +80,18 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            known = self._alive.get(key)
-            if known is not None and known[1] == size:
-                continue
-            if known is None:
-                known = (weakref.ref(storage, self._forget(key)), 0)
-            self._alive[key] = (known[0], size)  # a resized storage is the same one
-            self.now += size - known[1]
+            if tensor.device.type == "cpu" and tensor.layout == torch.strided:
+                self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._alive.get(key)
+        if storage.device.type != "cpu" or (known is not None and known[1] == size):
+            return
+        if known is None:
+            known = (weakref.ref(storage, self._forget(key)), 0)
+        self._alive[key] = (known[0], size)  # a resized storage is the same one
+        self.now += size - known[1]
         self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int) -> Callable[[Any], None]:

@@ -2,7 +2,8 @@
 
 What is needed last goes first (the rule of Belady, by which the activations are chosen too):
 
-    recomputation          where --recompute-granularity is auto: the fewest layers of each stage
+    recomputation          where --recompute-granularity is auto: the fewest layers of each stage with which nothing
+                           moves; where even all would not do, the fewest beside what then has to move
     masters and moments    needed by STEP alone: as many hundredths as must go to the host, which updates them there
     activations            moved by EVICT and PREFETCH, micro-batch by micro-batch (`schedule.insert_transfers`)
     weights and gradients  where --param-offload allows it: those of the layers in use are there, and as many more as
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from megalite.config import Config, config_problems
@@ -39,6 +41,14 @@ class _Device:
     on_cpu: bool
 
 
+class _TooLittle(ConfigError):
+    """A budget that nothing keeps. enough: bytes that would be."""
+
+    def __init__(self, problems: Iterable[str] | str, enough: float = 0.0) -> None:
+        super().__init__(problems)
+        self.enough = enough
+
+
 def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> Config:
     """The configuration with what its budget decides. config: legal, with its vocabulary resolved.
 
@@ -51,9 +61,10 @@ def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> Config:
         return config
     device = _Device(1e9 * gigabytes, on_cpu)
     if config.model.recompute_granularity == "auto":
-        config = _fewest_recomputed(config, world_size, device)
-        config = config if config.chunks is None else _hosted(config, world_size)
-    return _within_host(_within_device(config, world_size, device), world_size, device)
+        placed = _recomputing(config, world_size, device)
+    else:
+        placed = _within_device(config, world_size, device)
+    return _within_host(placed, world_size, device)
 
 
 def _within_device(config: Config, world_size: int, device: _Device) -> Config:
@@ -63,13 +74,21 @@ def _within_device(config: Config, world_size: int, device: _Device) -> Config:
     moved = _smallest_fraction(config, world_size, device)
     if _fits(moved, world_size, device):
         return moved
-    try:
+    hosted = _on_host(config, world_size)
+    if hosted is None:
         return _with_room(moved, world_size, device)
-    except ConfigError:
-        hosted = _on_host(config, world_size)
-        if hosted is None:
-            raise
-        return _more_weights(hosted, world_size, device)
+    return _first_of(lambda: _with_room(moved, world_size, device), lambda: _more_weights(hosted, world_size, device))
+
+
+def _first_of(*ways: Callable[[], Config]) -> Config:
+    """What the first possible way leads to. Raises the error of the one that is nearest."""
+    refused: list[_TooLittle] = []
+    for way in ways:
+        try:
+            return way()
+        except _TooLittle as error:
+            refused.append(error)
+    raise min(refused, key=lambda error: error.enough)
 
 
 def _within_host(config: Config, world_size: int, device: _Device) -> Config:
@@ -144,14 +163,33 @@ def _fits(config: Config, world_size: int, device: _Device) -> bool:
     return all(rank.total <= device.usable_bytes for rank in _memory(config, world_size, device)[2])
 
 
-def _fewest_recomputed(config: Config, world_size: int, device: _Device) -> Config:
-    """`--recompute-granularity auto`: block by block, all of them where that is not enough."""
+def _recomputing(config: Config, world_size: int, device: _Device) -> Config:
+    """`--recompute-granularity auto`: the fewest layers with which it fits as it is; where even all of them are not
+    enough, the fewest beside masters and moments on the host, then beside weights and gradients there. Raises
+    ConfigError.
+    """
     config = replace(config, model=replace(config.model, recompute_granularity=None))
+    for given in (config, _with_fraction(config, world_size, 100), _on_host(config, world_size)):
+        found = None if given is None else _fewest_recomputed(given, world_size, device)
+        if found is not None:
+            return _within_device(replace(config, model=found.model), world_size, device)
+    model = replace(config.model, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,))
+    recomputed = replace(config, model=model)
+    return _first_of(  # activations come and go where nothing is recomputed
+        lambda: _within_device(config, world_size, device), lambda: _within_device(recomputed, world_size, device)
+    )
+
+
+def _fewest_recomputed(config: Config, world_size: int, device: _Device) -> Config | None:
+    """With as few recomputed layers in each stage as make it fit; None: not even all of them do."""
     program = program_of(config, world_size)
     cuts = stage_layer_ranges(config, program)
     room = MemoryHeadroom(config, world_size, device, program)
     blocks = [room.blocks(cut) for cut in cuts]
-    numbers = list(smallest_numbers(room, cuts) or blocks)
+    found = smallest_numbers(room, cuts)
+    if found is None:
+        return None
+    numbers = list(found)
     if config.parallel.pipeline_schedule_file is not None and len(set(numbers)) > 1:
         numbers = blocks if len(set(blocks)) > 1 else [max(numbers)] * len(numbers)  # one number for all is written
     return recomputing(config, numbers, blocks)
@@ -160,21 +198,28 @@ def _fewest_recomputed(config: Config, world_size: int, device: _Device) -> Conf
 def _smallest_fraction(config: Config, world_size: int, device: _Device) -> Config:
     """As few masters and moments off the device as it takes; all of them where that is not enough, none where the
     optimizer cannot have them there. What --optimizer-cpu-offload says stays as it is."""
-    offload = config.optimizer.offload
+    if _with_fraction(config, world_size, 100) is None:
+        return config
 
     def placed(hundredths: int) -> Config:
-        given = replace(
-            offload,
-            optimizer_cpu_offload=hundredths > 0,
-            optimizer_offload_fraction=hundredths / 100 if hundredths else 1.0,
-            optimizer_offload_path=offload.optimizer_offload_path if hundredths else None,
-        )
-        return replace(config, optimizer=replace(config.optimizer, offload=given))
+        return _with_fraction(config, world_size, hundredths) or config
 
-    if offload.optimizer_cpu_offload or config_problems(placed(100), world_size):
-        return config
     found = bisect_left(range(101), True, key=lambda hundredths: _fits(placed(hundredths), world_size, device))
     return placed(min(found, 100))
+
+
+def _with_fraction(config: Config, world_size: int, hundredths: int) -> Config | None:
+    """With so many masters and moments on the host; None where flags say how many, or where they cannot be there."""
+    offload = config.optimizer.offload
+    given = replace(
+        offload,
+        optimizer_cpu_offload=hundredths > 0,
+        optimizer_offload_fraction=hundredths / 100 if hundredths else 1.0,
+        optimizer_offload_path=offload.optimizer_offload_path if hundredths else None,
+    )
+    placed = replace(config, optimizer=replace(config.optimizer, offload=given))
+    illegal = hundredths > 0 and config_problems(placed, world_size)
+    return None if offload.optimizer_cpu_offload or illegal else placed
 
 
 def _with_room(config: Config, world_size: int, device: _Device) -> Config:
@@ -184,7 +229,7 @@ def _with_room(config: Config, world_size: int, device: _Device) -> Config:
     least = max(rank.total for rank in memory)
     why = _immovable(config, program)
     if why is not None:
-        raise ConfigError(f"{flag}: {in_units(least, 'B')} are needed, and {why}; give as much")
+        raise _TooLittle(f"{flag}: {in_units(least, 'B')} are needed, and {why}; give as much", least)
     longest = config.at_length(max(length for length, _ in config.phases(world_size)))
     own = [longest.for_stage(stage) for stage in range(len(cuts))]
     kept = [stage_activations(own[s], cut, on_cpu=device.on_cpu) for s, cut in enumerate(cuts)]
@@ -209,9 +254,10 @@ def _with_room(config: Config, world_size: int, device: _Device) -> Config:
     steps = [max(others) + (least - max(others)) * step / 100 for step in range(101)]
     enough = steps[min(100, bisect_left(steps, True, key=possible))]
     states = "masters and moments" if config.chunks is None else "weights, gradients, masters and moments"
-    raise ConfigError(
+    raise _TooLittle(
         f"{flag}: not enough with {states} on the host and activations that come and go; "
-        f"{enough / 1e9:.3g} are, or use --recompute-granularity=auto, a smaller --micro-batch-size or more ranks"
+        f"{enough / 1e9:.3g} are, or use --recompute-granularity=auto, a smaller --micro-batch-size or more ranks",
+        enough,
     )
 
 

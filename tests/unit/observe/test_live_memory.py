@@ -40,6 +40,25 @@ def test_live_bytes_are_those_of_the_storages() -> None:
     assert (counter.now, counter.peak) == (0, 6800)
 
 
+def test_a_storage_counts_as_what_it_is_resized_to() -> None:
+    """As weights of ZeRO-3 do: nothing but the storage is touched between the uses."""
+    a = torch.zeros(1000)
+    with LiveBytes() as counter:
+        counter.add_everything()
+        begin = counter.now
+        a.untyped_storage().resize_(0)
+        assert counter.now == begin - 4000
+        b = torch.ones(1000)  # in the place of the first
+        assert counter.peak == begin
+        a.untyped_storage().resize_(4000)  # nothing is computed with it yet
+        assert counter.now == counter.peak == begin + 4000
+        del a, b
+        assert counter.now == begin - 4000
+    c = torch.zeros(10)
+    c.untyped_storage().resize_(0)
+    assert counter.now == begin - 4000, "nothing listens afterwards"
+
+
 def test_what_autograd_keeps_is_alive() -> None:
     with LiveBytes() as counter:
         x = torch.ones(1000, requires_grad=True)

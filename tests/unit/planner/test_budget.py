@@ -139,8 +139,64 @@ def test_the_fewest_layers_are_recomputed() -> None:
                 assert totals(replace(config, model=replace(config.model, recompute_num_layers=fewer)))[rank] > budget
     whole = within_budget(config_of("1f1b", 1, "--recompute-granularity auto"), 4, on_cpu=False)
     assert whole.model.recompute_granularity is None
-    tight = within_budget(config_of("1f1b", 0.9 * max(least) / 1e9, "--recompute-granularity auto"), 4, on_cpu=False)
-    assert tight.model.recompute_method == "uniform" and tight.optimizer.offload.fraction > 0
+
+
+def rank_totals(config: Config) -> list[float]:
+    program, cuts = program_of(config, 4), stage_layer_ranges(config, program_of(config, 4))
+    return [rank_memory(config, 4, program=program, cuts=cuts, rank=rank).total for rank in range(4)]
+
+
+def by_brute_force(config: Config, budget: float) -> tuple[int, tuple[int, ...]] | None:
+    """(Hundredths of the masters and moments on the host, recomputed layers of each stage of two): nothing moved where
+    any numbers allow it, else the fewest layers beside all of them and then the fewest hundredths."""
+
+    def totals_at(hundredths: int, number: int) -> list[float]:
+        model = config.model if not number else replace(
+            config.model, recompute_granularity="full", recompute_method="block", recompute_num_layers=(number,) * 4
+        )  # fmt: skip
+        offload = replace(config.optimizer.offload, optimizer_cpu_offload=hundredths > 0,
+                          optimizer_offload_fraction=hundredths / 100 or 1.0)  # fmt: skip
+        return rank_totals(replace(config, model=model, optimizer=replace(config.optimizer, offload=offload)))
+
+    def fewest(hundredths: int) -> tuple[int, ...] | None:
+        rows = [totals_at(hundredths, number) for number in (0, 1, 2)]
+        found = [[n for n in (0, 1, 2) if rows[n][rank] <= budget] for rank in range(4)]
+        return tuple(min(each) for each in found) if all(found) else None
+
+    alone, beside = fewest(0), fewest(100)
+    if alone is not None or beside is None:
+        return None if alone is None else (0, alone)
+    fits = (h for h in range(101) if all(totals_at(h, n)[rank] <= budget for rank, n in enumerate(beside)))
+    return next(fits), beside
+
+
+@pytest.mark.parametrize("bucket", ["", "--ddp-bucket-size 20000"])
+def test_auto_recomputes_and_moves_no_more_than_it_takes(bucket: str) -> None:
+    """Also where no number of recomputed layers is enough by itself: then masters move, and often nothing need be
+    recomputed."""
+    plain = config_of("1f1b", 1, bucket)
+    least = max(totals(config_of("1f1b", 1, f"{bucket} --recompute-granularity full")))
+    free, kinds = max(totals(plain)), set()
+    for share in (1.01, 0.93, 0.85, 0.8, 0.7, 0.62, 0.55, 0.5, 0.47, 0.44, 0.41, 0.38, 0.3):
+        budget = share * free
+        expected = by_brute_force(plain, budget)
+        auto = f"{bucket} --recompute-granularity auto"
+        if expected is None:
+            with pytest.raises(ConfigError, match="MB are needed, and what recomputation keeps stays where it is"):
+                within_budget(config_of("1f1b", budget / 1e9, auto), 4, on_cpu=False)
+            continue
+        hundredths, numbers = expected
+        found = within_budget(config_of("1f1b", budget / 1e9, auto), 4, on_cpu=False)
+        assert found.optimizer.offload.fraction == hundredths / 100, (share, expected)
+        given = found.model.recompute_num_layers
+        blocks = (2,) * 4 if found.model.recompute_method == "uniform" else (given or (0,))
+        assert (blocks * 4)[:4] == numbers, (share, expected)
+        kinds.add((hundredths > 0, any(numbers)))
+        if hundredths and not any(numbers):
+            assert budget < least, "no number of recomputed layers would have done alone"
+            alone = within_budget(config_of("1f1b", budget / 1e9, bucket), 4, on_cpu=False)
+            assert alone.optimizer == found.optimizer, "the same as without auto"
+    assert kinds >= {(False, False), (False, True), (True, False), (True, True)}, kinds
 
 
 @pytest.mark.parametrize(
