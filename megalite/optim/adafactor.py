@@ -34,6 +34,7 @@ from megalite.comm import (
     range_to_rectangles,
 )
 from megalite.config import OptimizerConfig
+from megalite.gradient import sum_of_squares
 from megalite.inventory import DEALT
 from megalite.optim.rule import ParamGroup, UpdateRule
 
@@ -207,7 +208,7 @@ class Adafactor(UpdateRule):
             squared = values.square()
             for mean in tracked.means:
                 mean.sums[mean.place(rectangle)] += squared if mean.over is None else squared.sum(mean.over)
-        return _sum_of_squares(_own(p, piece))
+        return sum_of_squares([_own(p, piece)])
 
     def _divide(self, p: Tensor, piece: FlatPiece) -> Tensor:
         """Turns the gradient into the update, in place; returns its sum of squares."""
@@ -216,7 +217,7 @@ class Adafactor(UpdateRule):
             for mean, factor in zip(tracked.means, self._factors[piece.parameter], strict=True):
                 part = factor[mean.place(rectangle)]
                 values.mul_(part if mean.over is None else part.unsqueeze(mean.over))
-        return _sum_of_squares(_own(p.grad, piece))
+        return sum_of_squares([_own(p.grad, piece)])
 
     def _reduce(self, sums: Tensor, partial: int) -> None:
         all_reduce_on_axis(sums, self.shard_axis)
@@ -261,11 +262,6 @@ def _own(flat: Tensor | None, piece: FlatPiece) -> Tensor:
     """What a piece covers of a flat tensor."""
     assert flat is not None
     return flat[piece.at : piece.at + piece.stop - piece.start]
-
-
-def _sum_of_squares(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x)
-    return norm.to(torch.float64).square()
 
 
 def _rectangles(flat: Tensor | None, piece: FlatPiece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:

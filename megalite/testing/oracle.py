@@ -117,7 +117,7 @@ class Pupil:
     def update(self, gradients: dict[str, Tensor], consumed: int) -> float:
         """Clips and steps with the numbers after `consumed` samples; the norm before clipping."""
         settings = self.config.optimizer
-        norm = torch.nn.utils.get_total_norm(list(gradients.values()))
+        norm = torch.nn.utils.get_total_norm([g.double() for g in gradients.values()])
         if settings.clip_grad:
             torch._foreach_mul_(list(gradients.values()), torch.clamp(settings.clip_grad / (norm + 1e-6), max=1.0))
         lr = learning_rate(settings, consumed, self.samples, self.whole)

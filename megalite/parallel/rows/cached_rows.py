@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.comm import Axis, TensorShard, all_gather, all_reduce_, shards_of_range
+from megalite.gradient import sum_of_squares
 from megalite.inventory import ParameterPlacement
 from megalite.parallel.rows.future import Access, Future
 from megalite.parallel.rows.host_rows import HostRows, Rows
@@ -197,7 +198,7 @@ class CachedRows:
             part = self._gradient_of(rows[start : start + self._slots.size])
             for axis in self._sum_over:
                 all_reduce_(part, axis)
-            squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            squares += sum_of_squares([part])
             parts.append(self._down(part))
         self._reduced = rows, torch.cat(parts)
         return squares if self.counts else torch.zeros_like(squares)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, Handle, TensorShard, all_gather_into
+from megalite.gradient import sum_of_squares
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
 from megalite.parallel.zero.offloaded_optimizers import make_sub_optimizers
@@ -153,10 +154,10 @@ class ShardedOptimizer:
     def squares(self, device: torch.device) -> Tensor:
         """Sum of squares of the gradients that this rank counts, fp64 `[1]`."""
         gradients = [master.gradient for master in self._counted]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-        if not norms:
-            return torch.zeros(1, dtype=torch.float64, device=device)
-        return torch.stack([norm.to(device) for norm in norms]).to(torch.float64).square().sum().view(1)
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        for where in dict.fromkeys(gradient.device for gradient in gradients):
+            total += sum_of_squares([g for g in gradients if g.device == where]).to(device)
+        return total
 
     def _counts(self, master: MasterShard) -> bool:
         """Whether this rank counts the gradient: of the ranks on the norm axis that hold it, the first one does."""

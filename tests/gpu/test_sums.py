@@ -1,0 +1,67 @@
+"""Long sums in the number formats of training, against the same numbers in fp64: the error must not grow with length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from devices import DEVICES
+from torch import Tensor
+
+from megalite.gradient import sum_of_squares
+from megalite.optim.muon import orthogonalise
+
+# Constant numbers make every rounding of a partial sum the same one: nothing averages out.
+NUMBERS: dict[str, Callable[[int], Tensor]] = {
+    "normal": lambda n: torch.randn(n) * 1e-3,
+    "alike": lambda n: torch.full((n,), 0.00123457),
+    "thirds": lambda n: torch.full((n,), 1 / 3),
+    "of many sizes": lambda n: torch.randn(n).mul(3).exp(),
+    "one large": lambda n: torch.cat([torch.full((1,), 30.0), torch.full((n - 1,), 1e-2)]),
+    "mostly zero": lambda n: torch.randn(n) * (torch.rand(n) < 0.01),
+    "large": lambda n: torch.randn(n) * 1e12,
+    "tiny": lambda n: torch.randn(n) * 1e-12,
+}
+
+
+def exact(x: Tensor) -> float:
+    return float(sum(part.double().square().sum() for part in x.view(-1).split(1 << 20)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_squares_of_millions_of_numbers(kind: str, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = NUMBERS[kind](10_000_019 if kind in ("normal", "alike") else 1_000_003).to(device, dtype)
+    assert float(sum_of_squares([x])) == pytest.approx(exact(x), rel=1e-6)
+
+
+def test_squares_at_the_ends_of_rows() -> None:
+    torch.manual_seed(0)
+    for number in (1, 2, 255, 256, 257, 511, 512, 513, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 256 << 11):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            x = torch.randn(number).to(dtype)
+            assert float(sum_of_squares([x])) == pytest.approx(exact(x), rel=1e-6), (number, dtype)
+    parts = [torch.randn(3, 5), torch.empty(0), torch.randn(1000).bfloat16(), torch.randn(7).double()]
+    assert float(sum_of_squares(parts)) == pytest.approx(sum(map(exact, parts)), rel=1e-6)
+    assert float(sum_of_squares([])) == float(sum_of_squares([torch.empty(0)])) == 0.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 255, 1000, -1])
+def test_what_is_not_finite_stays_so(bad: float, at: int) -> None:
+    x = torch.ones(70_001)
+    x[at] = bad
+    assert not sum_of_squares([x]).isfinite()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_muon_begins_with_the_norm_of_a_large_matrix(device: str) -> None:
+    """Without an iteration what is left is the matrix over its norm."""
+    torch.manual_seed(0)
+    for x in (torch.full((2, 3000, 1500), 0.0123457), torch.randn(1500, 3000)):
+        found = orthogonalise(x.to(device), steps=0).double().square().sum((-2, -1)).sqrt()
+        tolerance = 1e-6 if device == "cpu" else 4e-3  # there it is divided in bf16
+        torch.testing.assert_close(found.cpu(), torch.ones_like(found.cpu()), rtol=0, atol=tolerance)
