@@ -41,8 +41,8 @@ class Microbatch:
         has cut the sequence.
     order: int64, the positions of all tokens, rank after rank; `document_starts` is then of all tokens in that order.
         None unless context parallelism has cut the sequence.
-    share: 0-dim, the loss scale times this micro-batch's part of the mean over the batch's micro-batches: the weight of
-        losses that layers add by themselves. None where no gradient is asked for.
+    share: 0-dim, the loss scale times this micro-batch's part of the mean over the micro-batches of an update: the
+        weight of losses that layers add by themselves. None where no gradient is asked for.
     host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
     """
 

@@ -56,8 +56,9 @@ def record(world: World, config_file: str, world_size: int, steps: int, folder: 
             batch = loader.next_batch(sizes.at(consumed))
             loss, behind, following = 0.0, _behind(config, step, lag), _behind(config, step + 1, lag)
             for begin in range(0, len(batch), together or len(batch)):
-                part = slice(begin, begin + (together or len(batch)))
-                loss += found.update(pupil, batch, part, behind, following, consumed)
+                samples = batch[begin : begin + (together or len(batch))]
+                mean = found.update(pupil, samples, behind, following, consumed)
+                loss += mean * pupil.weight(samples, batch)
             found.steps.append({"loss": loss, "samples": [consumed, consumed + sizes.at(consumed)]})
             consumed += sizes.at(consumed)
     found.write(Path(folder), pupil)
@@ -133,18 +134,18 @@ class _Record:
         self.versions.append(computing)
 
     def update(
-        self, pupil: Pupil, batch: Sequence[Microbatch], part: slice, behind: Delays, following: Delays, consumed: int
+        self, pupil: Pupil, batch: Sequence[Microbatch], behind: Delays, following: Delays, consumed: int
     ) -> float:
-        """One update by a part of a batch; returns its share of the loss."""
+        """One update by these samples; returns their mean loss."""
         number = len(self.versions)
         due = {layer: max(0, number - 1 - by) for layer, by in behind.items()}
         names = (*pupil.parameters, *pupil.biases)
         used = {n: self.versions[delay_of(due, n)][n] for n in names}
-        loss, gradients = pupil.gradients(used, batch, part)
+        loss, gradients = pupil.gradients(used, batch)
         self.tensors |= {f"gradient/{number}/{n}": g.contiguous().clone() for n, g in gradients.items()}
         self.rule.of_gradient = behind
         norm = pupil.update(gradients, consumed)
-        samples = [int(i) for mb in batch[part] for i in mb.sample_ids]
+        samples = [int(i) for mb in batch for i in mb.sample_ids]
         self.updates.append({"norm": norm, "samples": samples, "due": due})
         self.weights(pupil, following)
         return loss

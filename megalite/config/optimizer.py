@@ -171,7 +171,7 @@ class OptimizerConfig:
         "the rest to AdamW; adafactor keeps a row and a column of second moments for a matrix and nothing else",
         choices=tuple(OPTIMIZER_SPECS),
     )
-    lr: float = required("peak learning rate", gt=0, hint="3e-4 is common")
+    lr: float = required("peak learning rate, of one update", gt=0, hint="3e-4 is common")
     min_lr: float = option(0.0, "learning rate after the decay", ge=0)
     lr_decay_style: str = option(
         "linear",

@@ -89,24 +89,29 @@ class Pupil:
             self.logical(name, found[name]).copy_(halves_away_from_zero(master) if away else master)
         return found | self.biases | self.scales
 
-    def gradients(
-        self, weights: dict[str, Tensor], batch: Sequence[Microbatch], part: slice = slice(None)
-    ) -> tuple[float, dict[str, Tensor]]:
-        """What a part of a batch adds to its loss (mean over samples, or over tokens), and to its gradient."""
+    def gradients(self, weights: dict[str, Tensor], samples: Sequence[Microbatch]) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss of the samples (over samples, or over tokens), and its gradient: what one update is made of."""
         used = {name: self._leaf(weights[name]) for name in self.parameters}
         by_path: dict[str, Tensor] = {self.paths[name]: leaf for name, leaf in used.items()}
         by_path |= {name: weights[name] for name in self.biases}
         for name, layer in self.float8.items():
             layer.past = weights[f"{name}.fp8"]
-        tokens = [float(sample.loss_mask.sum()) for sample in batch]
+        tokens = [float(sample.loss_mask.sum()) for sample in samples]
         per_token = self.config.training.calculate_per_token_loss
         total = 0.0
-        for sample, own in list(zip(batch, tokens, strict=True))[part]:
+        for sample, own in zip(samples, tokens, strict=True):
             loss = functional_call(self.model, by_path, (None, sample))
-            loss = loss * (1 / sum(tokens) if per_token else 1 / (own * len(batch)))
-            (loss + self.experts.take() / len(batch)).backward()
+            loss = loss * (1 / sum(tokens) if per_token else 1 / (own * len(samples)))
+            (loss + self.experts.take() / len(samples)).backward()
             total += float(loss.detach())
         return total, {name: self.logical(name, gradient_of(leaf)) for name, leaf in used.items()}
+
+    def weight(self, samples: Sequence[Microbatch], batch: Sequence[Microbatch]) -> float:
+        """Of the mean loss of some samples in that of their batch."""
+        if not self.config.training.calculate_per_token_loss:
+            return len(samples) / len(batch)
+        here, all_of_them = (sum(float(sample.loss_mask.sum()) for sample in some) for some in (samples, batch))
+        return here / all_of_them
 
     def _leaf(self, weight: Tensor) -> torch.nn.Parameter:
         """A copy that accumulates its gradient as the product's layers do, so that sums are rounded alike."""
@@ -154,7 +159,8 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together
     """PipeDream with weight stashing (Narayanan et al., SOSP 2019), micro-batch after micro-batch.
 
     Stage r computes micro-batch k, forward and backward, on the weights that it had after `k - (p-1-r)` updates, and
-    then updates its newest ones with that gradient. together: samples of an update (micro-batch size x replicas).
+    then updates its newest ones with that gradient, whatever other micro-batches there are. together: samples of an
+    update (micro-batch size x replicas).
     """
     pupil = Pupil(argv)
     cuts = stage_layer_ranges(pupil.config, build_program("pipedream", stages, 4))
@@ -165,10 +171,10 @@ def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together
         for step in range(steps):
             batch, total = loader.next_batch(pupil.samples), 0.0
             for begin in range(0, len(batch), together):
-                k = len(history) - 1
+                k, samples = len(history) - 1, batch[begin : begin + together]
                 weights = {n: history[max(0, k - lag[n])][n] for n in lag}
-                loss, gradients = pupil.gradients(weights, batch, slice(begin, begin + together))
-                total += loss
+                loss, gradients = pupil.gradients(weights, samples)
+                total += loss * pupil.weight(samples, batch)
                 pupil.update(gradients, step * pupil.samples)
                 history.append(pupil.weights())
             losses.append(total)

@@ -3,20 +3,21 @@
 What is read is a pure function of (consumed samples, data-parallel rank), so every tensor- and pipeline-parallel peer
 reads the same samples itself and nothing is broadcast.
 
-The factor of a micro-batch turns its summed loss into its share of the batch's loss, so that gradients need only be
-summed:
+The factor of a micro-batch turns its summed loss into its share of the mean loss of an update, so that gradients need
+only be summed. n: micro-batches of an update, the m of the batch; in PipeDream, which steps after each, one:
 
-    default                         loss_scale / (tokens of the micro-batch * m * dp)    mean of micro-batch means
-    --calculate-per-token-loss      loss_scale / (tokens of the whole global batch)      mean over tokens
+    default                         loss_scale / (tokens of the micro-batch * n * dp)    mean of micro-batch means
+    --calculate-per-token-loss      loss_scale / (tokens of the n over all replicas)     mean over tokens
 
 A token counts where the loss mask is 1. Losses that layers add by themselves (experts) are means over the micro-batches
-of a batch, whatever the masks say: loss_scale / (m * dp), `Microbatch.share`.
+of an update, whatever the masks say: loss_scale / (n * dp), `Microbatch.share`. What is logged is the mean over the
+batch, however many updates it makes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +37,7 @@ class GlobalBatch:
     samples: of the batch over all replicas.
     loss_scale: with which it is computed.
     factors: of the micro-batches' losses.
+    parts: of each micro-batch's update in the batch's mean loss, `[m]`; ones where the batch is one update.
     """
 
     number: int
@@ -44,6 +46,7 @@ class GlobalBatch:
     loss_scale: float | Tensor
     microbatches: list[Microbatch]
     factors: list[Tensor]
+    parts: Tensor
 
 
 class BatchReader:
@@ -53,6 +56,7 @@ class BatchReader:
     cut: takes this rank's part of a sequence, after its tokens were counted.
     tokens_over: the axis over which tokens are counted, so that each token has the same weight; None: each micro-batch
         has the same weight.
+    update_per_microbatch: whether each micro-batch is an update (PipeDream), else the batch.
     loss_dtype: fp32, or fp64 in fp64 mode.
     loss_scale: number of a batch -> its loss scale; called when the batch is begun.
     watch: called when a batch has been read, with the number of its first micro-batch, its micro-batches in host
@@ -66,6 +70,7 @@ class BatchReader:
         dp_size: int,
         cut: Callable[[Microbatch], Microbatch],
         tokens_over: Axis | None,
+        update_per_microbatch: bool,
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float | Tensor],
@@ -73,7 +78,7 @@ class BatchReader:
     ) -> None:
         self.loader, self._watch = loader, watch
         self._dp_size, self._cut = dp_size, cut
-        self._tokens_over = tokens_over
+        self._tokens_over, self._update_per_microbatch = tokens_over, update_per_microbatch
         self._device = device
         self.loss_dtype = loss_dtype
         self._seconds = 0.0
@@ -98,8 +103,9 @@ class BatchReader:
     def share_of_loss(self, microbatch: int) -> tuple[int, Tensor]:
         """(Number of the batch, factor from the micro-batch's summed loss to its share of the batch's mean loss)."""
         batch = self.batch(self.number_of(microbatch))
-        factor, scale = batch.factors[microbatch - batch.first], batch.loss_scale
-        return batch.number, factor / (scale.to(factor.dtype) if isinstance(scale, Tensor) else scale)
+        index, scale = microbatch - batch.first, batch.loss_scale
+        factor, part = batch.factors[index], batch.parts[index]
+        return batch.number, factor * part / (scale.to(factor.dtype) if isinstance(scale, Tensor) else scale)
 
     def batch(self, number: int) -> GlobalBatch:
         """The batch with this number, fetched in order."""
@@ -111,18 +117,20 @@ class BatchReader:
             local = [mb.to(self._device, non_blocking=True) for mb in read]
             self._seconds += time.perf_counter() - began
             scale = self._loss_scale(number)
-            part = scale / (len(local) * self._dp_size)
+            part = scale / (self._together(local) * self._dp_size)
             share = (
                 part.to(self.loss_dtype)
                 if isinstance(part, Tensor)
                 else torch.full((), part, dtype=self.loss_dtype, device=self._device)
             )
-            own, factors = [replace(self._cut(mb), share=share) for mb in local], self._factors(local, scale)
+            own, tokens = [replace(self._cut(mb), share=share) for mb in local], self._tokens(local)
             if self._watch is not None:
                 read = [self._cut(mb) for mb in read]
                 own = [replace(mb, host_tokens=on_host.tokens) for mb, on_host in zip(own, read, strict=True)]
                 self._watch(first, read, self.loader)
-            self._batches[number] = GlobalBatch(number, first, samples, scale, own, factors)
+            self._batches[number] = GlobalBatch(
+                number, first, samples, scale, own, self._factors(tokens, scale), self._parts(tokens)
+            )
         return self._batches[number]
 
     def pass_over(self, samples: int) -> None:
@@ -141,12 +149,28 @@ class BatchReader:
             self._plan.pop(old)
             self._batches.pop(old, None)
 
-    def _factors(self, microbatches: list[Microbatch], scale: float | Tensor) -> list[Tensor]:
+    def _together(self, of_batch: Sized) -> int:
+        """Micro-batches of an update."""
+        return 1 if self._update_per_microbatch else len(of_batch)
+
+    def _tokens(self, microbatches: list[Microbatch]) -> Tensor:
+        """That count, of each micro-batch, `[m]`; over all replicas where tokens have the same weight."""
         tokens = torch.stack([mb.loss_mask.to(self.loss_dtype).sum() for mb in microbatches])
         if self._tokens_over is not None:
-            total = tokens.sum()
-            all_reduce_(total, self._tokens_over)
+            all_reduce_(tokens, self._tokens_over)
+        return tokens
+
+    def _factors(self, tokens: Tensor, scale: float | Tensor) -> list[Tensor]:
+        if self._tokens_over is not None:
+            total = tokens if self._update_per_microbatch else tokens.sum()
             weights = torch.ones_like(tokens) / total.clamp(min=1)
         else:
-            weights = 1.0 / (tokens.clamp(min=1) * (len(microbatches) * self._dp_size))
+            weights = 1.0 / (tokens.clamp(min=1) * (self._together(tokens) * self._dp_size))
         return list((weights * scale).unbind())
+
+    def _parts(self, tokens: Tensor) -> Tensor:
+        if not self._update_per_microbatch:
+            return torch.ones_like(tokens)
+        if self._tokens_over is not None:
+            return tokens / tokens.sum().clamp(min=1)
+        return torch.full_like(tokens, 1.0 / len(tokens))

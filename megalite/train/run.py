@@ -188,6 +188,7 @@ def assemble_trainer(
         dp_size=mesh.size("dp"),
         cut=data.cut,
         tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
+        update_per_microbatch=model.update_per_microbatch,
         device=world.device,
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),

@@ -195,22 +195,22 @@ class Reference:
                     updates = len(history) - 1
                     lag = {name: d if delayed else 0 for name, d in self.delay.items()}
                     weights = {n: history[max(0, updates - lag[n])][n] for n in lag}
-                    loss, gradients = self.gradients(weights, samples, len(batch))
-                    total += loss
+                    loss, gradients = self.gradients(weights, samples)
+                    total += loss * len(samples) / len(batch)
                     self.update(gradients, step, updates + 1, lag)
                     last = samples[-1] is batch[-1]
                     history.append(self.compute_weights(delayed=step + last >= synchronous_steps))
                 losses.append(total)
         return losses
 
-    def gradients(self, weights: Named, samples, of: int) -> tuple[float, Named]:
+    def gradients(self, weights: Named, samples) -> tuple[float, Named]:
         used = {name: torch.nn.Parameter(w.clone()) for name, w in weights.items()}
         for leaf in used.values():  # sums of micro-batches are rounded as the product's
             attach_sink(leaf, GradSink(torch.zeros_like(leaf)))
         total = 0.0
         for sample in samples:
             loss = functional_call(self.model, {self.paths[n]: w for n, w in used.items()}, (None, sample))
-            loss = loss * (1 / (float(sample.loss_mask.sum()) * of))
+            loss = loss * (1 / (float(sample.loss_mask.sum()) * len(samples)))
             loss.backward()
             total += float(loss.detach())
         return total, {name: leaf.sink.grad for name, leaf in used.items()}

@@ -27,7 +27,7 @@ TP2 = ("--tensor-model-parallel-size", "2")
 def loss_not_divided_by_m():
     right = BatchReader._factors
     return patch.object(
-        BatchReader, "_factors", lambda self, mbs, scale: [f * len(mbs) for f in right(self, mbs, scale)]
+        BatchReader, "_factors", lambda self, tokens, scale: [f * len(tokens) for f in right(self, tokens, scale)]
     )
 
 

@@ -68,8 +68,8 @@ def body_steps(world: World, argv: list[str], steps: int, reads_late: bool, over
     right = BatchReader._factors
     fetched: list[int] = []
 
-    def factors(self: BatchReader, microbatches: Any, scale: Any) -> list[Tensor]:
-        found = right(self, microbatches, scale)
+    def factors(self: BatchReader, tokens: Tensor, scale: Any) -> list[Tensor]:
+        found = right(self, tokens, scale)
         fetched.append(len(fetched))
         return [f * torch.inf for f in found] if fetched[-1] == overflow else found
 

@@ -7,7 +7,9 @@ arXiv:1806.03377).
 
 A forward uses the newest weights of its own stage, the backward of the same micro-batch the same (stashed) ones. Stage
 r runs w_r = p-1-r forwards ahead, so micro-batch k meets version max(k - w_r, 0): gradients are p-1-r updates old,
-differently on each stage, and rank r keeps p-r versions. An iteration is the m micro-batches of the global batch.
+differently on each stage, and rank r keeps p-r versions. An update is made of its own micro-batch alone, the mean over
+all replicas, and the learning rate is that of one update. An iteration is the m micro-batches of the global batch: m
+updates with one rate and one logged loss, their mean.
 Because a decision to stop is taken one batch ahead, the forwards may not run further than that: m >= p-1.
 """
 
