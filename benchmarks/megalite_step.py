@@ -23,13 +23,14 @@ from megalite.config import (
     Precision,
     TrainingConfig,
 )
+from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.optim import LossScaler
 from megalite.parallel.context import SequenceCut
 from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, resolve_chunks
-from megalite.train import Hyperparameters, ProgramCache, Updater, build_model
+from megalite.train import ProgramCache, build_model
 
 
 @dataclass(frozen=True)

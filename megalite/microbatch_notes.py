@@ -1,7 +1,7 @@
 """What the layers of a stage note of each micro-batch, until the run asks for it.
 
 MicrobatchNotes    whose notes they are
-ExpertLoads        what the routers did; `train.expert_report` and `train.expert_bias` ask
+ExpertLoads        what the routers did; `train.expert_report` and `engine.expert_bias` ask
 Magnitudes         how large the operands of products were, for float8's scales; `train.scale_history` asks
 """
 

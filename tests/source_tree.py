@@ -45,6 +45,7 @@ FLOORS = {
     "megalite.data": 6,
     "megalite.checkpoint": 6,
     "megalite.models": 7,
+    "megalite.engine": 7,
     "megalite.convert": 7,
     "megalite.generation": 8,
     "megalite.observe": 8,

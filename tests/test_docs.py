@@ -69,7 +69,7 @@ def test_the_reading_list_is_right_about_what_there_is_to_read() -> None:
     assert [name for name, _ in rows] == list(now), "run python tools/make_reading_pages.py"
     off = [name for name, lines in rows if abs(int(lines) - now[name]) > max(20, now[name] // 10)]
     assert not off, f"{off}: run python tools/make_reading_pages.py"
-    assert total() <= 8_000, "the engine is no longer read in an afternoon"
+    assert total() <= 9_000, "the engine is no longer read in an afternoon"
     for page in ("README.md", "docs/index.md"):
         promised = re.search(r"about ([\d,]+) lines", (ROOT / page).read_text().replace("\n", " "))
         assert promised is not None and abs(total() - int(promised[1].replace(",", ""))) <= 500, (

@@ -16,7 +16,8 @@ BEGIN, END = "<!-- the reading list: python tools/make_reading_pages.py -->\n", 
 #: The engine in the order of reading: what a part is about, the folder or "", its files.
 ENGINE: tuple[tuple[str, str, str], ...] = (
     ("how a run is put together, and what a step is", "", "pretrain_gpt"),
-    ("", "megalite/train", "run build trainer update"),
+    ("", "megalite/train", "run build trainer"),
+    ("stages, buffers and optimizer of a rank, and what an update does", "megalite/engine", "weights update"),
     ("a pipeline as data: actions, a program, two schedules, the messages that passes insert", "megalite/schedule",
      "action stage_placement program definition schedules/one_f_one_b schedules/no_flush "
      "schedules/pipedream_2bw schedules/registry passes"),

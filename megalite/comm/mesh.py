@@ -246,6 +246,12 @@ class ParallelMesh:
         view, bases = self._resolve(names)
         return self._axis("*".join(bases) or names[0], self._lines(view, bases), apart)
 
+    def spanning(self, *names: str) -> Axis:
+        """The product of some axes, or where those of experts are among them, which lie across the others, of the
+        named ones and all axes of a stage. Collective at first use."""
+        dense = [name for name in names if set(PRODUCTS.get(name, (name,))) <= set(DENSE)]
+        return self.over(*dense, *(("tp", "cp", "dp") if len(dense) < len(names) else ()))
+
     def through(self, coordinates: Sequence[int], *, apart: str) -> Axis:
         """An axis through some coordinates of the pipeline (tied embeddings: first and last; Chimera: the replicas of
         a stage). Collective at first use; a rank that is at none of them gets an axis of size 1.

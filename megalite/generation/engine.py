@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, Channel, all_gather_json, all_reduce_
+from megalite.engine import run_forwards
 from megalite.generation.groups import Group, Request, Row, group_size
 from megalite.generation.sampling import Sampling
 from megalite.generation.stages import GenerationStage, ModelParts, Turn, num_blocks
 from megalite.nn import KeyValueCache
-from megalite.parallel.pipeline import Events, Executor, Stage
+from megalite.parallel.pipeline import Stage
 from megalite.schedule import Program, StageKey, StagePlacement, forward_program, validate
 
 OnTokens = Callable[[Request, list[int]], None]
@@ -201,11 +202,7 @@ class Generator:
         for key in program.placement.stages_of(self.rank):
             caches = [slot.caches[key[0] % parts.num_stages] for slot in slots]
             stages[key] = GenerationStage(key[0], rounds, parts, caches, turns, sampling, choices)
-        executor = Executor(self.rank, stages, program.placement, self.channel, Events())
-        actions = program.actions_for_batch(self.rank, program.batch(0, last=True))
-        updates = list(executor.run(actions, _Turns(turns)))
-        assert not updates, "generation changes no weights"
-        self.channel.flush()
+        run_forwards(program, self.rank, stages, self.channel, turns)
 
     def _exchange(self, slots: Sequence[Slot], turns: Sequence[Turn], rounds: int) -> Tensor:
         """The chosen tokens of all groups, on every stage: int64 `[replicas, slots, rounds, b]` on the CPU."""
@@ -217,16 +214,6 @@ class Generator:
                 table[slot.place, place, round_, : len(tokens)] = tokens
         all_reduce_(table, self.stages)
         return table.cpu()
-
-
-@dataclass(frozen=True)
-class _Turns:
-    """A source of micro-batches for the executor."""
-
-    turns: Sequence[Turn]
-
-    def get(self, microbatch: int) -> tuple[Turn, Tensor]:
-        return self.turns[microbatch], torch.ones(())
 
 
 def nothing() -> Row:

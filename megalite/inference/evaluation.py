@@ -32,7 +32,7 @@ from megalite.data import (
     utf8_length,
 )
 from megalite.errors import ConfigError, DataError
-from megalite.inference.forwards import at_once, run_forwards
+from megalite.inference.forwards import at_once, score_all
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
@@ -147,7 +147,7 @@ def score_source(
     )
     for number, given in enumerate(loader.full_pass(together), 1):
         microbatches = [_without_overlap(microbatch, overlap) for microbatch in given]
-        sums = run_forwards(loaded, microbatches, _weighted_loss)
+        sums = score_all(loaded, microbatches, _weighted_loss)
         if counts:
             cut = [loaded.parts.cut(microbatch) for microbatch in microbatches]
             spelled = (

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from megalite.comm import TensorSpec
+from megalite.engine import run_forwards
 from megalite.generation import ModelParts
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
-from megalite.parallel.pipeline import Events, Executor, Stage
+from megalite.parallel.pipeline import Stage
 from megalite.schedule import StageKey, forward_program
 
 Score = Callable[[Head, Tensor, Microbatch], Tensor]
@@ -23,7 +23,7 @@ micro-batch are this rank's part where ranks share sequences."""
 
 
 @torch.inference_mode()
-def run_forwards(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Score) -> list[Tensor]:
+def score_all(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Score) -> list[Tensor]:
     """What `score` makes of each micro-batch, on the ranks of the last stage; nothing on the others. Collective."""
     parts, rank = loaded.parts, loaded.mesh.coordinate("pp")
     program = forward_program(loaded.placement, len(microbatches))
@@ -31,12 +31,7 @@ def run_forwards(loaded: LoadedModel, microbatches: Sequence[Microbatch], score:
     stages: dict[StageKey, Stage] = {
         key: _Scoring(key[0], parts, local, score) for key in loaded.placement.stages_of(rank)
     }
-    executor = Executor(rank, stages, loaded.placement, loaded.channel, Events())
-    updates = list(executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), _Given(local)))
-    assert not updates, "an evaluation changes no weights"
-    executor.finish()
-    found = executor.take_losses()
-    return [found[number] for number in sorted(found)]
+    return run_forwards(program, rank, stages, loaded.channel, local)
 
 
 class _Scoring(Stage):
@@ -60,16 +55,6 @@ class _Scoring(Stage):
     @property
     def num_in_flight(self) -> int:
         return 0
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A source of micro-batches for the executor."""
-
-    local: Sequence[Microbatch]
-
-    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
-        return self.local[microbatch], torch.ones(())
 
 
 def at_once(loaded: LoadedModel) -> int:

@@ -21,7 +21,7 @@ from megalite.comm import all_reduce_
 from megalite.data import JSONL_SUFFIXES, read_jsonl
 from megalite.errors import DataError
 from megalite.generation import Sampling, pick_tokens
-from megalite.inference.forwards import at_once, run_forwards
+from megalite.inference.forwards import at_once, score_all
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
@@ -67,7 +67,7 @@ def _score_rows(loaded: LoadedModel, rows: list[tuple[list[int], int]], size: in
     count = -(-len(rows) // (size * replicas))  # the same on all replicas, which may hold each other's experts
     parts = [mine[first * size : (first + 1) * size] for first in range(count)]
     filled = [[rows[place] for place in part] or [([0, 0], 0)] for part in parts]
-    found = run_forwards(loaded, [_padded(part, loaded.parts.unit) for part in filled], _likelihoods)
+    found = score_all(loaded, [_padded(part, loaded.parts.unit) for part in filled], _likelihoods)
     table = torch.zeros(len(rows), 2, dtype=torch.float64, device=loaded.device)
     for part, scores in zip(parts, found, strict=False):
         table[list(part)] = scores[: len(part)]

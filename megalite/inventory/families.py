@@ -30,6 +30,10 @@ class AxisFamily(NamedTuple):
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
 
+    def differs(self, *, sharded: bool) -> tuple[str, ...]:
+        """The axes along which ranks own other gradients. sharded: whether ZeRO shards the optimizer state."""
+        return (*self.cut, *self.shard) if sharded else self.cut
+
 
 AXIS_FAMILIES = {
     family.name: family

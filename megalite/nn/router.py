@@ -5,7 +5,7 @@
     sigmoid             the k largest; weights: sigmoids, divided by their sum (DeepSeek-V3, arXiv 2412.19437)
     groups              first the groups with the best experts are chosen, then experts among theirs
     expert bias         added to the scores that choose, not to the weights (arXiv 2408.15664); moved at every update
-                        (`train.expert_bias`), without a gradient
+                        (`engine.expert_bias`), without a gradient
 
 Of equal scores the expert with the lower number comes first: the same on every rank.
 

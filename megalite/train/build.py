@@ -6,21 +6,33 @@ layer specs -> modules without memory -> flat buffers, which give them memory ->
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from megalite.comm import Axis, ExpertAxes, FamilyAxes, ParallelMesh, TensorSpec
+from megalite.comm import Axis, ExpertAxes, ParallelMesh, TensorSpec
 from megalite.config import OPTIMIZER_SPECS, Config
+from megalite.engine import (
+    BufferOptions,
+    BuiltStages,
+    ExpertBias,
+    ScaleHistory,
+    Ties,
+    VersionedState,
+    Weights,
+    build_weights,
+    norm_axis,
+)
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import AXIS_FAMILIES, boundary_shape
+from megalite.inventory import boundary_shape
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
-from megalite.parallel.pipeline import SharedGradient, Stage, holders, replica_axes, stage_type
+from megalite.parallel.pipeline import Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.zero import (
@@ -31,13 +43,10 @@ from megalite.parallel.zero import (
     ParamGroup,
     ShardedOptimizer,
     ZeroOptions,
-    stage_buffers,
 )
 from megalite.schedule import Program, StageKey, StagePlacement
-from megalite.train.expert_bias import ExpertBias
-from megalite.train.foreign import BuiltStages, ForeignModel, Ties
+from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import layer_of, make_rows, optimizer_type
-from megalite.train.scale_history import ScaleHistory
 
 logger = logging.getLogger(__name__)
 
@@ -57,30 +66,13 @@ def wide_dtype(config: Config) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Model:
-    """This rank's part of the model: its stages, their buffers and the optimizer over them.
+class Model(Weights):
+    """This rank's part of the model.
 
-    stages: by (stage, replica).
-    buffers: of each stage, one `ParameterBuffers` for each family and dtype of its parameters.
-    placement: which rank holds which stage.
-    shared: sums the gradient of tied embeddings over the stages that hold a copy.
-    num_versions: weight versions that each stage keeps (2BW: 2).
-    update_per_microbatch: as in `Program`.
-    delay: how many updates old this rank's gradients are.
     foreign: the module of `--model-module`, if it is one.
     rows: of the word embedding, where they are on the host and of this rank.
     """
 
-    stages: dict[StageKey, Stage]
-    buffers: dict[StageKey, list[ParameterBuffers]]
-    optimizer: ShardedOptimizer
-    placement: StagePlacement
-    shared: SharedGradient
-    num_versions: int
-    update_per_microbatch: bool
-    delay: Delay
-    expert_bias: ExpertBias
-    scales: ScaleHistory
     foreign: ForeignModel | None = None
     rows: CachedRows | None = None
 
@@ -94,63 +86,70 @@ def build_model(
     foreign: ForeignModel | None = None,
 ) -> Model:
     """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s."""
-    placement, rank = program.placement, mesh.coordinate("pp")
-    ties = _ties(config, placement, cuts) if foreign is None else foreign.ties
-    copies = replica_axes(mesh, placement)
-    families, norm_axis = _families(config, mesh), _norm_axis(config, mesh, program)
-    context = LayerContext(tp=mesh["tp"], dtype=parameter_dtype(config), device=device)
-    which = placement.stages_of(rank), families["dense"], norm_axis, copies
-    rows = make_rows(config, context, optimizer_factory(config), *which)
+    placement, families = program.placement, _families(config)
+    rows = _rows(config, mesh, program, device)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device, rows)
-    stages = {key: stage for key, (stage, _) in built.items()}
-    buffers: dict[StageKey, list[ParameterBuffers]] = {}
-    for key, (_, modules) in built.items():
-        buffers[key] = stage_buffers(
-            [module.logical_parameters() for module in modules],
-            families,
-            beside=[made for stage in buffers.values() for made in stage],  # share scratch memory
-            options=zero_options(config),
-            tied=ties.names,
-            counts_tied=key == ties.home,
-            replica=key[1],
-            num_gradients=program.gradient_buffers,
-            keep_gradients=program.keeps_gradients,
-            whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,  # which parameters no shard boundary may cut
-            extra_reduce=[copies[key[0]]] if key[0] in copies else [],  # Chimera's replicas of the stage
-            fill=partial(fill, seed=config.training.seed),
-            device=device,
-        )
-        for module in modules if buffers[key] else ():
-            buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]), stage=key)
+    options = BufferOptions(
+        zero_options(config),
+        whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
+        fill=partial(fill, seed=config.training.seed),
+    )
+    # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
+    staleness = program.staleness[mesh.coordinate("pp")]
+    weights = build_weights(
+        built,
+        mesh,
+        program,
+        families=families,
+        ties=_ties(config, placement, cuts) if foreign is None else foreign.ties,
+        options=options,
+        make_optimizer=partial(_optimizer, config, rows),
+        delay=Delay(staleness, config.parallel.pipeline_flush_steps, config.training.iterations_to_skip),
+        states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
+        device=device,
+    )
+    if config.model.cpu_offloading_num_layers:
+        _offload_activations(config, built)
+    return Model(**vars(weights), foreign=foreign, rows=rows)
+
+
+def _rows(config: Config, mesh: ParallelMesh, program: Program, device: torch.device) -> CachedRows | None:
+    if config.optimizer.offload.embedding_offload is None:
+        return None
+    context = LayerContext(tp=mesh["tp"], dtype=parameter_dtype(config), device=device)
+    axis = norm_axis(mesh, program, _families(config), sharded=config.parallel.zero_stage > 0)
+    keys, copies = program.placement.stages_of(mesh.coordinate("pp")), replica_axes(mesh, program.placement)
+    return make_rows(config, context, optimizer_factory(config), keys, mesh.family("dense"), axis, copies)
+
+
+def _states(
+    config: Config, mesh: ParallelMesh, program: Program, stages: Mapping[StageKey, Stage]
+) -> list[VersionedState]:
+    """What an update changes beside the optimizer: nothing in a dense model without delayed scales of fp8."""
+    axis, copies = mesh.over("tp", "cp", "dp"), replica_axes(mesh, program.placement)
+    found: list[VersionedState] = []
+    if config.model.experts.moe_router_enable_expert_bias:
+        found.append(ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, axis, copies))
+    if config.training.float8.fp8_format and config.training.float8.fp8_recipe == "delayed":
+        found.append(ScaleHistory(stages, axis, copies))
+    return found
+
+
+def _offload_activations(config: Config, built: BuiltStages) -> None:
+    for _, modules in built.values():
+        for module in modules:
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
-    # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
-    delay = Delay(program.staleness[rank], config.parallel.pipeline_flush_steps, config.training.iterations_to_skip)
-    optimizer = _optimizer(config, [made for stage in buffers.values() for made in stage], delay, norm_axis, rows)
-    return Model(
-        stages,
-        buffers,
-        optimizer,
-        placement,
-        SharedGradient(mesh.through(ties.ranks, apart="embedding")),
-        program.weight_versions[rank],
-        program.update_per_microbatch,
-        delay,
-        ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, mesh.over("tp", "cp", "dp"), copies),
-        ScaleHistory(stages, mesh.over("tp", "cp", "dp"), copies),
-        foreign,
-        rows,
-    )
 
 
 def _optimizer(
-    config: Config, buffers: list[ParameterBuffers], delay: Delay, norm_axis: Axis, rows: CachedRows | None
+    config: Config, rows: CachedRows | None, buffers: list[ParameterBuffers], axis: Axis, delay: Delay
 ) -> ShardedOptimizer:
     offload = config.optimizer.offload
     return optimizer_type(rows, DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer)(
         buffers,
         make_optimizer=optimizer_factory(config, delay),
-        norm_axis=norm_axis,
+        norm_axis=axis,
         offload_fraction=offload.fraction,
         offload_path=offload.optimizer_offload_path,
         file_fraction=config.file_fraction,
@@ -185,10 +184,10 @@ def _build_stages(
     return built
 
 
-def _families(config: Config, mesh: ParallelMesh) -> dict[str, FamilyAxes]:
-    """The axes of the families of parameters that the model has."""
+def _families(config: Config) -> list[str]:
+    """The families of parameters that the model has."""
     more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
-    return {name: mesh.family(name) for name in ("dense", *(name for name, has in more.items() if has))}
+    return ["dense", *(name for name, has in more.items() if has)]
 
 
 def _announced(specs: list[LayerSpec], mesh: ParallelMesh) -> list[LayerSpec]:
@@ -225,17 +224,6 @@ def _build_module(
     if config.training.compile:
         stack.compile_blocks(on_device=device.type != "cpu")
     return stack
-
-
-def _norm_axis(config: Config, mesh: ParallelMesh, program: Program) -> Axis:
-    """The ranks that together hold one copy of the model and, where it is sharded, of the optimizer state. Every axis
-    along which owned gradients differ must be in it, or the global norm is wrong."""
-    shards = AXIS_FAMILIES["dense"].shard if config.parallel.zero_stage else ()
-    if config.model.experts.num_experts is not None:
-        shards = ("cp", "dp")  # with tp: etp x ep x edp, along which experts differ; copies are counted once
-    # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
-    pipeline = () if program.update_per_microbatch else ("pp",)
-    return mesh.over("tp", *shards, *pipeline)
 
 
 def zero_options(config: Config) -> ZeroOptions:

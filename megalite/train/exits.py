@@ -25,7 +25,7 @@ import torch
 
 from megalite.comm import Axis, agree_max, all_reduce_
 from megalite.config import TrainingConfig
-from megalite.train.late_reading import LateReading
+from megalite.engine import LateReading
 
 logger = logging.getLogger(__name__)
 

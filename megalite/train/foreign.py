@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +20,12 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, ParallelMesh, TensorShard
 from megalite.config import Config
+from megalite.engine import BuiltStages, Ties
 from megalite.errors import ConfigError
 from megalite.inventory import ParameterPlacement, Shape, placement_of
 from megalite.library import Parts, Sample, StageModule, draws, layers_over, module_of, still_shards
 from megalite.microbatch import Microbatch
-from megalite.parallel.pipeline import Stage
-from megalite.schedule import Program, StageKey
+from megalite.schedule import Program
 from megalite.train.causality import reads_ahead, small_copy
 
 BACKWARD = 2
@@ -43,34 +42,6 @@ class ModuleInput(Microbatch):
     @classmethod
     def of(cls, microbatch: Microbatch) -> ModuleInput:
         return cls(**vars(microbatch))
-
-
-@dataclass(frozen=True)
-class Ties:
-    """Parameters that several stages hold. ranks: along the pipeline, that have a copy. home: the stage whose copies
-    enter the norm and checkpoints."""
-
-    names: frozenset[str] = frozenset()
-    ranks: Sequence[int] = ()
-    home: StageKey = (0, 0)
-
-
-class StageLayers(Protocol):
-    """The layers of a stage in one weight version."""
-
-    names: tuple[str, ...]
-
-    def ordered(self) -> list[nn.Module]:
-        """Them, in order."""
-
-    def logical_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """(Logical name, parameter), each parameter once."""
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """Torch's own."""
-
-
-BuiltStages = dict[StageKey, tuple[Stage, Sequence[StageLayers]]]
 
 
 class TokenStage(StageModule):

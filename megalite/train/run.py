@@ -18,6 +18,7 @@ from megalite.checkpoint import Meta
 from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
 from megalite.config import Config
 from megalite.data import Survey, survey_differences
+from megalite.engine import Hyperparameters, Updater
 from megalite.errors import DataError
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
@@ -41,7 +42,6 @@ from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
 from megalite.train.samples import sample_writer, sending_pairs
 from megalite.train.trainer import Trainer, TrainingProgress
-from megalite.train.update import Hyperparameters, Updater
 from megalite.train.validation import Validator
 
 logger = logging.getLogger(__name__)

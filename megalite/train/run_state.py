@@ -15,7 +15,6 @@ Everything is logical: no rank, stage or place in memory is written down, so any
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, BaseModel
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
+from megalite.engine import OLDER, complete_older, older_shards
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -31,14 +31,12 @@ from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
-from megalite.train.scale_history import SCALES
 from megalite.train.starting_point import StartingPoint, load_base, load_weights
 from megalite.train.trainer import TrainingProgress, progress_from_meta, progress_to_meta
 
 logger = logging.getLogger(__name__)
 
 STEPS = f"optimizer/{LAST_STEP}/"
-OLDER = "previous/"
 NEWEST = "newest_update"
 """Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
@@ -95,12 +93,12 @@ class RunState:
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
         with_state = self.config.checkpoint.load_optim and not start.weights_only
         version = self._version(progress)
-        shards = [*model.optimizer.shards(), *model.expert_bias.shards(version), *model.scales.shards(version)]
-        shards += self._still
+        shards = [*model.optimizer.shards(), *self._states(version), *self._still]
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
         else:  # what a run did not need is as before its first step
-            absent = tuple(prefix for prefix in (STEPS, SCALES) if not self._holds(start.path, prefix))
+            lacked = [STEPS, *(state.absent for state in model.states if state.absent)]
+            absent = tuple(prefix for prefix in lacked if not self._holds(start.path, prefix))
             shards = [shard for shard in shards if not shard.name.startswith(absent)]
         self._take_up_delay(progress, meta if with_state else None)
         stored = self._stored_older(start.path, version) if with_state else []
@@ -114,8 +112,13 @@ class RunState:
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
         model.optimizer.after_load(version)
-        model.scales.after_load(version)
-        self._complete_older(version, {shard.name for shard in stored})
+        for state in model.states:
+            state.after_load(version)
+        if complete_older(model, version, {shard.name for shard in stored}) and version > 0:
+            schedule = self.config.parallel.schedule
+            logger.warning(
+                "the checkpoint lacks older weights: the first batch of %s runs on newer ones, once", schedule
+            )
         if with_state:
             self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
         return progress, self._taken(progress, start, with_state=with_state, older=bool(stored))
@@ -138,36 +141,18 @@ class RunState:
         return self.model.foreign.still if self.model.foreign is not None else []
 
     def _shards(self, version: int) -> list[TensorShard]:
-        return [
-            *self.model.optimizer.shards(),
-            *self.model.expert_bias.shards(version),
-            *self.model.scales.shards(version),
-            *self._still,
-            *self._older_shards(version),
-        ]
+        optimizer, older = self.model.optimizer.shards(), older_shards(self.model, version)
+        return [*optimizer, *self._states(version), *self._still, *older]
 
-    def _compute_weights(self, version: int, prefix: str = "") -> list[TensorShard]:
-        return [
-            *self.model.optimizer.version_shards(version, prefix),
-            *self.model.expert_bias.shards(version, prefix),
-            *self.model.scales.shards(version, prefix),
-        ]
-
-    def _older_versions(self, version: int) -> Iterator[tuple[int, list[TensorShard]]]:
-        """(Version, its weights) of all older versions that this rank keeps, the newest first."""
-        for ago in range(1, self.model.num_versions):
-            prefix = OLDER if ago == 1 else f"{OLDER}{ago}/"
-            yield version - ago, self._compute_weights(version - ago, prefix)
-
-    def _older_shards(self, version: int) -> list[TensorShard]:
-        return [shard for _, shards in self._older_versions(version) for shard in shards]
+    def _states(self, version: int) -> list[TensorShard]:
+        return [shard for state in self.model.states for shard in state.shards(version)]
 
     def _stored_older(self, path: Path, version: int) -> list[TensorShard]:
         """The older versions that a checkpoint holds; a layout with fewer stages has saved fewer."""
         if self.model.num_versions == 1:
             return []
         stored = {name for name in read_manifest(path).tensors if name.startswith(OLDER)}
-        return [shard for shard in self._older_shards(version) if shard.name in stored]
+        return [shard for shard in older_shards(self.model, version) if shard.name in stored]
 
     def _holds(self, path: Path, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in read_manifest(path).tensors)
@@ -179,30 +164,6 @@ class RunState:
         if meta is not None and NEWEST in meta.raw:
             newest = meta.section(NEWEST)
             delay.learning_rate, delay.weight_decay = newest.number("learning_rate"), newest.number("weight_decay")
-
-    def _complete_older(self, version: int, loaded: set[str]) -> None:
-        """Older versions that were not loaded are copies of the next newer one; where none was, of the masters."""
-        optimizer, missing = self.model.optimizer, False
-        newer = self._compute_weights(version)
-        for old, older in self._older_versions(version):
-            missing = missing or any(shard.name not in loaded for shard in older)
-            if not loaded:
-                optimizer.write_weights(old, as_masters=True)
-                self.model.expert_bias.copy(version, old)
-                self.model.scales.copy(version, old)
-                continue
-            for shard, next_newer in zip(older, newer, strict=True):
-                if shard.name not in loaded:
-                    shard.local.copy_(next_newer.local)
-            for buffers in (family for family in optimizer.buffers if not family.frozen):
-                buffers.weights.gather(old)
-            self.model.scales.after_load(old)
-            newer = older
-        if missing and version > 0:
-            schedule = self.config.parallel.schedule
-            logger.warning(
-                "the checkpoint lacks older weights: the first batch of %s runs on newer ones, once", schedule
-            )
 
 
 def _scaler_state(meta: Meta) -> dict[str, float | int]:

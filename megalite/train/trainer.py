@@ -25,6 +25,7 @@ from torch import Tensor
 from megalite.checkpoint import Meta
 from megalite.comm import Done, Handle, ParallelMesh, all_reduce_
 from megalite.config import BatchSizeSchedule, Config, LengthSchedule
+from megalite.engine import Updater
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.observe import ExpertStats, Hooks, PipelineTracer, Record, StepStats
@@ -32,7 +33,6 @@ from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
-from megalite.train.update import Updater
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Channel, all_reduce_
+from megalite.engine import run_forwards
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly
+from megalite.parallel.pipeline import ForwardOnly
 from megalite.progress import LINES, ProgressBar
 from megalite.schedule import forward_program
 from megalite.train.build import Model
@@ -91,26 +92,9 @@ class Validator:
         program = forward_program(self._model.placement, len(microbatches))
         version = self._newest_version()
         stages = {key: ForwardOnly(stage, version) for key, stage in self._model.stages.items() if key[1] == 0}
-        rank = self._mesh.coordinate("pp")
-        executor = Executor(rank, stages, self._model.placement, self._channel, Events())
-        actions = program.actions_for_batch(rank, program.batch(0, last=True))
-        updates = list(executor.run(actions, _Fixed(microbatches)))
-        assert not updates, "an evaluation changes no weights"
-        executor.finish()
-        return list(executor.take_losses().values())
+        return run_forwards(program, self._mesh.coordinate("pp"), stages, self._channel, microbatches)
 
     def _train(self, mode: bool) -> None:
         for stage in self._model.stages.values():
             for module in stage.modules:
                 module.train(mode)
-
-
-class _Fixed:
-    """A source of micro-batches that are all in memory."""
-
-    def __init__(self, microbatches: list[Microbatch]) -> None:
-        self._microbatches = microbatches
-
-    def get(self, microbatch: int) -> tuple[Microbatch, Tensor]:
-        found = self._microbatches[microbatch]
-        return found, torch.ones((), device=found.tokens.device)

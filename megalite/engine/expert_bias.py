@@ -34,6 +34,11 @@ class ExpertBias:
     rate: float
     axis: Axis
     replicas: Mapping[int, Axis]
+    absent: str = ""
+
+    def __bool__(self) -> bool:
+        """Whether this rank has any."""
+        return any(self._biases(stage, 0) for stage in self.stages.values())
 
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
@@ -63,6 +68,9 @@ class ExpertBias:
         for stage in self.stages.values():
             for bias, source in zip(self._biases(stage, target), self._biases(stage, version), strict=True):
                 bias.values.copy_(source.values)
+
+    def after_load(self, version: int) -> None:
+        """The routers read the biases themselves."""
 
     def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
         """The biases of a version as `<prefix><name>` (views)."""

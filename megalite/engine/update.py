@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Handle
+from megalite.engine.late_reading import LateReading
+from megalite.engine.weights import Weights
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Events
 from megalite.parallel.zero import PendingNorm, where_not_finite
 from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, ChunkUse, Program, StageKey, plan_chunks
-from megalite.train.build import Model
-from megalite.train.late_reading import LateReading
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Updater(Events):
 
     def __init__(
         self,
-        model: Model,
+        weights: Weights,
         *,
         policy: Callable[[int], Hyperparameters],
         count_iteration: Callable[[int, bool], None],
@@ -99,10 +99,8 @@ class Updater(Events):
         update_of: Callable[[int], int],
         late: bool,
     ) -> None:
-        # In Chimera, ranks hold the same stages in different orders; their reductions must be issued in one order.
-        self._buffers_of = dict(sorted(model.buffers.items()))
-        self._all_buffers = [buffers for stage in self._buffers_of.values() for buffers in stage]
-        self._model, self._policy, self._scaler = model, policy, scaler
+        self._buffers_of, self._all_buffers = weights.buffers, weights.families
+        self._weights, self._policy, self._scaler = weights, policy, scaler
         self._count_iteration = count_iteration
         self._clip_grad, self._nonfinite, self._max_skipped = clip_grad, nonfinite, max_skipped
         self.stuck = 0
@@ -111,7 +109,7 @@ class Updater(Events):
         self._skipped_here = False  # whether an update of the iteration so far was skipped
         self._version, self._update_of = version, update_of
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
-        self._tied: dict[int, Handle] = {}
+        self._tied: dict[int, list[Handle]] = {}
         self._norm: PendingNorm | None = None
         self._plan: tuple[Program, list[ChunkUse]] | None = None
         self.results: list[UpdateResult] = []
@@ -156,8 +154,7 @@ class Updater(Events):
             buffers.gradients.start_reduce()
         if self._is_last(REDUCE, stage):
             self._select(update)
-            tied = [gradient for buffers in self._all_buffers for gradient in buffers.gradients.tied()]
-            self._tied[update] = self._model.shared.start_sum(tied)
+            self._tied[update] = self._weights.start_tied_sums()
 
     def _send_norm(self, stage: StageKey, update: int) -> None:
         if self._is_last(NORM, stage):
@@ -176,13 +173,13 @@ class Updater(Events):
         found_inf = 1.0 - norm.isfinite().float()
         reading = LateReading(norm[None])
         self._pending = _PendingUpdate(update, numbers.samples, found_inf, reading)
-        self._model.optimizer.finish_step()  # it may still read what comes now
+        self._weights.optimizer.finish_step()  # it may still read what comes now
         self._all_buffers[0].weights.unsharder.follow(None)
-        delay = self._model.delay
+        delay = self._weights.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
         fault_point("opt_step", update=update)
-        self._model.optimizer.step(
+        self._weights.optimizer.step(
             lr=numbers.learning_rate,
             weight_decay=numbers.weight_decay,
             grad_scale=self._grad_scale(norm, found_inf, numbers.loss_scale),
@@ -190,16 +187,16 @@ class Updater(Events):
             version=self._version + 1,
         )
         if not delay.of_weights:  # the next batch runs on them
-            self._model.optimizer.finish_step()
-        self._model.expert_bias.step(lambda number: self._update_of(number) == update, found_inf, self._version + 1)
-        self._model.scales.step(lambda number: self._update_of(number) == update, self._version + 1)
+            self._weights.optimizer.finish_step()
+        for state in self._weights.states:
+            state.step(lambda number: self._update_of(number) == update, found_inf, self._version + 1)
         self._version += 1
         shown: Tensor | float | None = norm
         skipped: Tensor | bool = found_inf
         if not self._late:
             skipped = self.resolve_pending()
             shown = None if skipped else reading.read()[0]
-        shown = None if self._model.update_per_microbatch else shown
+        shown = None if self._weights.update_per_microbatch else shown
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped))
         for buffers in self._all_buffers:
             buffers.gradients.begin_batch()
@@ -230,12 +227,13 @@ class Updater(Events):
     def _start_norm(self, update: int) -> PendingNorm:
         # The sum of the tied gradients of update t + 1 may be in flight before update t steps: in 2BW with m = p - 1
         # micro-batches the last rank reaches REDUCE t + 1 first.
-        self._tied.pop(update).wait()
+        for handle in self._tied.pop(update):
+            handle.wait()
         for buffers in self._all_buffers:
             buffers.gradients.start_tied_reduce()
         for buffers in self._all_buffers:
             buffers.gradients.finish_reduce()
-        return self._model.optimizer.start_grad_norm()
+        return self._weights.optimizer.start_grad_norm()
 
     def resolve_pending(self) -> bool:
         """Reads the outcome of the pending update, if there is one, counts it, and returns whether it was skipped.
@@ -247,7 +245,7 @@ class Updater(Events):
         latest, self._pending = self._pending, None
         (norm,) = latest.reading.read()
         skipped = not math.isfinite(norm)
-        self._model.optimizer.count_step(skipped=skipped)
+        self._weights.optimizer.count_step(skipped=skipped)
         self._skipped_here |= skipped
         if latest.samples:
             self._count_iteration(latest.samples, self._skipped_here)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from megalite.comm import Axis, TensorShard, all_reduce_
 from megalite.parallel.pipeline import Stage
@@ -27,6 +28,8 @@ class ScaleHistory:
     axis: the ranks of a stage. replicas: by stage, other ranks that hold it (Chimera).
     """
 
+    absent = SCALES
+
     def __init__(self, stages: Mapping[StageKey, Stage], axis: Axis, replicas: Mapping[int, Axis]) -> None:
         self._stages, self._axis, self._replicas = stages, axis, replicas
         self._tables: dict[StageKey, list[ScaleTable]] = {}
@@ -42,10 +45,10 @@ class ScaleHistory:
         return bool(self._tables)
 
     @torch.no_grad()
-    def step(self, wanted: Callable[[int], bool], version: int) -> None:
+    def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
         """Writes the histories of weight version `version`. Collective over the ranks of each stage.
 
-        wanted: whether a micro-batch belongs to the update.
+        wanted: whether a micro-batch belongs to the update; one that is skipped counts, too.
         """
         for key, tables in self._tables.items():
             old, new = self._at(tables, version - 1), self._at(tables, version)

@@ -8,12 +8,12 @@ from torch import nn
 from megalite.comm import Axis
 from megalite.comm.p2p import TensorSpec
 from megalite.config import Experts, ModelConfig
+from megalite.engine.expert_bias import ExpertBias
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch_notes import ExpertLoads
 from megalite.nn.router import Router
 from megalite.parallel.pipeline.stage import Stage
 from megalite.parallel.tensor.context import LayerContext
-from megalite.train.expert_bias import ExpertBias
 
 
 def biases(versions: int) -> tuple[ExpertBias, ExpertLoads, list[Router]]:

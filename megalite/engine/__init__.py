@@ -1,0 +1,26 @@
+"""One engine under training and library: layers as stages, their weights, and what an update does to them.
+
+    layers -> stages (a module a weight version) -> weights.py: buffers, optimizer  <- update.py: REDUCE, NORM, STEP
+                                                                                     <- forward.py: no backward
+
+    weights.py     `Weights`: stages, buffers, ties, the axis of the global norm
+    update.py      `Updater`: what the actions of a program that concern weights do; finite or skipped, clipping
+    versioned.py   state that belongs to weights beside the optimizer's: expert_bias.py, scale_history.py
+    older_weights.py   the weight versions before the newest, in checkpoints
+    forward.py     every run without a backward: evaluation, scoring, generation
+    late_reading.py    numbers of the device, read when they have long arrived
+
+`megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
+
+Invariant: gradients are reduced, measured, clipped and applied in one place, whoever asks.
+Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_library.py`.
+"""
+
+from megalite.engine.expert_bias import ExpertBias
+from megalite.engine.forward import run_forwards
+from megalite.engine.late_reading import LateReading
+from megalite.engine.older_weights import OLDER, complete_older, older_shards
+from megalite.engine.scale_history import ScaleHistory
+from megalite.engine.update import Hyperparameters, Updater
+from megalite.engine.versioned import VersionedState
+from megalite.engine.weights import BufferOptions, BuiltStages, Ties, Weights, build_weights, norm_axis

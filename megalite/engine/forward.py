@@ -1,0 +1,45 @@
+"""Micro-batches through the pipeline without a backward: evaluation, scoring, generation, the library's `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Channel
+from megalite.microbatch import StageInput
+from megalite.parallel.pipeline import Events, Executor, Stage
+from megalite.schedule import Program, StageKey
+
+
+def run_forwards(
+    program: Program,
+    rank: int,
+    stages: Mapping[StageKey, Stage],
+    channel: Channel,
+    microbatches: Sequence[StageInput],
+) -> list[Tensor]:
+    """What the last stage makes of each micro-batch, on the rank that holds it; an empty list elsewhere. Collective
+    over the pipeline.
+
+    program: of forwards alone (`schedule.forward_program`). rank: along the pipeline. stages: this rank's.
+    """
+    executor = Executor(rank, stages, program.placement, channel, Events())
+    actions = program.actions_for_batch(rank, program.batch(0, last=True))
+    updates = list(executor.run(actions, _Given(microbatches)))
+    assert not updates, "a run without a backward changes no weights"
+    executor.finish()
+    found = executor.take_losses()
+    return [found[number] for number in sorted(found)]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A source of micro-batches that are all in memory."""
+
+    microbatches: Sequence[StageInput]
+
+    def get(self, microbatch: int) -> tuple[StageInput, Tensor]:
+        return self.microbatches[microbatch], torch.ones(())

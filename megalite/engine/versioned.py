@@ -1,0 +1,41 @@
+"""State that belongs to the weights: each update changes it, and each weight version has its own.
+
+The optimizer is stepped first; what else there is (biases of experts, scales of fp8) are instances of `VersionedState`
+in the list `Weights.states`. A model without them has an empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from megalite.comm import TensorShard
+
+
+class VersionedState(Protocol):
+    """State of this rank's stages.
+
+    absent: prefix of names that a checkpoint may lack, because the run that wrote it had no use for them; '' otherwise.
+    """
+
+    @property
+    def absent(self) -> str:
+        """See the class."""
+
+    def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
+        """Writes the state of weight version `version`. Collective over the ranks of each stage.
+
+        wanted: whether a micro-batch belongs to the update. found_inf: 0-dim, on the device; not 0 where the update is
+        skipped.
+        """
+
+    def copy(self, version: int, target: int) -> None:
+        """Makes the state of version `target` that of `version`."""
+
+    def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
+        """The state of a version, as a checkpoint holds it (views)."""
+
+    def after_load(self, version: int) -> None:
+        """Values were written through `shards(version)`."""

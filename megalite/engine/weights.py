@@ -1,0 +1,167 @@
+"""The weights of one rank: stages made of layers, flat buffers under them, the optimizer over the buffers.
+
+    built stages (modules, one for each weight version)  ->  buffers, which give them memory  ->  optimizer
+
+Who makes the stages does not matter here: `megalite.train` makes them of our layers or of a user's module,
+`megalite.library` of a user's list of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megalite.comm import Axis, Handle, ParallelMesh
+from megalite.engine.versioned import VersionedState
+from megalite.inventory import AXIS_FAMILIES
+from megalite.optim import Delay
+from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
+from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
+from megalite.schedule import Program, StageKey, StagePlacement
+
+Fill = Callable[[str, nn.Parameter], None]
+MakeSharded = Callable[[list[ParameterBuffers], Axis, Delay], ShardedOptimizer]
+"""(Buffers of all stages, axis of the global norm, age of the gradients) -> optimizer."""
+
+
+class StageLayers(Protocol):
+    """The layers of a stage in one weight version."""
+
+    names: tuple[str, ...]
+
+    def ordered(self) -> list[nn.Module]:
+        """Them, in order."""
+
+    def logical_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """(Logical name, parameter), each parameter once; those that learn."""
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Torch's own."""
+
+
+BuiltStages = dict[StageKey, tuple[Stage, Sequence[StageLayers]]]
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Parameters that several stages hold. ranks: along the pipeline, that have a copy. home: the stage whose copies
+    enter the norm and checkpoints."""
+
+    names: frozenset[str] = frozenset()
+    ranks: Sequence[int] = ()
+    home: StageKey = (0, 0)
+
+
+@dataclass(frozen=True)
+class BufferOptions:
+    """How the parameters of a stage lie in memory.
+
+    zero: what data-parallel ranks share. whole: (name, number of dimensions) -> whether no shard boundary may cut the
+    parameter. fill: initialises parameters that came without memory.
+    """
+
+    zero: ZeroOptions
+    whole: Callable[[str, int], bool] | None = None
+    fill: Fill | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """This rank's part of the weights, and the state that each update changes with them.
+
+    stages: by (stage, replica).
+    buffers: of each stage, one `ParameterBuffers` for each family and dtype of its parameters.
+    placement: which rank holds which stage.
+    shared: sums the gradient of parameters that several stages hold.
+    num_versions: weight versions that each stage keeps (2BW: 2).
+    update_per_microbatch: as in `Program`.
+    delay: how many updates old this rank's gradients are.
+    states: what else an update changes, in the order in which all ranks step it.
+    """
+
+    stages: dict[StageKey, Stage]
+    buffers: dict[StageKey, list[ParameterBuffers]]
+    optimizer: ShardedOptimizer
+    placement: StagePlacement
+    shared: SharedGradient
+    num_versions: int
+    update_per_microbatch: bool
+    delay: Delay
+    states: Sequence[VersionedState]
+
+    @property
+    def families(self) -> list[ParameterBuffers]:
+        """The buffers of all stages. In Chimera, ranks hold the same stages in different orders; their reductions must
+        be issued in one order."""
+        return [made for _, stage in sorted(self.buffers.items()) for made in stage]
+
+    def start_tied_sums(self) -> list[Handle]:
+        """Starts the sums of tied gradients over the stages that hold a copy."""
+        stages = [[t for made in stage for t in made.gradients.tied()] for _, stage in sorted(self.buffers.items())]
+        return [self.shared.start_sum(copies) for copies in zip(*(tied for tied in stages if tied), strict=True)]
+
+
+def norm_axis(mesh: ParallelMesh, program: Program, families: Iterable[str], *, sharded: bool) -> Axis:
+    """The ranks that together hold one copy of the model and, where it is sharded, of the optimizer state: every axis
+    along which owned gradients of some family differ.
+
+    sharded: whether ZeRO shards the optimizer state.
+    """
+    differ = [axis for name in families for axis in AXIS_FAMILIES[name].differs(sharded=sharded)]
+    # PipeDream steps stage by stage, micro-batch by micro-batch: no norm over the pipeline exists.
+    pipeline = () if program.update_per_microbatch else ("pp",)
+    return mesh.spanning(*differ, *pipeline)
+
+
+def build_weights(
+    built: BuiltStages,
+    mesh: ParallelMesh,
+    program: Program,
+    *,
+    families: Sequence[str],
+    ties: Ties,
+    options: BufferOptions,
+    make_optimizer: MakeSharded,
+    delay: Delay,
+    states: Sequence[VersionedState],
+    device: torch.device,
+) -> Weights:
+    """Puts the parameters of stages into buffers, and an optimizer over these. families: of parameters, that the model
+    has. states: of these stages."""
+    copies = replica_axes(mesh, program.placement)
+    axes = {name: mesh.family(name) for name in families}
+    axis = norm_axis(mesh, program, families, sharded=options.zero.stage > 0)
+    buffers: dict[StageKey, list[ParameterBuffers]] = {}
+    for key, (_, modules) in built.items():
+        buffers[key] = stage_buffers(
+            [module.logical_parameters() for module in modules],
+            axes,
+            beside=[made for stage in buffers.values() for made in stage],  # share scratch memory
+            options=options.zero,
+            tied=ties.names,
+            counts_tied=key == ties.home,
+            replica=key[1],
+            num_gradients=program.gradient_buffers,
+            keep_gradients=program.keeps_gradients,
+            whole=options.whole,
+            extra_reduce=[copies[key[0]]] if key[0] in copies else [],  # Chimera's replicas of the stage
+            fill=options.fill,
+            device=device,
+        )
+        for module in modules if buffers[key] else ():
+            buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]), stage=key)
+    return Weights(
+        stages={key: stage for key, (stage, _) in built.items()},
+        buffers=buffers,
+        optimizer=make_optimizer([made for stage in buffers.values() for made in stage], axis, delay),
+        placement=program.placement,
+        shared=SharedGradient(mesh.through(ties.ranks, apart="tied")),
+        num_versions=program.weight_versions[mesh.coordinate("pp")],
+        update_per_microbatch=program.update_per_microbatch,
+        delay=delay,
+        states=states,
+    )
