@@ -72,10 +72,11 @@ def sum_widened(x: Tensor) -> Tensor:
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements of contiguous tensors of one device: fp64, 0-dim, on that device.
 
-    A CPU kernel adds up a norm one by one in the dtype of its result: in fp32 1e-5 is lost of 1e6 elements, 4e-3 of 5e7.
-    Here only rows of 256 elements are summed in fp32, 32 additions to each lane of the processor, and the rows' norms in
-    fp64. Each rounding is of 2^-24, so the norm is right to 1e-6 whatever the numbers (32 * 2^-24 / 2; measured: 2e-7 of
-    equal ones, 1e-9 of random ones), however long the tensors; as fast, and with 1/256 of their memory on top.
+    A CPU kernel adds up a norm one by one in the dtype of its result: in fp32 1e-5 is lost of 1e6 elements, 4e-3 of
+    5e7. Here only rows of 256 elements are summed in fp32, 32 additions to each lane of the processor, and the rows'
+    norms in fp64. Each rounding is of 2^-24, so the norm is right to 1e-6 whatever the numbers (32 * 2^-24 / 2;
+    measured: 2e-7 of equal ones, 1e-9 of random ones), however long the tensors; as fast, and with 1/256 of their
+    memory on top.
     """
     norms = [part for x in tensors for part in _row_norms(x.view(-1))]
     if not norms:

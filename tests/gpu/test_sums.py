@@ -1,4 +1,4 @@
-"""Long sums in the number formats of training, against the same numbers in fp64: the error must not grow with length."""
+"""Long sums in the number formats of training, against fp64: the error must not grow with length."""
 
 from __future__ import annotations
 
