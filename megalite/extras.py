@@ -14,6 +14,7 @@ from megalite.errors import ConfigError
 #: Package, as it is imported -> extra: `pip install "megalite[EXTRA]"`.
 EXTRA_OF = {
     "transformers": "hf",
+    "jinja2": "hf",
     "datasets": "data",
     "pyarrow": "data",
     "sentencepiece": "data",

@@ -18,6 +18,7 @@ FLOORS = {
     "megalite.extras": 1,
     "megalite.progress": 1,
     "megalite.scratch": 1,
+    "megalite.strangers": 2,
     "megalite.host_memory": 1,
     "megalite.page_locked": 1,
     "megalite.commands": 0,

@@ -35,6 +35,7 @@ NO_TORCH = (
     "megalite.progress",
     "megalite.faults",
     "megalite.streams",
+    "megalite.strangers",
     "megalite.schedule",
     "megalite.config",
     "megalite.inventory",

@@ -42,6 +42,11 @@ UNSAFE_CALLS = re.compile(
 )
 # Megatron-LM's checkpoints are pickles: a program of its own opens them, weights-only, and nothing imports that.
 UNPICKLER = "megalite.convert.megatron_unpickle"
+# What loads a folder or a name of other people, and may run a program that lies there.
+LOADS_STRANGERS = re.compile(
+    r"(.*\.)?(\w*from_pretrained|load_from_disk|load_dataset|get_class_from_dynamic_module|\w+_download)"
+)
+STRANGERS = "megalite.strangers"
 PICKLES = {(UNPICKLER, "torch.load"), ("megalite.convert.megatron_writing", "torch.save")}
 
 
@@ -124,6 +129,23 @@ def test_torch_distributed_is_used_in_comm_and_launch_only() -> None:
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
         ]
+    check(problems)
+
+
+def test_what_other_people_made_enters_by_one_door() -> None:
+    """transformers, datasets and peft run programs of whoever made a folder, once asked to or not told otherwise."""
+    problems = []
+    for module, tree in PRODUCT.items():
+        problems += [
+            f"{module}:{line}: {name}; only {STRANGERS} may"
+            for line, name, _ in calls(tree)
+            if LOADS_STRANGERS.fullmatch(name) and module != STRANGERS
+        ]
+        if module == STRANGERS:
+            trusts = [
+                ast.unparse(k.value) for _, _, call in calls(tree) for k in call.keywords if "trust" in str(k.arg)
+            ]
+            assert trusts and set(trusts) == {"False"}
     check(problems)
 
 

@@ -30,6 +30,7 @@ from command_line import ToolParser, run_tool
 from megalite.errors import CheckpointError, ConfigError, RuntimeFailure
 from megalite.extras import optional_package
 from megalite.progress import OnProgress, ProgressBar
+from megalite.strangers import check_model_folder, load_causal_model
 
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
@@ -123,7 +124,7 @@ def main(argv: list[str]) -> None:
     flags = parse(argv)
     load, save = Path(flags.load), Path(flags.save)
     if flags.verify:
-        optional_package("--verify", "transformers")  # before the work of writing
+        _check_peer(flags, load)  # before the work of writing
     source = _open(flags, load)
     with ProgressBar("converting", "parameters") as bar:
         written = _write(flags, Watched(source, bar), save)
@@ -132,6 +133,13 @@ def main(argv: list[str]) -> None:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
         verify(ours, theirs, step, _dtype(flags), source)
+
+
+def _check_peer(flags: argparse.Namespace, load: Path) -> None:
+    """Raises ConfigError where transformers could not load the other side without running a stranger's program."""
+    optional_package("--verify", "transformers")
+    if flags.source == "hf":
+        check_model_folder(load, "--load")
 
 
 class Watched:
@@ -200,11 +208,11 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
     """
     import torch
 
+    from megalite.convert import HuggingFaceSource
     from megalite.inference import load_for_inference
     from megalite.microbatch import Microbatch
     from megalite.nn import Head
 
-    transformers = optional_package("--verify", "transformers")
     loaded = load_for_inference(ours, ckpt_step=ckpt_step, device="cpu")
     model = loaded.config.model
     length = min(TOKENS, model.max_positions)
@@ -218,7 +226,7 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
     )
     with torch.no_grad():
         dtype = next(loaded.model.parameters()).dtype
-        peer = transformers.AutoModelForCausalLM.from_pretrained(theirs, local_files_only=True, dtype=dtype).eval()
+        peer = load_causal_model(theirs, HuggingFaceSource(theirs).family.architecture, dtype, "--verify").eval()
         for name, parameter in loaded.model.logical_parameters() if written and model.adapted_parts else []:
             parameter.copy_(source.read(name)) if ".adapters." not in name else parameter.zero_()
         for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:

@@ -28,7 +28,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--tasks", required=True, help="names of tasks, comma between them")
-    parser.add_argument("--include-path", metavar="DIR", help="folder with task files of your own")
+    parser.add_argument(
+        "--include-path", metavar="DIR", help="folder with task files of your own; lm_eval runs programs that they name"
+    )
     parser.add_argument("--num-fewshot", type=int, help="examples in front of each question; unset: the task's own")
     parser.add_argument("--limit", type=int, help="questions of each task; unset: all")
     parser.add_argument("--micro-batch-size", type=int, default=16, help="questions scored at once")

@@ -10,9 +10,11 @@ assistant adds to the conversation with its prompt, up to white space after it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,63 +22,126 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megalite.data.cache import digest_of
+from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
 from megalite.data.corpus import JSONL_SUFFIXES
-from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit, unit_digest, utf8_length
+from megalite.data.file_chunks import (
+    InputUnit,
+    input_size,
+    input_units,
+    place_of,
+    read_unit,
+    unit_digest,
+    utf8_length,
+)
 from megalite.data.indexed import ANSWER, END, MARKS
 from megalite.data.kept_units import UnitTokens
 from megalite.data.preprocess import Summary, Totals, UnitJob, write_units
 from megalite.data.tokenizer import Tokenizer, token_dtype
-from megalite.errors import DataError
+from megalite.errors import ConfigError, DataError
 from megalite.extras import optional_package
 from megalite.progress import OnProgress, untold
+from megalite.strangers import PROGRAMS, check_no_program, read_limited, read_mapping
 
 FLAG = "--data-format=chat"
 Messages = list[dict[str, Any]]
+#: Of tokenizer_config.json, by which templates name special tokens.
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+#: Longer than any template by far, and read whole.
+MOST_TEMPLATE = 1 << 20
 
 
 class ChatTemplate:
-    """The template beside a Hugging Face tokenizer, by the package transformers.
+    """The template beside a Hugging Face tokenizer, rendered within limits by a process of its own.
 
-    directory: what `--tokenizer-model` names. Raises DataError where there is no template.
+    directory: what `--tokenizer-model` names. Raises DataError where there is no template, ConfigError where a program
+    of the tokenizer's maker would have to run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, directory: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, directory: str | None, limits: TemplateLimits | None = None) -> None:
         if tokenizer.kind != "HuggingFaceTokenizer" or directory is None:
             raise DataError(f"{FLAG}: needs --tokenizer-type=HuggingFaceTokenizer, whose files have the chat template")
-        transformers = optional_package(FLAG, "transformers")
-        folder = Path(directory) if Path(directory).is_dir() else Path(directory).parent
-        self._theirs: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        _check_jinja()
         self._backend: Any = tokenizer.backend  # type: ignore[attr-defined]  # of this kind
-        template = getattr(self._theirs, "chat_template", None)
-        if not isinstance(template, str):
-            raise DataError(f"--tokenizer-model={directory}: has no chat template; take the tokenizer of a chat model")
-        self.text = template
-        self._tells = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+        self.text, self.variables = read_template(Path(directory))
+        self._tells = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
+        self._limits = limits
+        self._renderer: ChatRenderer | None = None
+        try:
+            ChatRenderer(self.text, self.variables, limits).close()
+        except DataError as error:
+            raise DataError(f"--tokenizer-model={directory}: {str(error).replace(' for it', '', 1)}") from None
 
     def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Tokens of a conversation, and which are answers. Raises DataError where the template does not take it."""
-        if self._tells:
-            found = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            return list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
-        text = self._apply(messages, tokenize=False)
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        spans = [self._span(text, messages, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return list(encoding.ids), [any(a <= begin < b for a, b in spans) for begin, _ in encoding.offsets]
+        (found,) = self.encode_all([messages])
+        if isinstance(found, DataError):
+            raise found
+        return found
 
-    def _span(self, text: str, messages: Messages, index: int) -> tuple[int, int]:
-        """Characters of the whole text that an answer is."""
-        before = self._apply(messages[:index], tokenize=False, add_generation_prompt=True) if index else ""
-        after = self._apply(messages[: index + 1], tokenize=False).rstrip()
-        if not index or not text.startswith(after) or not after.startswith(before):
-            why = "is the first" if not index else "reads otherwise in the whole conversation than at its end"
-            raise DataError(f"answer {index + 1} {why}, so the template does not say where it begins")
-        return len(before), len(after)
-
-    def _apply(self, messages: Messages, **options: Any) -> Any:
+    def encode_all(self, talks: Sequence[Messages]) -> Iterator[tuple[list[int], list[bool]] | DataError]:
+        """`encode` of each. Raises TemplateLimit in the turn of the one that needs more than a template may."""
+        renderer = self._renderer
+        if renderer is None or renderer.owner != os.getpid():  # forked workers have one each
+            renderer = self._renderer = ChatRenderer(self.text, self.variables, self._limits)
         try:
-            return self._theirs.apply_chat_template(messages, **options)
-        except Exception as error:  # what a template raises is its own
-            raise DataError(f"the chat template refuses it ({str(error).splitlines()[0][:120]})") from None
+            for found in renderer.render(talks):
+                yield found if isinstance(found, DataError) else self._tokens(found)
+        except TemplateLimit:
+            self._renderer = None
+            raise
+
+    def _tokens(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
+        """Ids, and whether each is of an answer: begins within it, or by a template that says so, reaches into it."""
+        encoding = self._backend.encode(rendered.text, add_special_tokens=False)
+        spans = rendered.answers
+        if not self._tells:
+            return list(encoding.ids), [any(a <= begin < b for a, b in spans) for begin, _ in encoding.offsets]
+        answers = [False] * len(encoding.ids)
+        for begin, end in (span for span in spans if span[0] < span[1]):
+            if (first := encoding.char_to_token(begin)) is None:
+                break
+            stop = (encoding.char_to_token(end - 1) or len(answers) - 1) + 1
+            answers[first:stop] = [True] * (stop - first)
+        return list(encoding.ids), answers
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_renderer": None}
+
+
+def read_template(where: Path) -> tuple[str, dict[str, str]]:
+    """Template and special tokens beside the tokenizer `where`. Raises DataError; ConfigError for a program's."""
+    flag, folder = "--tokenizer-model", where if where.is_dir() else where.parent
+    config = read_mapping(folder / "tokenizer_config.json", flag)
+    check_no_program(folder / "tokenizer_config.json", config.get(PROGRAMS), flag)
+    model = read_mapping(folder / "config.json", flag).get(PROGRAMS)
+    check_no_program(folder / "config.json", model.get("AutoTokenizer") if isinstance(model, dict) else None, flag)
+    template: Any = config.get("chat_template")
+    if isinstance(template, list):  # several with names
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        try:
+            template = read_limited(file, flag, MOST_TEMPLATE).decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{flag}={file}: not UTF-8 text (byte {error.start}); convert it") from None
+    if not isinstance(template, str):
+        raise DataError(f"{flag}={where}: has no chat template; take the tokenizer of a chat model")
+    if len(template) > MOST_TEMPLATE:
+        raise DataError(
+            f"{flag}={where}: a chat template of {len(template):,} characters; {MOST_TEMPLATE:,} is the most"
+        )
+    config = read_mapping(folder / "special_tokens_map.json", flag) | config
+    tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return template, {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _check_jinja() -> None:
+    """Raises ConfigError: of older versions ways out of the sandbox are known."""
+    found = optional_package(FLAG, "jinja2").__version__
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < (3, 1, 6):
+        raise ConfigError(f'{FLAG}: needs jinja2 3.1.6 or newer, not {found}; pip install -U "megalite[hf]"')
 
 
 def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:
@@ -117,19 +182,30 @@ class ChatJob(UnitJob):
         assert self.template is not None
         if unit.columns is not None or not str(unit.place).endswith(JSONL_SUFFIXES):
             raise DataError(f"--input={unit.place}: {FLAG} reads JSONL with a list of messages in each line")
-        (column,), skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse_messages)
+        rows: list[int] = []  # of each conversation, its number among the lines that are not empty
+        asked = itertools.count()
+
+        def parse(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:
+            number, found = next(asked), parse_messages(line, keys, where)
+            rows.append(number)
+            return found
+
+        (column,), skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse)
         ids, marks, total = [], [], 0
-        for number, messages in enumerate(column, 1):
+        answers = self.template.encode_all(column)
+        for row, messages in zip(rows, column, strict=True):
             try:
-                tokens, answers = self.template.encode(messages)
-            except DataError as error:
-                if self.skip_bad_lines:
-                    skipped += 1
-                    continue
-                raise DataError(f"{unit.place}: conversation {number} of a block: {error}") from None
-            ids.append(np.array(tokens, self.dtypes[0]))
-            marks.append(np.array(answers, np.uint8) * ANSWER)
-            if tokens:
+                found = next(answers)
+            except DataError as error:  # of a limit
+                raise DataError(f"{place_of(unit, row)}: {error}") from None
+            if isinstance(found, DataError):
+                if not self.skip_bad_lines:
+                    raise DataError(f"{place_of(unit, row)}: {found}")
+                skipped += 1
+                continue
+            ids.append(np.array(found[0], self.dtypes[0]))
+            marks.append(np.array(found[1], np.uint8) * ANSWER)
+            if found[0]:
                 marks[-1][-1] |= END
             total += sum(utf8_length(message["content"]) for message in messages)
         lengths = np.array([len(each) for each in ids], np.int32)

@@ -18,6 +18,7 @@ from megalite.data.cache import digest_of
 from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields
 from megalite.errors import DataError
 from megalite.extras import optional_package
+from megalite.strangers import open_hub_dataset, open_saved_dataset
 
 UNIT_BYTES = 1 << 21
 
@@ -170,7 +171,7 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """A folder written by `datasets.save_to_disk`."""
     if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         raise DataError(f"--input={path}: is a folder without a saved data set; name its files")
-    data = optional_package(f"--input={path}", "datasets").load_from_disk(path)
+    data = open_saved_dataset(path, "--input")
     parts = data.values() if isinstance(data, dict) else [data]
     for part in parts:
         yield from _dataset_units(path, part, keys)
@@ -180,11 +181,7 @@ def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """`hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under that name, streamed; SPLIT is else train."""
     name, _, split = path[3:].partition("@")
     name, _, config = name.partition(":")
-    datasets = optional_package(f"--input={path}", "datasets")
-    try:
-        data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the package raises many kinds
-        raise DataError(f"--input={path}: datasets cannot load it ({str(error).splitlines()[0][:160]})") from None
+    data = open_hub_dataset(path, name, config or None, split or "train", "--input")
     yield from _dataset_units(path, data, keys)
 
 
@@ -229,12 +226,7 @@ def read_unit(
     """Texts of a unit (or what `parse` makes of its lines), one list per key, and the lines that were left out."""
     if unit.columns is not None:
         return unit.columns, 0
-    if unit.stop:
-        with open(unit.place, "rb") as file:
-            file.seek(unit.start)
-            lines: Sequence[str | bytes] = file.read(unit.stop - unit.start).split(b"\n")
-    else:
-        lines = unit.lines
+    lines = _lines(unit)
     rows: list[list[Any]] = []
     skipped = 0
     for number, line in enumerate(lines):
@@ -250,6 +242,20 @@ def read_unit(
             # Once more, now that its number is worth counting.
             parse(line, keys, f"{unit.place}:{first + number}")
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped
+
+
+def place_of(unit: InputUnit, row: int) -> str:
+    """File and line of the line `row` (from 0) of those that are not empty."""
+    number = [number for number, line in enumerate(_lines(unit)) if line.strip()][row]
+    return f"{unit.place}:{(unit.first_line or _lines_before(unit) + 1) + number}"
+
+
+def _lines(unit: InputUnit) -> Sequence[str | bytes]:
+    if not unit.stop:
+        return unit.lines
+    with open(unit.place, "rb") as file:
+        file.seek(unit.start)
+        return file.read(unit.stop - unit.start).split(b"\n")
 
 
 def _lines_before(unit: InputUnit) -> int:

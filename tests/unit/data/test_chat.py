@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from megalite.data import ChatTemplate, IndexedDataset, make_tokenizer, preprocess_chat
+from megalite.data.chat import read_template
+from megalite.data.chat_process import ChatRenderer, Rendered
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import ANSWER, END
 from megalite.data.loader import BatchLoader, DocumentMasks
@@ -38,6 +40,8 @@ TALKS = [
     [("user", "Say nothing"), ("assistant", "")],
     [("user", "and "), ("assistant", "so on, and so on, and so on " * 3)],
 ]
+#: A template that tells where answers are is rendered once, whatever it does with them.
+TURNED_OFF = "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
 MESSAGES = [[{"role": role, "content": text} for role, text in talk] for talk in TALKS]
 
 
@@ -76,6 +80,46 @@ def test_ids_and_answers_are_those_of_transformers(template: str, tmp_path: Path
         assert ids == list(expected["input_ids"])
         assert [int(answer) for answer in answers] == list(expected["assistant_masks"])
         assert any(answers) and not all(answers)
+
+
+#: What templates of the field are made of.
+HONEST = [
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }}{{ eos_token }}{% endfor %}",
+    "{%- set ns = namespace(n=0) -%}\n{% for m in messages %}\n    {%- set ns.n = ns.n + 1 %}\n{{ ns.n }}:"
+    "{{ m | tojson }}\n{% endfor %}\n{{ unk_token is defined }} {{ pad_token }}",
+    "{% macro say(m) %}<{{ m.role | upper }}>{{ m.content }}{% endmacro %}{% for m in messages if m.content %}"
+    "{% if loop.index > 3 %}{% break %}{% endif %}{{ say(m) }}{% endfor %}{{ tools is none }}"
+    "{{ documents is defined }}",
+    "{% for m in messages %}{{ m.name is defined }}{{ m.reasoning_content }}{{ m.get('thinking', '-') }}"
+    "{{ loop.cycle('a', 'b') }}{{ m.content.split('\n')[-1].strip() }}"
+    "{{ '%03d' | format(loop.index) }}\n{% endfor %}",
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('must alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    "{{ strftime_now('%Y') | length }}{{ dict(a=1).a }}"
+    "{{ range(3) | join(',') }}",
+]
+
+
+@pytest.mark.parametrize("template", HONEST)
+def test_texts_are_those_of_transformers(template: str, tmp_path: Path) -> None:
+    """Special tokens, fields that are null, white space around blocks, filters, and what a template refuses."""
+    tokenizer_with(template, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"bos_token": {"content": "<|im_start|>", "__type": "AddedToken"}, "unk_token": None, "pad_token": "a"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+    text, variables = read_template(tmp_path)
+    assert text == theirs.chat_template
+    more = {"role": "user", "content": " x\n\n", "name": None, "thinking": "hm <&>'"}
+    talks = [*MESSAGES, [more, *MESSAGES[0][2:]], [more, more]]
+    for messages, ours in zip(talks, ChatRenderer(text + TURNED_OFF, variables).render(talks), strict=True):
+        try:
+            expected = theirs.apply_chat_template(messages, chat_template=text + TURNED_OFF, tokenize=False)
+        except Exception as error:
+            assert isinstance(ours, DataError) and str(error) in str(ours)
+        else:
+            assert isinstance(ours, Rendered) and ours.text == expected
 
 
 def write(tmp_path: Path, lines: list[Any], template: str | None = CHATML, **more: Any) -> tuple[Any, Path]:
@@ -122,7 +166,7 @@ def test_the_loss_counts_answers_and_documents_end_with_conversations(tmp_path: 
         ({"text": "a"}, "no list of messages in field 'messages'; name the field by --json-keys"),
         ({"messages": [{"role": "user"}]}, "message 1 is not an object with a role and a content that are texts"),
         ({"messages": MESSAGES[1], "tools": [{}]}, "has tools, which are not supported"),
-        ({"messages": MESSAGES[1][1:]}, "conversation 1 of a block: answer 1 is the first"),
+        ({"messages": MESSAGES[1][1:]}, "talks.jsonl:1: answer 1 is the first"),
     ],
 )
 def test_a_broken_line_is_named_or_left_out(line: Any, text: str, tmp_path: Path) -> None:

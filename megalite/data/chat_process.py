@@ -1,0 +1,139 @@
+"""The parent's side of `chat_renderer.py`: conversations in, their texts out, within limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any, cast
+
+from megalite.errors import DataError
+
+PROGRAM = "chat_renderer.py"
+#: Conversations that travel together.
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """Hundreds of times what honest templates need, for each conversation.
+
+    seconds: of processor time; seconds_a_message: more, since each answer is rendered again to find where it begins.
+    memory: bytes of address space of the process. characters: of a text, and eight for each byte of the conversation.
+    """
+
+    seconds: float = 10.0
+    seconds_a_message: float = 0.02
+    memory: int = 1 << 30
+    characters: int = 16 << 20
+
+
+class TemplateLimit(DataError):
+    """A template reached a limit. `--skip-bad-lines` does not pass over that: each line would take as long."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Text of a conversation, and the characters `(begin, end)` of each answer."""
+
+    text: str
+    answers: list[tuple[int, int]] = field(default_factory=list)
+
+
+class ChatRenderer:
+    """One template in a process of its own, which lives as long as this object.
+
+    variables: special tokens by name. Raises DataError where the template is none.
+    """
+
+    def __init__(self, template: str, variables: Mapping[str, str], limits: TemplateLimits | None = None) -> None:
+        self._limits = limits or TemplateLimits()
+        self.owner = os.getpid()
+        # -P: nothing beside that program is importable by accident
+        program = [sys.executable, "-P", str(Path(__file__).with_name(PROGRAM))]
+        self._process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        self._finalizer = weakref.finalize(self, _end, self._process)
+        told = {"template": template, "variables": dict(variables), "limits": vars(self._limits)}
+        self._send(json.dumps(told).encode() + b"\n")
+        reply = self._receive()
+        if "refused" in reply:
+            raise DataError(str(reply["refused"]).replace("refuses it", "is none", 1))
+
+    def render(self, talks: Sequence[list[dict[str, Any]]]) -> Iterator[Rendered | DataError]:
+        """What each conversation gives, in order; DataError where the template does not take it.
+
+        Raises TemplateLimit in the turn of the conversation that reached one.
+        """
+        following = iter(talks)
+        while batch := list(islice(following, BATCH)):
+            lines = [_as_line(talk) for talk in batch]
+            self._send(b"".join([b"%d\n" % len(lines), *lines]))
+            for _ in batch:
+                reply = self._receive()
+                if "refused" in reply:
+                    yield DataError(str(reply["refused"]))
+                else:
+                    yield Rendered(reply["text"], [(begin, end) for begin, end in reply["answers"]])
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._finalizer()
+
+    def _send(self, content: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(content)
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has ended; why is said where its answer is missing
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise self._ended()
+        reply = cast("dict[str, Any]", json.loads(line))
+        if "limit" in reply:
+            raise TemplateLimit(
+                f"the chat template needs {reply['limit']} for it, which is the limit; repair the template"
+            )
+        return reply
+
+    def _ended(self) -> DataError:
+        status = self._process.wait()
+        if status == -signal.SIGPROF:
+            limit = f"{self._limits.seconds:g} seconds of processor time"
+            return TemplateLimit(
+                f"the chat template needs more than {limit} for it, which is the limit; repair the template"
+            )
+        return TemplateLimit(
+            f"the process that rendered the chat template ended (status {status}); repair the template"
+        )
+
+
+def _as_line(talk: list[dict[str, Any]]) -> bytes:
+    try:
+        return json.dumps(talk).encode() + b"\n"
+    except RecursionError:
+        return b'[{"role": "too many levels"\n'  # refused there, in its turn
+
+
+def _end(process: Popen[bytes]) -> None:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.close()
+    except OSError:
+        pass  # it has ended already
+    process.stdout.close()
+    try:
+        process.wait(1)
+    except Exception:  # it is at work; nobody reads that any more
+        process.kill()
+        process.wait()

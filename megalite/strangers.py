@@ -1,0 +1,113 @@
+"""What other people made: read here, and none of it run.
+
+A model or tokenizer of Hugging Face's may name programs beside it (`auto_map`), which transformers runs once somebody
+says yes to a question on the terminal; a data set may be a program. This is the one door to whatever loads a folder or
+a name of theirs: it never says yes, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import ConfigError, DataError
+from megalite.extras import optional_package
+
+#: Where transformers looks for programs, and what stands there.
+PROGRAMS = "auto_map"
+#: Read whole, and parsed at some twenty times its size.
+MOST_JSON = 64 << 20
+
+
+def read_limited(path: str | Path, flag: str, most: int) -> bytes:
+    """Content of a file that `flag` names, `most` bytes at most. Raises DataError."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise DataError(f"{flag}={path}: is not a file; name one")
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+    except FileNotFoundError:
+        raise DataError(f"{flag}={path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{flag}={path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if len(content) > most:
+        raise DataError(f"{flag}={path}: larger than {most >> 20} MiB, which none of its kind is; name another file")
+    return content
+
+
+def read_mapping(path: Path, flag: str) -> dict[str, Any]:
+    """The JSON object of a file that may be missing. Raises DataError."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(read_limited(path, flag, MOST_JSON))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{flag}={path}: not JSON ({str(error)[:80]}); repair it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{flag}={path}: not a JSON object but {type(found).__name__}; repair it")
+    return found
+
+
+def check_no_program(path: Path, named: Any, flag: str) -> None:
+    """Raises ConfigError where `named`, the `auto_map` of the file `path`, is one."""
+    if not named:
+        return
+    each = named.values() if isinstance(named, Mapping) else named if isinstance(named, list | tuple) else [named]
+    first = next((str(name) for entry in each for name in (entry if isinstance(entry, list) else [entry]) if name), "")
+    raise ConfigError(
+        f"{flag}={path.parent}: {path.name} names a program to run ({PROGRAMS}: {first[:60]!r}), which is not done; "
+        f"take a folder without one, or remove {PROGRAMS} there if the other files say all"
+    )
+
+
+def load_causal_model(folder: Path, architecture: str, dtype: Any, flag: str) -> Any:
+    """transformers' own class of that name with the weights of `folder`: safetensors, no adapters, nobody's kernels.
+
+    Raises ConfigError where a program would have to run, or transformers refuses the folder.
+    """
+    transformers = optional_package(flag, "transformers")
+    check_model_folder(folder, flag)
+    try:
+        return getattr(transformers, architecture).from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="eager",
+            dtype=dtype,
+        )
+    except Exception as error:  # the package raises many kinds
+        said = " ".join(str(error).split())[:160] or type(error).__name__
+        raise ConfigError(f"{flag}={folder}: transformers cannot load it ({said})") from None
+
+
+def check_model_folder(folder: Path, flag: str) -> None:
+    """Raises ConfigError where transformers would need a program of the folder's maker, or would look elsewhere."""
+    for name in ("config.json", "generation_config.json"):
+        check_no_program(folder / name, read_mapping(folder / name, flag).get(PROGRAMS), flag)
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(f"{flag}={folder}: adapter_config.json names another model, which would be read; remove it")
+
+
+def open_saved_dataset(path: str, flag: str) -> Any:
+    """A folder written by `datasets.save_to_disk`. Raises DataError."""
+    datasets = optional_package(f"{flag}={path}", "datasets")
+    try:
+        return datasets.load_from_disk(path)
+    except Exception as error:  # the package raises many kinds
+        raise DataError(f"{flag}={path}: datasets cannot load it ({_first_line(error)})") from None
+
+
+def open_hub_dataset(path: str, name: str, config: str | None, split: str, flag: str) -> Any:
+    """What `datasets` finds under a name, streamed; a data set that is a program is refused. Raises DataError."""
+    datasets = optional_package(f"{flag}={path}", "datasets")
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=True, trust_remote_code=False)
+    except Exception as error:  # the package raises many kinds
+        raise DataError(f"{flag}={path}: datasets cannot load it ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
