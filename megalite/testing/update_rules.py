@@ -268,7 +268,8 @@ class Adafactor(Rule):
         if "exp_avg_sq" in state:
             estimate = state["exp_avg_sq"]
         else:
-            row, column = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
+            # in fp32 the product of two rows of a gradient of zero, 1e-60, would be zero
+            row, column = state["exp_avg_sq_row"].double(), state["exp_avg_sq_col"].double()
             estimate = row[..., :, None] * column[..., None, :] / row.mean(-1)[..., None, None]
         u = g / estimate.sqrt()
         u /= max(1.0, root_mean_square(u))

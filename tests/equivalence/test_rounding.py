@@ -1,0 +1,125 @@
+"""The number formats that people train in, against the oracle in the same format, within the rounding model's bounds
+(`megalite/testing/rounding.py`); and that these bounds see what fp64's proofs cannot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence.layouts import TINY, Layout, draw, train_body
+from megalite.comm.world import World
+from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
+from megalite.testing import run_ranks
+from megalite.testing.rounding import FP32, Bounds, permuted_sums, rerun
+
+SINGLE = [flag for flag in TINY if flag != "--fp64"]
+FORMATS = {"fp32": [], "bf16": ["--bf16"]}
+
+
+def bounds_of(case: Layout, flags: Sequence[str], steps: int) -> Bounds:
+    more = {"stages": case.stages, "together": case.together} if case.stages else {"delay": case.delay}
+    return Bounds([*SINGLE, *flags, "--micro-batch-size", "1", *case.model], steps, **more)
+
+
+def comparable(case: Layout) -> bool:
+    """A token takes another expert for a rounding, and everything after it is another run."""
+    return "--num-experts" not in case.model and case.world_size > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_layouts_are_the_oracle_to_rounding(name: str, full: bool, fresh: int) -> None:
+    flags = FORMATS[name]
+    for seed, count in ((3, 20 if full else 0), (fresh, 10 if full else 1)):
+        rng = random.Random(f"{name} {seed}")
+        for number in range(count):
+            case = draw(rng, want=lambda case: comparable(case) and (full or case.world_size <= 4))
+            found = run_ranks(train_body, case.world_size, [*SINGLE, *flags, *case.model, *case.layout], 3)
+            bounds = bounds_of(case, flags, 3)
+            problems = bounds.problems(found[0][0], found[0][1] if bounds.expected.norms else [])
+            assert not problems, f"seed {seed}, configuration {number}: {problems}\n{case.command}, in {name}"
+
+
+DP2 = ("--zero-stage", "1", "--micro-batch-size", "1")
+MODEL = ("--num-layers", "2", "--clip-grad", "0.5")
+
+
+def norm_off_body(world: World, argv: list[str], factor: float) -> tuple[list[float], list[float | None]]:
+    right = PendingNorm.wait
+    with patch.object(PendingNorm, "wait", lambda self: right(self) * factor):
+        return train_body(world, argv, 1)
+
+
+def plain_norm_body(world: World, argv: list[str], steps: int) -> tuple[list[float], list[float | None]]:
+    """The norm as it was: of each tensor at once, which a CPU adds up one by one in fp32."""
+
+    def squares(self: ShardedOptimizer, device: torch.device) -> Tensor:
+        norms = [torch.linalg.vector_norm(master.gradient) for master in self._counted]
+        return torch.stack(norms).double().square().sum().view(1)
+
+    with patch.object(ShardedOptimizer, "squares", squares):
+        return train_body(world, argv, steps)
+
+
+def test_a_norm_that_is_a_hundred_thousandth_off_is_seen() -> None:
+    argv = [*SINGLE, *MODEL, *DP2]
+    bounds = Bounds([*SINGLE, *MODEL, "--micro-batch-size", "1"], 1)
+    right = run_ranks(norm_off_body, 2, argv, 1.0)[0]
+    assert not bounds.problems(*right)
+    for factor in (1 + 1e-5, 1 - 1e-5, 1 + 2e-6):
+        problems = bounds.problems(*run_ranks(norm_off_body, 2, argv, factor)[0])
+        assert any(line.startswith("norms of step 0") for line in problems), (factor, problems)
+
+
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2 = ("--tensor-model-parallel-size", "2")
+LAYOUTS = {
+    "one process": ((), 1),
+    "dp2": ((), 2),
+    "dp2 zero1": (("--zero-stage", "1"), 2),
+    "dp2 zero2": (("--zero-stage", "2"), 2),
+    "dp2 zero3": (("--zero-stage", "3"), 2),
+    "tp2": (TP2, 2),
+    "pp2": (PP2, 2),
+    "tp2 pp2 dp2 zero1": ((*TP2, *PP2, "--zero-stage", "1"), 8),
+}
+BUCKETS = ("30000", "1000000", "40000000")
+WIDE = (*SINGLE, "--hidden-size", "384", "--num-layers", "2")
+"""3.5 million parameters, most of them in three matrices of each block."""
+
+
+@pytest.fixture(scope="module")
+def wide() -> Bounds:
+    return Bounds([*WIDE, "--micro-batch-size", "1"], 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_norms_do_not_depend_on_layout_or_buckets(name: str, wide: Bounds, full: bool) -> None:
+    """In fp32, of a model large enough for a plain sum to be wrong; the oracle adds up in fp64."""
+    layout, world_size = LAYOUTS[name]
+    if world_size > 2 and not full:
+        pytest.skip("a large matrix: runs with scripts/test.sh --full")
+    for size in BUCKETS if full else BUCKETS[-1:]:
+        argv = [*WIDE, "--micro-batch-size", "1", *layout, "--ddp-bucket-size", size]
+        assert not wide.problems(*run_ranks(train_body, world_size, argv, 1)[0]), size
+
+
+def test_a_norm_that_is_added_up_in_fp32_is_seen(wide: Bounds) -> None:
+    problems = wide.problems(*run_ranks(plain_norm_body, 1, [*WIDE, "--micro-batch-size", "1"], 1)[0])
+    assert any(line.startswith("norms of step 0") for line in problems)
+
+
+def test_permuted_sums_are_the_same_sums() -> None:
+    """In fp64 to its own rounding; in fp32 and bf16 they differ, but less than their formats' last digits."""
+    argv = [*TINY, *MODEL, "--micro-batch-size", "1"]
+    for flags, least, most in (([], 0.0, 1e-13), (["--fp32"], 1e-10, FP32), (["--bf16"], 1e-7, 1e-2)):
+        whole = [*(flag for flag in argv if flag != "--fp64" or not flags), *(f for f in flags if f != "--fp32")]
+        plain = rerun(whole, 2)
+        with permuted_sums(1):
+            permuted = rerun(whole, 2)
+        apart = [abs(a - b) / b for a, b in zip(permuted.norms, plain.norms, strict=True)]
+        assert least <= max(apart) <= most, (flags, apart)
