@@ -74,14 +74,13 @@ class TrainingStep:
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
         built = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), device)
-        numbers = Hyperparameters(update.lr, update.weight_decay, 1.0, iteration=1, samples=0)
+        numbers = Hyperparameters(update.lr, update.weight_decay, update.clip_grad, 1.0, iteration=1, samples=0)
         self.updater = Updater(
             built,
             policy=lambda update: numbers,
             count_iteration=lambda samples, skipped: None,
             late=device.type == "cuda",
             scaler=LossScaler(),
-            clip_grad=update.clip_grad,
             nonfinite="stop",
             max_skipped=50,
             version=0,

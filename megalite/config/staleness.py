@@ -10,6 +10,7 @@ from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.schedule import find_schedule
 
 if TYPE_CHECKING:
+    from megalite.config.optimizer import OptimizerConfig
     from megalite.config.root import Config
 
 
@@ -65,13 +66,17 @@ def has_delay(config: Config) -> bool:
 
 def correction_of(config: Config) -> Correction:
     """The correction of a run, the defaults filled in."""
-    optimizer, given = config.optimizer, config.optimizer.staleness
-    rule = OPTIMIZER_SPECS[optimizer.optimizer]
     if not has_delay(config):
         return Correction()
+    return completed(config.optimizer, each_microbatch=find_schedule(config.parallel.schedule).update_per_microbatch)
+
+
+def completed(optimizer: OptimizerConfig, *, each_microbatch: bool) -> Correction:
+    """What `optimizer` does about late gradients, the defaults filled in. each_microbatch: PipeDream's updates."""
+    given, rule = optimizer.staleness, OPTIMIZER_SPECS[optimizer.optimizer]
     method, foreseen = given.staleness_correction, bool(rule.moments(optimizer))
     if method is None:
-        best = not find_schedule(config.parallel.schedule).update_per_microbatch and optimizer.optimizer_impl == "torch"
+        best = not each_microbatch and optimizer.optimizer_impl == "torch"
         method = rule.correction if best and foreseen else "none"
     if method == "predict":
         keeps = "all" if not foreseen else "whole" if rule.whole is not None else "none"

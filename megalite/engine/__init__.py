@@ -8,6 +8,7 @@
     versioned.py   state that belongs to weights beside the optimizer's: expert_bias.py, scale_history.py
     older_weights.py   the weight versions before the newest, in checkpoints
     forward.py     every run without a backward: evaluation, scoring, generation
+    rules.py       the update rule of an optimizer, corrected for the age of its gradients
     late_reading.py    numbers of the device, read when they have long arrived
 
 `megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
@@ -20,6 +21,7 @@ from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
 from megalite.engine.late_reading import LateReading
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
+from megalite.engine.rules import rule_maker
 from megalite.engine.scale_history import ScaleHistory
 from megalite.engine.update import Hyperparameters, Updater
 from megalite.engine.versioned import VersionedState

@@ -39,6 +39,7 @@ class Hyperparameters:
     """What one update uses.
 
     weight_decay: of the parameters that decay.
+    clip_grad: the largest global norm of the gradient; 0: it is not clipped.
     iteration: counted from 1.
     samples: of the iteration that this update completes; 0 for all but the last of PipeDream's updates in an iteration
         (every other schedule makes one update per iteration).
@@ -46,6 +47,7 @@ class Hyperparameters:
 
     learning_rate: float
     weight_decay: float
+    clip_grad: float
     loss_scale: float | Tensor
     iteration: int
     samples: int
@@ -54,13 +56,15 @@ class Hyperparameters:
 @dataclass(frozen=True)
 class UpdateResult:
     """One update. `grad_norm` is the norm before clipping, without the loss scale; None if there is no global norm, or
-    if the update is known to be skipped. On a GPU it and `skipped` (0 or 1) are still on the device."""
+    if the update is known to be skipped. On a GPU it and `skipped` (0 or 1) are still on the device. `norm`, 0-dim, is
+    what the update was decided by, finite or not."""
 
     update: int
     learning_rate: float
     loss_scale: float | Tensor
     grad_norm: Tensor | float | None
     skipped: Tensor | bool
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,6 @@ class Updater(Events):
         policy: Callable[[int], Hyperparameters],
         count_iteration: Callable[[int, bool], None],
         scaler: LossScaler,
-        clip_grad: float,
         nonfinite: str,
         max_skipped: int,
         version: int,
@@ -102,7 +105,7 @@ class Updater(Events):
         self._buffers_of, self._all_buffers = weights.buffers, weights.families
         self._weights, self._policy, self._scaler = weights, policy, scaler
         self._count_iteration = count_iteration
-        self._clip_grad, self._nonfinite, self._max_skipped = clip_grad, nonfinite, max_skipped
+        self._nonfinite, self._max_skipped = nonfinite, max_skipped
         self.stuck = 0
         self._late = late
         self._pending: _PendingUpdate | None = None
@@ -129,7 +132,7 @@ class Updater(Events):
         if program.chunks is not None:
             if self._plan is None or self._plan[0] is not program:
                 self._plan = program, plan_chunks(program, rank, actions)
-            self._all_buffers[0].weights.unsharder.follow(self._plan[1])
+            self._weights.follow(self._plan[1])
 
     def newest_version(self) -> int:
         return self._version
@@ -174,7 +177,7 @@ class Updater(Events):
         reading = LateReading(norm[None])
         self._pending = _PendingUpdate(update, numbers.samples, found_inf, reading)
         self._weights.optimizer.finish_step()  # it may still read what comes now
-        self._all_buffers[0].weights.unsharder.follow(None)
+        self._weights.follow(None)
         delay = self._weights.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
@@ -182,7 +185,7 @@ class Updater(Events):
         self._weights.optimizer.step(
             lr=numbers.learning_rate,
             weight_decay=numbers.weight_decay,
-            grad_scale=self._grad_scale(norm, found_inf, numbers.loss_scale),
+            grad_scale=_grad_scale(norm, found_inf, numbers),
             found_inf=found_inf,
             version=self._version + 1,
         )
@@ -197,7 +200,7 @@ class Updater(Events):
             skipped = self.resolve_pending()
             shown = None if skipped else reading.read()[0]
         shown = None if self._weights.update_per_microbatch else shown
-        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped))
+        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped, norm))
         for buffers in self._all_buffers:
             buffers.gradients.begin_batch()
 
@@ -273,13 +276,6 @@ class Updater(Events):
         low, high = (latest.found_inf.new_full((), scale, dtype=torch.float64) for scale in (skipped, taken))
         return torch.where(latest.found_inf > 0, low, high)
 
-    def _grad_scale(self, norm: Tensor, found_inf: Tensor, loss_scale: float | Tensor) -> float | Tensor:
-        """The factor that clips the gradients and removes the loss scale."""
-        if self._clip_grad <= 0:
-            return 1.0 / loss_scale
-        clip = (self._clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        return torch.where(found_inf > 0, 1.0, clip / loss_scale)
-
     def describe_skips(self) -> str:
         """Why the latest updates were skipped, as text."""
         return (
@@ -291,3 +287,11 @@ class Updater(Events):
     def take_results(self) -> list[UpdateResult]:
         results, self.results = self.results, []
         return results
+
+
+def _grad_scale(norm: Tensor, found_inf: Tensor, numbers: Hyperparameters) -> float | Tensor:
+    """The factor that clips the gradients and removes the loss scale."""
+    if numbers.clip_grad <= 0:
+        return 1.0 / numbers.loss_scale
+    clip = (numbers.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+    return torch.where(found_inf > 0, 1.0, clip / numbers.loss_scale)

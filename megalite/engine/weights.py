@@ -21,7 +21,7 @@ from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import Delay
 from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
-from megalite.schedule import Program, StageKey, StagePlacement
+from megalite.schedule import ChunkUse, Program, StageKey, StagePlacement
 
 Fill = Callable[[str, nn.Parameter], None]
 MakeSharded = Callable[[list[ParameterBuffers], Axis, Delay], ShardedOptimizer]
@@ -98,6 +98,11 @@ class Weights:
         """The buffers of all stages. In Chimera, ranks hold the same stages in different orders; their reductions must
         be issued in one order."""
         return [made for _, stage in sorted(self.buffers.items()) for made in stage]
+
+    def follow(self, plan: Sequence[ChunkUse] | None) -> None:
+        """The order in which a batch uses weights that come and go; None: it has ended. One plan serves all buffers."""
+        for family in self.families[:1]:
+            family.weights.unsharder.follow(plan)
 
     def start_tied_sums(self) -> list[Handle]:
         """Starts the sums of tied gradients over the stages that hold a copy."""

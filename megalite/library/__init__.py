@@ -9,7 +9,8 @@
         loss = pipe.step(micro_batches)
         optimizer.step()
 
-    pipeline.py    `Pipeline`: any list of modules under any schedule that drains; parts.py: the layers of its stages
+    pipeline.py    `Pipeline`: any list of modules under any schedule; given.py: what is wrong with it
+    parts.py       the layers of its stages
     agreement.py   do the ranks of a replica read the same samples
     optimizer.py   `ShardedOptimizer`: gradients summed over the replicas, update rules under ZeRO
     cutting.py     which layers a stage holds, and what crosses between stages

@@ -45,7 +45,11 @@ class StageModule(nn.Module):
 
     loss: on the last stage. arrives: from the stage before, if there is one. leaves: what the next one expects.
     first: number of the first layer. copies: the first layer writes into its input, and gets a copy.
+    trained: (name, parameter) of what learns, each once.
     """
+
+    names: tuple[str, ...] = ()
+    trained: Sequence[tuple[str, nn.Parameter]] = ()
 
     def __init__(
         self,
@@ -75,6 +79,14 @@ class StageModule(nn.Module):
         if value.dim():
             raise ConfigError(f"loss: returns a tensor of shape {tuple(value.shape)}; it must return the mean, 0-dim")
         return value
+
+    def ordered(self) -> list[nn.Module]:
+        """The layers in order."""
+        return list(self.layers)
+
+    def logical_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """(Name, parameter) of what learns, each once."""
+        return self.trained
 
     def before(self, layer: int) -> None:
         """Called before each layer is, with its number."""

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import Checkpointer, resolve_checkpoint
-from megalite.comm import TensorShard, all_gather_json
-from megalite.config import OPTIMIZER_SPECS, OptimizerArgs, OptimizerConfig, bounds_problem, options_of
+from megalite.checkpoint import Checkpointer, Meta, read_manifest, resolve_checkpoint
+from megalite.comm import Axis, TensorShard, all_gather_json
+from megalite.config import (
+    OPTIMIZER_SPECS,
+    Correction,
+    OptimizerArgs,
+    OptimizerConfig,
+    StalenessCorrection,
+    bounds_problem,
+    completed,
+    options_of,
+)
+from megalite.engine import (
+    BufferOptions,
+    Hyperparameters,
+    Updater,
+    build_weights,
+    complete_older,
+    older_shards,
+    rule_maker,
+)
 from megalite.errors import CheckpointError, ConfigError
-from megalite.inventory import AXIS_FAMILIES
 from megalite.library.checkpoint import STATE, collected, lacking_states, still_shards, write_weights
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.library.tensor_cut import whole as whole_tensor
 from megalite.library.words import in_words
-from megalite.optim import OPTIMIZERS
-from megalite.parallel.pipeline import replica_axes
-from megalite.parallel.zero import ParameterBuffers, ZeroOptions, stage_buffers
+from megalite.optim import OPTIMIZERS, Delay, LossScaler
+from megalite.parallel.zero import ParameterBuffers, ZeroOptions
 from megalite.parallel.zero import ShardedOptimizer as StateShards
-from megalite.schedule import REDUCE, RESHARD, UNSHARD, Action, StageKey
+from megalite.schedule import NORM, SCHEDULES, STEP, Action
 
 ADAMW = "adamw"
+PROGRESS = "megalite_progress"
+"""Where a checkpoint's meta has the batches and micro-batches before it, and what its newest update was made with."""
 
 
 class ShardedOptimizer:
@@ -38,6 +58,8 @@ class ShardedOptimizer:
         vectors (biases, norms) do not.
     clip_grad: largest global norm of the gradient; 0: not clipped.
     zero_stage: 0 to 3, what data-parallel ranks share: state, gradients, weights.
+    staleness_correction: what a schedule that never drains does about the delay of its gradients: 'none', 'predict',
+        'error-feedback' or 'nesterov'; None: the best for the optimizer. staleness_lookahead: of 'predict', in steps.
     settings: of the optimizer by the names of `pretrain_gpt.py`'s flags (`adam_beta1=0.9`); docs/library.md lists them.
 
     Raises ConfigError.
@@ -52,6 +74,8 @@ class ShardedOptimizer:
         weight_decay: float = 0.01,
         clip_grad: float = 1.0,
         zero_stage: int = 1,
+        staleness_correction: str | None = None,
+        staleness_lookahead: tuple[float, ...] | None = None,
         **settings: float | str,
     ) -> None:
         rule = OptimizerConfig(lr=lr).optimizer if name == ADAMW else name
@@ -61,56 +85,65 @@ class ShardedOptimizer:
             raise ConfigError(f"zero_stage={zero_stage}: 0, 1, 2 or 3")
         if pipeline.optimizer is not None:
             raise ConfigError("the pipeline has an optimizer already: make one for each")
-        own = {o.name: o for o in options_of("optimizer", OptimizerArgs) if rule in o.facts["only_for"]}
-        for setting, value in settings.items():
-            if setting not in own:
-                raise ConfigError(f"{setting}: {name} has no such setting; it has {', '.join(own)}")
-            if not isinstance(value, type(own[setting].default)) and not isinstance(value, int):
-                raise ConfigError(f"{setting}={value!r}: one like {own[setting].default!r} is wanted")
-            if problem := bounds_problem(own[setting], value):
-                raise ConfigError(f"{setting}={value}: {problem}")
-        config = OptimizerConfig(optimizer=rule, lr=lr, args=OptimizerArgs(**settings))  # type: ignore[arg-type]  # checked above
-        self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
-        self._check_numbers()
-        self._pipeline, self._stepped = pipeline, True
-        _check_replicas(pipeline)
-        self._buffers = self._make_buffers(pipeline, ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole)
-        shards = AXIS_FAMILIES["dense"].shard if zero_stage else ()
-        self._state = StateShards(
-            [made for stage in self._buffers.values() for made in stage],
-            make_optimizer=lambda groups: OPTIMIZERS[rule](groups, config),
-            norm_axis=pipeline.mesh.over("tp", *shards, "pp"),
+        _check_settings(rule, settings)
+        config = OptimizerConfig(
+            optimizer=rule,
+            lr=lr,
+            args=OptimizerArgs(**settings),  # type: ignore[arg-type]  # checked above
+            staleness=_staleness(pipeline, staleness_correction, staleness_lookahead),
         )
+        self.lr, self.weight_decay, self.clip_grad = lr, weight_decay, clip_grad
+        self._pipeline, self._stepped = pipeline, True
+        self._check_numbers()
+        _check_schedule(pipeline, zero_stage)
+        _check_replicas(pipeline)
+        program = pipeline.shape
+        late = any(program.staleness)
+        correction = completed(config, each_microbatch=program.update_per_microbatch) if late else Correction()
+
+        def make_optimizer(buffers: list[ParameterBuffers], axis: Axis, delay: Delay) -> StateShards:
+            return StateShards(buffers, make_optimizer=rule_maker(config, correction, delay), norm_axis=axis)
+
+        self._weights = build_weights(
+            pipeline.built,
+            pipeline.mesh,
+            program,
+            families=["dense"],
+            ties=pipeline.parts.ties,
+            options=BufferOptions(ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole),
+            make_optimizer=make_optimizer,
+            delay=Delay(program.staleness[pipeline.mesh.coordinate("pp")]),
+            states=[],
+            device=pipeline.device,
+        )
+        self._state, self._waiting = self._weights.optimizer, list[Action]()
+        self.events = self._updater(0)
         pipeline.optimizer = self
+
+    def _updater(self, version: int) -> Updater:
+        """Of weights that have seen `version` updates. An update whose gradient is not finite is passed over."""
+        return Updater(
+            self._weights,
+            policy=lambda update: Hyperparameters(
+                self.lr, self.weight_decay, self.clip_grad, loss_scale=1.0, iteration=update + 1, samples=0
+            ),
+            count_iteration=lambda samples, skipped: None,
+            scaler=LossScaler(),
+            nonfinite="skip",
+            max_skipped=sys.maxsize,
+            version=version,
+            update_of=self._pipeline.update_of,
+            late=False,
+        )
 
     def _check_numbers(self) -> None:
         for name in ("lr", "weight_decay", "clip_grad"):
             value = getattr(self, name)
             if isinstance(value, str) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value!r}: a number from 0 on is wanted")
-
-    @staticmethod
-    def _make_buffers(pipeline: Pipeline, options: ZeroOptions, whole: Any) -> dict[StageKey, list[ParameterBuffers]]:
-        mesh, replicas = pipeline.mesh, replica_axes(pipeline.mesh, pipeline.placement)
-        buffers: dict[StageKey, list[ParameterBuffers]] = {}
-        for key in pipeline.stages:
-            made = stage_buffers(
-                [pipeline.parameters(key)],
-                {"dense": mesh.family("dense")},
-                beside=[made for stage_ in buffers.values() for made in stage_],
-                options=options,
-                tied=pipeline.tied,
-                counts_tied=key == (min(pipeline.parts.tied_stages, default=0), 0),
-                replica=key[1],
-                whole=whole,
-                extra_reduce=[replicas[key[0]]] if key[0] in replicas else [],
-                device=pipeline.device,
-            )
-            if made:
-                layers = [layer for _, layer in pipeline.layers(key)]
-                made[0].weights.attach(layers, *(family.weights for family in made[1:]))
-            buffers[key] = made
-        return dict(sorted(buffers.items()))
+        shape = self._pipeline.shape
+        if self.clip_grad and shape.update_per_microbatch:
+            raise ConfigError(f"clip_grad={self.clip_grad}: {shape.name} has no norm over its stages; clip_grad=0")
 
     # what the pipeline calls
 
@@ -118,49 +151,35 @@ class ShardedOptimizer:
         """Raises ConfigError if the batch before has not been followed by a `step`."""
         if not self._stepped:
             raise ConfigError("Pipeline.step was called twice: call ShardedOptimizer.step in between")
+        self._check_numbers()
         self._stepped = False
 
-    def before_backward(self, stage: StageKey, *, last: bool) -> None:
-        if last:
-            for family in self._buffers[stage]:
-                family.gradients.arm()
-
     def execute(self, action: Action) -> None:
-        """Starts a stage's reduction, gathers or frees its weights; norm and update wait for `step`."""
-        for family in self._buffers[action.stage_key]:
-            if action.kind == REDUCE:
-                family.gradients.start_reduce()
-            elif action.kind == UNSHARD:
-                family.weights.unshard()
-            elif action.kind == RESHARD:
-                family.weights.reshard()
+        """Carries out what concerns weights. Where the batch drains, norm and update wait for `step`."""
+        if action.kind in (NORM, STEP) and not self._pipeline.shape.asynchronous:
+            self._waiting.append(action)
+        else:
+            self.events.execute(action)
 
     # what the user calls
 
     @torch.no_grad()
     def step(self) -> Tensor:
         """Updates the weights. Returns the global norm of the gradient before clipping, 0-dim, the same on every rank.
-        If it is not finite, nothing is updated. Raises ConfigError where no `Pipeline.step` came before."""
+        If it is not finite, nothing is updated. Raises ConfigError where no `Pipeline.step` came before.
+
+        A schedule that never drains makes its updates inside `Pipeline.step`, with the attributes as they are then;
+        this returns their norm (PipeDream has none: nan).
+        """
         if self._stepped:
             raise ConfigError("ShardedOptimizer.step without a gradient: call Pipeline.step first")
         self._check_numbers()
-        families = [family for stage in self._buffers.values() for family in stage]
-        tied = [[t for family in stage for t in family.gradients.tied()] for stage in self._buffers.values()]
-        for copies in zip(*(buckets for buckets in tied if buckets), strict=True):
-            self._pipeline.shared.start_sum(copies).wait()
-        for family in families:
-            family.gradients.start_tied_reduce()
-        for family in families:
-            family.gradients.finish_reduce()
-        norm = self._state.grad_norm()
-        finite = bool(norm.isfinite())
-        if finite:
-            clip = min(1.0, self.clip_grad / (float(norm) + 1e-6)) if self.clip_grad > 0 else 1.0
-            self._state.step(lr=self.lr, weight_decay=self.weight_decay, grad_scale=clip)
-        for family in families:
-            family.gradients.begin_batch()
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            self.events.execute(action)
         self._stepped = True
-        return norm
+        latest = self.events.take_results()[-1].norm
+        return torch.full_like(latest, math.nan) if self._pipeline.shape.update_per_microbatch else latest
 
     def save(self, directory: Path | str, iteration: int, meta: Mapping[str, Any] | None = None) -> Path:
         """Writes weights and optimizer state to `directory/iter_0000100` and returns that. Collective. Staged, checked
@@ -169,9 +188,17 @@ class ShardedOptimizer:
         meta: JSON of yours, rank 0's is stored. Raises CheckpointError.
         """
         self._between_steps("save")
-        shards = [*self._state.shards(), *self._still()]
+        pipe = self._pipeline
+        shards = [*self._state.shards(), *self._still(), *older_shards(self._weights, self.events.newest_version())]
+        progress = {
+            "batches": pipe.batches,
+            "microbatches": pipe.microbatches,
+            "learning_rate": self._weights.delay.learning_rate,
+            "weight_decay": self._weights.delay.weight_decay,
+        }
+        stored = dict(meta or {}) | {PROGRESS: progress}
         try:
-            return Checkpointer(directory, world=self._pipeline.mesh.world).save(iteration, shards, dict(meta or {}))
+            return Checkpointer(directory, world=pipe.mesh.world).save(iteration, shards, stored)
         except CheckpointError as error:
             raise CheckpointError(in_words(str(error))) from None
 
@@ -186,14 +213,32 @@ class ShardedOptimizer:
         checkpointer = Checkpointer(path, world=self._pipeline.mesh.world)
         found = resolve_checkpoint(str(path), flag="load: ", advice="give what ShardedOptimizer.save wrote to")
         shards = [shard for shard in self._state.shards() if state or not shard.name.startswith(STATE)]
-        shards += self._still()
+        manifest = read_manifest(found)
+        version = self.events.newest_version()
+        if state:
+            version = self._take_up(Meta(manifest.meta, str(found)).section(PROGRESS, {}))
+        older = [shard for shard in older_shards(self._weights, version) if state and shard.name in manifest.tensors]
+        shards += [*self._still(), *older]
         try:
             meta = checkpointer.load(found, shards, cast=not state)
         except CheckpointError as error:  # on all ranks alike
             lacks = lacking_states(found, shards, self._pipeline.mesh.world) if state else ""
             raise CheckpointError(lacks or f"load: {in_words(str(error))}") from None
-        self._state.after_load()
+        self._state.after_load(version)
+        complete_older(self._weights, version, {shard.name for shard in older})
+        meta.pop(PROGRESS, None)
         return meta
+
+    def _take_up(self, progress: Meta) -> int:
+        """Counts on where a checkpoint ends; returns how many updates its weights have seen."""
+        pipe, delay = self._pipeline, self._weights.delay
+        pipe.continue_from(progress.integer("batches", 0), progress.integer("microbatches", 0))
+        delay.begin(pipe.batches)
+        delay.learning_rate = progress.number("learning_rate", 0.0)
+        delay.weight_decay = progress.number("weight_decay", 0.0)
+        version = pipe.microbatches if pipe.shape.update_per_microbatch else pipe.batches
+        self.events = self._updater(version)
+        return version
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -202,7 +247,9 @@ class ShardedOptimizer:
         self._between_steps("load_weights")
         shards = [shard for shard in self._state.shards() if not shard.name.startswith(STATE)]
         write_weights([*shards, *self._still()], weights, self._pipeline.names.aliases)
-        self._state.after_load()
+        version = self.events.newest_version()
+        self._state.after_load(version)
+        complete_older(self._weights, version, set())
 
     def _still(self) -> list[TensorShard]:
         return list(still_shards(self._pipeline.parts, self._pipeline.mesh))
@@ -210,19 +257,32 @@ class ShardedOptimizer:
     def _between_steps(self, what: str) -> None:
         if not self._stepped:
             raise ConfigError(f"ShardedOptimizer.{what} inside a step: call ShardedOptimizer.step first")
-        for stage in self._buffers.values():
-            for family in stage:
-                family.weights.wait()
+        self._pipeline.check_drained(f"ShardedOptimizer.{what}")
+        for family in self._weights.families:
+            family.weights.wait()
+
+    @contextmanager
+    def masters(self) -> Iterator[int]:
+        """Within the context, the newest weights are as checkpoints have them, without corrections for delay; yields
+        their version."""
+        version = self.events.newest_version()
+        with self._state.masters_as_weights(version):
+            yield version
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Copies of all parameters and buffers of this rank's layers, with the newest weights: `3.weight` is that of
         layers[3]; layers from one module give its state dict. Collective in ZeRO stage 3: all ranks must ask."""
+        self._pipeline.check_drained("ShardedOptimizer.weights")
+        with self.masters() as version:
+            return self._read(version)
+
+    def _read(self, version: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for key, families in self._buffers.items():
+        for key, families in self._weights.buffers.items():
             for family in families:
                 family.weights.unshard()
-            for index, layer in self._pipeline.layers(key):
+            for index, layer in self._pipeline.layers(key, version):
                 for _, tensor, keys in stored_tensors(layer, index):
                     value = whole_tensor(tensor, self._pipeline.mesh["tp"])
                     found |= {name: value.detach().clone() for name in keys}
@@ -234,6 +294,43 @@ class ShardedOptimizer:
         """`weights()` of all ranks together, on the CPU of each: for layers from one module its whole state dict.
         Collective."""
         return collected(self.weights(), self._pipeline.mesh.world, self._pipeline.device)
+
+
+def _check_settings(rule: str, settings: Mapping[str, float | str]) -> None:
+    """Raises ConfigError for a setting that the optimizer does not have."""
+    own = {o.name: o for o in options_of("optimizer", OptimizerArgs) if rule in o.facts["only_for"]}
+    for setting, value in settings.items():
+        if setting not in own:
+            raise ConfigError(f"{setting}: {rule} has no such setting; it has {', '.join(own)}")
+        if not isinstance(value, type(own[setting].default)) and not isinstance(value, int):
+            raise ConfigError(f"{setting}={value!r}: one like {own[setting].default!r} is wanted")
+        if problem := bounds_problem(own[setting], value):
+            raise ConfigError(f"{setting}={value}: {problem}")
+
+
+def _staleness(pipeline: Pipeline, method: str | None, ahead: tuple[float, ...] | None) -> StalenessCorrection:
+    """Raises ConfigError for what does not exist, or changes nothing."""
+    choices = {o.name: o for o in options_of("optimizer", StalenessCorrection)}["staleness_correction"].choices or ()
+    if method is not None and method not in choices:
+        raise ConfigError(f"staleness_correction={method!r}: one of {', '.join(choices)}")
+    if (method not in (None, "none") or ahead) and not any(pipeline.shape.staleness):
+        raise ConfigError(f"staleness_correction: schedule={pipeline.shape.name!r} has no delay; leave it out")
+    if ahead is not None and (method not in (None, "predict") or not 1 <= len(ahead) <= 2 or min(ahead) <= 0):
+        raise ConfigError(f"staleness_lookahead={ahead}: one or two numbers above 0, for 'predict'")
+    return StalenessCorrection(staleness_correction=method, staleness_lookahead=ahead)
+
+
+def _check_schedule(pipeline: Pipeline, zero_stage: int) -> None:
+    """Raises ConfigError for what the schedule excludes."""
+    name, shape = pipeline.shape.name, pipeline.shape
+    known = SCHEDULES.get(name)
+    if known is not None and (why := known.zero_excluded.get(zero_stage)):
+        legal = ", ".join(str(stage) for stage in range(4) if stage not in known.zero_excluded)
+        raise ConfigError(f"zero_stage={zero_stage}: not with schedule={name!r}: {why}; legal: {legal}")
+    if shape.update_per_microbatch and pipeline.tied:
+        raise ConfigError(
+            f"schedule={name!r}: {', '.join(sorted(pipeline.tied))} would drift apart: several stages hold it; use 2bw"
+        )
 
 
 def _check_replicas(pipeline: Pipeline) -> None:

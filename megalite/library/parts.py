@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megalite.comm import TensorSpec
+from megalite.engine import Ties
 from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import Boundary, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
@@ -55,10 +56,13 @@ class Parts:
         self._taken: set[int] = set()  # parameters of these stages
 
     @property
-    def holders(self) -> list[int]:
-        """Pipeline ranks that hold the tied parameters."""
+    def ties(self) -> Ties:
+        """The parameters that several stages hold, and the pipeline ranks that hold them."""
+        if not self.tied:
+            return Ties()
         replicas = range(self.placement.num_replicas)
-        return sorted({self.placement.rank_of(s, replica) for s in self.tied_stages for replica in replicas})
+        ranks = sorted({self.placement.rank_of(s, replica) for s in self.tied_stages for replica in replicas})
+        return Ties(self.tied, ranks, (min(self.tied_stages), 0))
 
     def stage(
         self, key: StageKey, loss: LossFunction, program: Program, kind: type[StageModule] = StageModule
@@ -79,6 +83,8 @@ class Parts:
         self._taken |= {id(p) for layer in own for p in layer.parameters()}
         more = [self._version(own, items) for _ in range(versions - 1)]  # before their forwards are replaced
         modules = [self._module(key, layers, loss, kind, queue) for layers in [own, *more]]
+        for module in modules:
+            module.trained = self.parameters(module)
         self.held[key] = modules[0]
         first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
         spec, out_spec = modules[0].arrives.message, modules[0].leaves.message

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from difflib import get_close_matches
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,43 +11,44 @@ from torch import Tensor, nn
 
 from megalite.comm import Channel, ParallelMesh, all_gather_json, all_reduce_
 from megalite.config import ParallelConfig
+from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.library.agreement import other_inputs, seen
 from megalite.library.cutting import Tensors
+from megalite.library.given import RECOMPUTES, check_free, check_schedule, check_values, listed, take
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
-from megalite.library.traced_layer import BODY, together
+from megalite.library.traced_layer import together
 from megalite.library.words import in_words
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient
 from megalite.schedule import (
-    SCHEDULES,
     Action,
     BatchRange,
     Program,
     StageKey,
     build_program,
-    find_schedule,
     forward_program,
     lower,
     merge_backward,
     validate,
 )
 
-TAKEN = "of_a_pipeline"
-"""An attribute of layers and parameters that a pipeline has."""
 
-
-class WeightEvents(Protocol):
+class WeightOwner(Protocol):
     """Who owns the weights of a pipeline: `ShardedOptimizer`."""
+
+    @property
+    def events(self) -> Events:
+        """What the executor asks: which weights are the newest; where the next gradient goes."""
 
     def begin_batch(self) -> None:
         """Gradients of the batch before are done with."""
 
-    def before_backward(self, stage: StageKey, *, last: bool) -> None:
-        """A micro-batch's gradient is about to be added."""
-
     def execute(self, action: Action) -> None:
         """REDUCE, NORM or STEP of a stage, or a gather of its weights."""
+
+    def masters(self) -> AbstractContextManager[int]:
+        """Within the context, the weight version that is yielded has the masters' values."""
 
 
 class Pipeline:
@@ -60,8 +60,8 @@ class Pipeline:
     loss: (what the last layer returns, target) -> 0-dim, the mean over the micro-batch.
     example: a micro-batch's input, one tensor or a tuple, for its shape and dtype, which all micro-batches have; it may
         be on `meta`.
-    schedule: a name of `megalite.SCHEDULES` that drains after every batch, or a program of your own (`parse_program`),
-        which fixes the number of micro-batches; None: 1F1B.
+    schedule: a name of `megalite.SCHEDULES`, or a program of your own (`parse_program`), which fixes the number of
+        micro-batches; None: 1F1B. One that never drains (2bw, pipedream) needs a `ShardedOptimizer`.
     mesh: the grid of ranks; the context-parallel size is 1, the tensor-parallel one that of `layers_from_module`. None:
         one process.
     chunks: stages of each rank, where the schedule leaves the choice (interleaved).
@@ -90,27 +90,32 @@ class Pipeline:
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
-        layers, given = _listed(layers), together(example)
-        _check_free(layers)
+        layers, given = listed(layers), together(example)
+        check_free(layers)
         self._check(layers, balance)
         self._programs: dict[int, Program] = {}
-        self._batches = self._microbatches = 0
+        self.batches = self.microbatches = 0  # that have been trained on
+        self.drained = True
+        self._announced: list[tuple[Any, Any]] | None = None
+        self._losses: dict[int, Tensor] = {}
+        self._running: tuple[Program, BatchRange] | None = None
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
-        program = self.program(own)
+        self.shape = program = self.program(own)  # of weights: versions, staleness, buffers
         self.placement = program.placement
         self.parts = Parts(layers, given, self.placement, self.device, balance=balance, sizes=sizes)
         self.cuts, self.names, self.tied = self.parts.cuts, self.parts.names, self.parts.tied
-        _check_values(layers)
+        check_values(layers)
         keys = self.placement.stages_of(self.mesh.coordinate("pp"))
-        self.stages = {key: self.parts.stage(key, loss, program)[0] for key in keys}
+        self.built: BuiltStages = {key: self.parts.stage(key, loss, program) for key in keys}
+        self.stages = {key: stage for key, (stage, _) in self.built.items()}
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         self._channel = Channel(down, up, self.placement.neighbours)
         self._broken, self._compared = "", False
-        self.shared = SharedGradient(self.mesh.through(self.parts.holders, apart="tied"))
+        self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
         self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self))
-        self.optimizer: WeightEvents | None = None
-        _take(layers)
+        self.optimizer: WeightOwner | None = None
+        take(layers)
 
     def _check(self, layers: Sequence[nn.Module], balance: str) -> None:
         if balance not in (OPERATIONS, PARAMETERS):
@@ -121,11 +126,10 @@ class Pipeline:
                     f"schedule {self.schedule.name!r}: a program of {self.schedule.num_ranks} ranks, the mesh has "
                     f"pp={self.mesh.size('pp')}"
                 )
-            if why := _unfit(self.schedule.asynchronous, bool(self.schedule.recomputed)):
-                fix = "leave R out" if self.schedule.recomputed else "give one that drains"
-                raise ConfigError(f"schedule {self.schedule.name!r}: {why}; {fix}")
+            if self.schedule.recomputed:
+                raise ConfigError(f"schedule {self.schedule.name!r}: {RECOMPUTES}; leave R out")
         else:
-            _check_schedule(self.schedule)
+            check_schedule(self.schedule)
         if self.mesh.size("cp") > 1:
             raise ConfigError(f"mesh: cp={self.mesh.size('cp')}: sequences of your own are not cut; make it 1")
         tp = self.mesh.size("tp")
@@ -149,9 +153,9 @@ class Pipeline:
                     "be like it"
                 )
 
-    def layers(self, key: StageKey) -> list[tuple[int, nn.Module]]:
-        """(Number, layer) of a stage of this rank."""
-        module: Any = self.stages[key].modules[0]
+    def layers(self, key: StageKey, version: int = 0) -> list[tuple[int, nn.Module]]:
+        """(Number, layer) of a stage of this rank, in a weight version."""
+        module: Any = self.stages[key].module(version)
         return list(enumerate(module.layers, module.first))
 
     def parameters(self, key: StageKey) -> list[tuple[str, nn.Parameter]]:
@@ -179,9 +183,14 @@ class Pipeline:
         return program
 
     @torch.enable_grad()
-    def step(self, micro_batches: Sequence[tuple[Any, Any]]) -> Tensor:
+    def step(
+        self, micro_batches: Sequence[tuple[Any, Any]], following: Sequence[tuple[Any, Any]] | None = None
+    ) -> Tensor:
         """Forward and backward of a batch: (input, target) of each micro-batch of this replica, the same list on all of
         its pipeline ranks (inputs are read on the first stage, targets on the last).
+
+        following: the batch that the next call gives, of as many micro-batches. A schedule that never drains begins
+            it, and drains where there is none; others have no use for it.
 
         Returns the loss, the mean over all micro-batches of all replicas, 0-dim and the same on every rank. Gradients
         go to the `ShardedOptimizer`, or where there is none to `.grad`. Raises ScheduleError for a
@@ -189,53 +198,85 @@ class Pipeline:
         """
         if self.optimizer is None and self.mesh.size("dp") > 1:
             raise ConfigError(f"mesh: dp={self.mesh.size('dp')}: make a ShardedOptimizer, which sums the gradients")
-        micro_batches = self._agree(micro_batches)
+        micro_batches = self._continued(micro_batches) if self._announced is not None else self._agree(micro_batches)
         program = self.program(len(micro_batches))
+        if self.optimizer is None and program.asynchronous:
+            raise ConfigError(f"schedule={program.name!r}: never drains, so it needs a ShardedOptimizer")
+        self._announced = self._agree(following) if following is not None and program.asynchronous else None
+        count = len(micro_batches) if self._announced is None else len(self._announced)
+        if count != len(micro_batches):
+            raise ConfigError(f"following: {count} micro-batches after {len(micro_batches)}; give as many")
         if self.optimizer is not None:
             self.optimizer.begin_batch()
-        batch = BatchRange(self._batches, self._microbatches, len(micro_batches), 0, first=True)
-        source = _Samples(micro_batches, self._microbatches, self._share(micro_batches), self.device)
+        next_size = 0 if self._announced is None else len(self._announced)
+        batch = BatchRange(self.batches, self.microbatches, len(micro_batches), next_size, first=self.drained)
+        self._running = program, batch
+        together = 1 if program.update_per_microbatch else len(micro_batches)
+        known, factor = [*micro_batches, *(self._announced or ())], 1.0 / (together * self.mesh.size("dp"))
+        source = _Samples(known, self.microbatches, factor, self.device)
         with self._whole():
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
                 if self.optimizer is not None:
                     self.optimizer.execute(action)
-            self._executor.finish()
+            self.drained = next_size == 0
+            if self.drained:
+                self._executor.finish()
             if self.optimizer is None:
                 self._sum_tied()
-            self._batches, self._microbatches = self._batches + 1, batch.end
-            return self._mean(self._executor, micro_batches)
+            self.batches, self.microbatches = self.batches + 1, batch.end
+            self._losses |= self._executor.take_losses()
+            own = [self._losses.pop(number) for number in range(batch.start, batch.end) if number in self._losses]
+            return self._mean(own, micro_batches)
+
+    def update_of(self, microbatch: int) -> int:
+        """Number of the update that a gradient of the batch that runs, or of the next one, belongs to."""
+        assert self._running is not None, "no batch has run"
+        program, batch = self._running
+        return program.update_of(microbatch, batch)
+
+    def check_drained(self, what: str) -> None:
+        """Raises ConfigError where the next batch has begun."""
+        if not self.drained:
+            raise ConfigError(f"{what}: the next batch has begun; give the step before it no `following`")
+
+    def continue_from(self, batches: int, microbatches: int) -> None:
+        """The next batch follows on so many, which another process has trained on."""
+        self.batches, self.microbatches = batches, microbatches
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[tuple[Any, Any]]) -> Tensor:
         """The loss of a batch as `step` returns it, by forwards alone, with the layers in evaluation mode."""
+        self.check_drained("Pipeline.evaluate")
         micro_batches = self._agree(micro_batches)
         program = forward_program(self.placement, len(micro_batches))
-        stages = {key: ForwardOnly(stage, 0) for key, stage in self.stages.items() if key[1] == 0}
-        rank, modules = self.mesh.coordinate("pp"), [stage.modules[0] for stage in self.stages.values()]
-        executor = Executor(rank, stages, self.placement, self._channel, Events())
-        source = _Samples(micro_batches, 0, self._share(micro_batches), self.device)
+        modules = [module for stage in self.stages.values() for module in stage.modules]
+        samples = [_sample(pair, self.device) for pair in micro_batches]
         training = [(module, module.training) for stage in modules for module in stage.modules()]
         for stage in modules:
             stage.eval()
         try:
-            with self._whole():
-                list(executor.run(program.actions_for_batch(rank, program.batch(0, last=True)), source))
-                executor.finish()
-                return self._mean(executor, micro_batches)
+            with self._whole(), nullcontext(0) if self.optimizer is None else self.optimizer.masters() as version:
+                stages = {key: ForwardOnly(stage, version) for key, stage in self.stages.items() if key[1] == 0}
+                found = run_forwards(program, self.mesh.coordinate("pp"), stages, self._channel, samples)
+                return self._mean(found, micro_batches)
         finally:
             for module, mode in training:
                 module.training = mode
 
-    def _share(self, micro_batches: Sequence[Any]) -> float:
-        return 1.0 / (len(micro_batches) * self.mesh.size("dp"))
-
-    def _mean(self, executor: Executor, micro_batches: Sequence[Any]) -> Tensor:
+    def _mean(self, losses: Sequence[Tensor], micro_batches: Sequence[Any]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for loss in executor.take_losses().values():
+        for loss in losses:
             if self.mesh.coordinate("tp") == 0:  # tensor-parallel ranks hold the same
-                total += loss * self._share(micro_batches)
+                total += loss * (1.0 / (len(micro_batches) * self.mesh.size("dp")))
         all_reduce_(total, self.mesh.world)
         return total
+
+    def _continued(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The batch that was announced. Raises ConfigError for another one."""
+        announced, micro_batches = self._announced or [], list(given)
+        if [id(pair) for pair in micro_batches] != [id(pair) for pair in announced]:
+            raise ConfigError("micro_batches: not those that the call before announced as `following`")
+        return micro_batches
 
     def _agree(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The micro-batches, as many on all ranks; the first time, their inputs are compared within each replica.
@@ -278,81 +319,32 @@ class Pipeline:
             self.shared.start_sum([parameter.grad for parameter in copies if parameter.grad is not None]).wait()
 
 
-def _listed(layers: Any) -> Sequence[nn.Module]:
-    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
-        raise ConfigError(
-            f"layers: one {type(layers).__name__}; cut it by megalite.layers_from_module(module, example)"
-        )
-    if callable(layers) and not isinstance(layers, nn.Module) or not hasattr(layers, "__iter__"):
-        raise ConfigError(f"layers: {type(layers).__name__}; a list of modules is wanted: call what makes it")
-    given = list(layers)
-    for index, layer in enumerate(given):
-        if not isinstance(layer, nn.Module):
-            raise ConfigError(f"layers[{index}]: {type(layer).__name__}; an nn.Module is wanted")
-    if not given:
-        raise ConfigError("layers: there is none")
-    return given
-
-
-def _unfit(asynchronous: bool, recomputes: bool) -> str:
-    """Why a schedule cannot run modules of one's own; nothing where it can."""
-    if recomputes:
-        return "it runs forwards again (R), in which modules of your own might draw other random numbers"
-    return "it never drains, and a step of the library ends with its batch" if asynchronous else ""
-
-
-def _check_schedule(name: str) -> None:
-    """Raises ScheduleError for one that does not exist, ConfigError for one that cannot run here."""
-    fit = [own for own, known in SCHEDULES.items() if not _unfit(known.asynchronous, known.recomputes)]
-    try:
-        known = find_schedule(name)
-    except ScheduleError:
-        hint = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(str(name).lower(), fit, n=1))
-        raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(fit)}") from None
-    if why := _unfit(known.asynchronous, known.recomputes):
-        raise ConfigError(f"schedule={name!r}: {why}; pretrain_gpt.py runs it; here use one of {', '.join(fit)}")
-
-
-def _check_free(layers: Sequence[nn.Module]) -> None:
-    """Raises ConfigError where another pipeline has these layers: it has changed how their gradients are computed."""
-    for index, layer in enumerate(layers):
-        if any(hasattr(part, TAKEN) for part in [layer, *layer.parameters()]):
-            raise ConfigError(f"layers[{index}]: another pipeline has it; make the layers again for this one")
-
-
-def _check_values(layers: Sequence[nn.Module]) -> None:
-    for index, layer in enumerate(layers):
-        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            if tensor.is_meta:
-                raise ConfigError(
-                    f"layers[{index}]: {name.removeprefix(BODY)} is on meta, without values; build the modules on a "
-                    "device (the example may be on meta)"
-                )
-
-
-def _take(layers: Sequence[nn.Module]) -> None:
-    for layer in layers:
-        for part in [layer, *layer.parameters()]:
-            setattr(part, TAKEN, True)
-
-
 class _Samples:
-    """A batch for the executor."""
+    """A batch for the executor, and the one after it if that is begun. factor: of each micro-batch's loss."""
 
-    def __init__(self, given: Sequence[tuple[Any, Any]], first: int, share: float, device: torch.device) -> None:
+    def __init__(self, given: Sequence[tuple[Any, Any]], first: int, factor: float, device: torch.device) -> None:
         self._given, self._first, self._device = given, first, device
-        self._share = torch.tensor(share, dtype=torch.float64, device=device)
+        self._factor = torch.tensor(factor, dtype=torch.float64, device=device)
 
     def get(self, microbatch: int) -> tuple[Sample, Tensor]:
-        inputs, target = self._given[microbatch - self._first]
-        moved = target.to(self._device) if isinstance(target, Tensor) else target
-        return Sample(tuple(x.to(self._device) for x in together(inputs)), moved), self._share
+        return _sample(self._given[microbatch - self._first], self._device), self._factor
+
+
+def _sample(given: tuple[Any, Any], device: torch.device) -> Sample:
+    inputs, target = given
+    moved = target.to(device) if isinstance(target, Tensor) else target
+    return Sample(tuple(x.to(device) for x in together(inputs)), moved)
 
 
 class _Events(Events):
+    """Those of the pipeline's optimizer, once it has one."""
+
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
+    def newest_version(self) -> int:
+        return 0 if self._pipeline.optimizer is None else self._pipeline.optimizer.events.newest_version()
+
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
         if self._pipeline.optimizer is not None:
-            self._pipeline.optimizer.before_backward(stage, last=last)
+            self._pipeline.optimizer.events.before_backward(stage, microbatch, last=last)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,13 +24,14 @@ from megalite.engine import (
     Weights,
     build_weights,
     norm_axis,
+    rule_maker,
 )
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import boundary_shape
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
-from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
+from megalite.optim import Delay
 from megalite.parallel.pipeline import Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
@@ -40,7 +40,6 @@ from megalite.parallel.zero import (
     DelayedOptimizer,
     MakeOptimizer,
     ParameterBuffers,
-    ParamGroup,
     ShardedOptimizer,
     ZeroOptions,
 )
@@ -246,12 +245,4 @@ def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
 
 def optimizer_factory(config: Config, delay: Delay | None = None) -> MakeOptimizer:
     """Parameter groups -> the update rule of `--optimizer`, corrected for the delay of its gradients."""
-    settings, correction = config.optimizer, config.staleness
-
-    def make(groups: list[ParamGroup]) -> Any:
-        rule = OPTIMIZERS[settings.optimizer](groups, settings)
-        if delay is None or not isinstance(rule, UpdateRule):
-            return rule
-        return CORRECTIONS[correction.method](rule, delay, correction.lookahead)
-
-    return make
+    return rule_maker(config.optimizer, config.staleness, delay)

@@ -10,7 +10,7 @@ resumed run draws what the run without a break would have drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +47,10 @@ class ModuleInput(Microbatch):
 class TokenStage(StageModule):
     """A stage that reads the tokens of a micro-batch; the last one returns the summed loss.
 
-    seed: of what its layers draw, None where they draw nothing. trained: (name, parameter) of what learns.
+    seed: of what its layers draw, None where they draw nothing.
     """
 
     seed: int | None = None
-    names: tuple[str, ...] = ()
-    trained: Sequence[tuple[str, nn.Parameter]] = ()
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]  # made to a Sample
         """`x` is None on the first stage."""
@@ -63,14 +61,6 @@ class TokenStage(StageModule):
         """Begins torch's generators at a key of the layer's own."""
         if self.seed is not None and self.sample is not None:
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {self.sample}".encode()) >> 1)
-
-    def ordered(self) -> list[nn.Module]:
-        """The layers in order."""
-        return list(self.layers)
-
-    def logical_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """(Name in the module, parameter), each parameter once."""
-        return self.trained
 
 
 def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -139,8 +129,7 @@ class ForeignModel:
     @property
     def ties(self) -> Ties:
         """Which of its parameters several stages hold."""
-        parts = self.parts
-        return Ties(parts.tied, parts.holders, (min(parts.tied_stages), 0)) if parts.tied else Ties()
+        return self.parts.ties
 
     def build(self, mesh: ParallelMesh, program: Program) -> BuiltStages:
         """This rank's stages and their modules, one for each weight version; the layers of others are let go. All are
@@ -151,7 +140,6 @@ class ForeignModel:
             found = [module for module in modules if isinstance(module, TokenStage)]
             random = any(draws(layer) for layer in found[0].layers)
             for module in found:
-                module.trained = self.parts.parameters(module)
                 module.seed = self._seed if random else None
             built[key] = stage, found
         self.parts.layers.clear()

@@ -244,14 +244,14 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         rate, decay = schedules.learning_rate(seen), schedules.weight_decay(seen)
         completes = not model.update_per_microbatch or update + 1 == batch.first + len(batch.microbatches)
         samples = batch.samples if completes else 0
-        return Hyperparameters(rate, decay, batch.loss_scale, progress.iteration + 1, samples)
+        clip = config.optimizer.clip_grad
+        return Hyperparameters(rate, decay, clip, batch.loss_scale, progress.iteration + 1, samples)
 
     return Updater(
         model,
         policy=policy,
         count_iteration=progress.count_iteration,
         scaler=state.scaler,
-        clip_grad=config.optimizer.clip_grad,
         nonfinite=config.training.nonfinite,
         max_skipped=config.training.loss_scaling.max_skipped_updates,
         version=progress.microbatches if model.update_per_microbatch else progress.updates,

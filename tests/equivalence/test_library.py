@@ -172,7 +172,7 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"schedule": "2bw"}, "schedule='2bw': it never drains"),
+        ({"schedule": "2bw"}, "schedule='2bw': never drains, so it needs a ShardedOptimizer"),
         ({"schedule": "shifted-critical-path"}, "schedule='shifted-critical-path': it runs forwards again (R), in"),
         ({"pp": 1, "tp": 2}, "mesh: tp=2: modules of your own are not cut; make it 1"),
         ({"pp": 1}, "mesh: dp=2: make a ShardedOptimizer, which sums the gradients"),
@@ -181,7 +181,7 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
         ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
         (
             {"schedule": "1f1q"},
-            "schedule='1f1q': no such schedule (did you mean '1f1b'?); one of gpipe, 1f1b, eager-1f1b, int",
+            "schedule='1f1q': no such schedule (did you mean '1f1b'?); one of gpipe, 1f1b, eager-1f1b, pip",
         ),
         ({"micro_batches": []}, "micro_batches: there is none"),
         ({"micro_batches": [(torch.zeros(2, 7), None)]}, "micro_batches[0]: its input is (2, 7) of torch.float32, the"),

@@ -1,0 +1,69 @@
+"""What a user gives a `Pipeline`, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from megalite.errors import ConfigError, ScheduleError
+from megalite.library.traced_layer import BODY
+from megalite.schedule import SCHEDULES, find_schedule
+
+TAKEN = "of_a_pipeline"
+"""An attribute of layers and parameters that a pipeline has."""
+
+RECOMPUTES = "it runs forwards again (R), in which modules of your own might draw other random numbers"
+
+
+def listed(layers: Any) -> Sequence[nn.Module]:
+    if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
+        raise ConfigError(
+            f"layers: one {type(layers).__name__}; cut it by megalite.layers_from_module(module, example)"
+        )
+    if callable(layers) and not isinstance(layers, nn.Module) or not hasattr(layers, "__iter__"):
+        raise ConfigError(f"layers: {type(layers).__name__}; a list of modules is wanted: call what makes it")
+    given = list(layers)
+    for index, layer in enumerate(given):
+        if not isinstance(layer, nn.Module):
+            raise ConfigError(f"layers[{index}]: {type(layer).__name__}; an nn.Module is wanted")
+    if not given:
+        raise ConfigError("layers: there is none")
+    return given
+
+
+def check_schedule(name: str) -> None:
+    """Raises ScheduleError for one that does not exist, ConfigError for one that cannot run here."""
+    fit = [own for own, known in SCHEDULES.items() if not known.recomputes]
+    try:
+        known = find_schedule(name)
+    except ScheduleError:
+        hint = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(str(name).lower(), fit, n=1))
+        raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(fit)}") from None
+    if known.recomputes:
+        raise ConfigError(f"schedule={name!r}: {RECOMPUTES}; pretrain_gpt.py runs it; here use one of {', '.join(fit)}")
+
+
+def check_free(layers: Sequence[nn.Module]) -> None:
+    """Raises ConfigError where another pipeline has these layers: it has changed how their gradients are computed."""
+    for index, layer in enumerate(layers):
+        if any(hasattr(part, TAKEN) for part in [layer, *layer.parameters()]):
+            raise ConfigError(f"layers[{index}]: another pipeline has it; make the layers again for this one")
+
+
+def check_values(layers: Sequence[nn.Module]) -> None:
+    for index, layer in enumerate(layers):
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"layers[{index}]: {name.removeprefix(BODY)} is on meta, without values; build the modules on a "
+                    "device (the example may be on meta)"
+                )
+
+
+def take(layers: Sequence[nn.Module]) -> None:
+    for layer in layers:
+        for part in [layer, *layer.parameters()]:
+            setattr(part, TAKEN, True)
