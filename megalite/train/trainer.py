@@ -257,13 +257,14 @@ class Trainer:
     def _add_losses(self, losses: dict[int, Tensor]) -> None:
         for microbatch, loss in losses.items():
             batch, share = self.batch_reader.share_of_loss(microbatch)
-            self._losses[batch] = self._losses.get(batch, torch.zeros_like(share)) + loss * share
+            # in fp32 a thousand micro-batches, one by one, would lose 1e-5
+            self._losses[batch] = self._losses.get(batch, 0.0) + loss.to(torch.float64) * share
 
     def _batch_loss(self, number: int) -> Tensor:
         """The batch's loss, the same on all ranks. The sum may stay in flight until the next step or log line."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
-        total = torch.zeros((), dtype=self.batch_reader.loss_dtype, device=self.device) if mine is None else mine
+        total = torch.zeros((), dtype=torch.float64, device=self.device) if mine is None else mine
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)

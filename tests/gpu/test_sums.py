@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from devices import DEVICES
 from torch import Tensor
 
-from megalite.gradient import sum_of_squares
+from megalite.comm import Axis
+from megalite.gradient import WeightGradQueue, sum_of_squares
 from megalite.optim.muon import orthogonalise
+from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy
+from megalite.train.trainer import Trainer
 
 # Constant numbers make every rounding of a partial sum the same one: nothing averages out.
 NUMBERS: dict[str, Callable[[int], Tensor]] = {
@@ -65,3 +70,26 @@ def test_muon_begins_with_the_norm_of_a_large_matrix(device: str) -> None:
         found = orthogonalise(x.to(device), steps=0).double().square().sum((-2, -1)).sqrt()
         tolerance = 1e-6 if device == "cpu" else 4e-3  # there it is divided in bf16
         torch.testing.assert_close(found.cpu(), torch.ones_like(found.cpu()), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_loss_of_many_tokens(gradient: bool, device: str) -> None:
+    """All alike, as at the start of a training: log 8 each, some of them masked."""
+    tokens = 300_000
+    x, weight = torch.zeros(tokens, 2, device=device), torch.ones(8, 2, device=device, requires_grad=gradient)
+    labels, mask = torch.zeros(tokens, dtype=torch.int64, device=device), torch.ones(tokens, device=device)
+    mask[::7] = 0.0
+    shard = VocabShard(Axis.single("tp"), 0, 8)
+    given = {"shard": shard, "sequence_parallel": False, "queue": WeightGradQueue()}
+    with torch.set_grad_enabled(gradient):
+        total = fused_cross_entropy(x, weight, labels, mask, **given)
+    assert float(total) == pytest.approx(float(mask.double().sum()) * math.log(8.0), rel=3e-7)
+
+
+def test_the_loss_of_many_micro_batches() -> None:
+    """The mean of 4,096 equal losses is that loss, in fp32 too."""
+    share = torch.tensor(1 / 4096)
+    trainer = SimpleNamespace(_losses={}, batch_reader=SimpleNamespace(share_of_loss=lambda number: (7, share)))
+    Trainer._add_losses(trainer, {number: torch.tensor(10.8257) for number in range(4096)})
+    assert float(trainer._losses[7]) == pytest.approx(float(torch.tensor(10.8257)), rel=1e-12)

@@ -107,7 +107,7 @@ def fused_cross_entropy(
     """
     if not torch.is_grad_enabled():
         x = all_gather(x, shard.axis) if sequence_parallel else x
-        return torch.dot(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
+        return _weighted_sum(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
     return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
 
 
@@ -154,19 +154,19 @@ class _FusedCrossEntropy(Function):
             dweight[len(rows) :].zero_()
             apart = dtype != dweight.dtype and not accumulates_wide(x, dweight)
             product = torch.empty_like(rows) if apart else None
-        total = weights.new_zeros(())
+        total = weights.new_zeros((), dtype=torch.float64)
         step = chunk_length(len(x), len(rows), on_cpu=x.device.type == "cpu")
         workspace = _Workspace.make(x, step, len(rows), fused=shard.kernels is not None)
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)
             losses, dlogits = _losses_and_gradient(x[part], rows, labels[part], weights[part], shard, workspace)
-            total += torch.dot(losses, weights[part])
+            total += _weighted_sum(losses, weights[part])
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
                 add_product(dweight[: len(rows)], dlogits.t(), x[part], fresh=begin == 0, scratch=product)
         ctx.save_for_backward(None if dx is None else dx.to(narrow), dweight)
-        return total
+        return total.to(weights.dtype)
 
     @staticmethod
     @once_differentiable
@@ -182,6 +182,11 @@ class _FusedCrossEntropy(Function):
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()
         return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
+
+
+def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """sum_i losses_i weights_i. `torch.dot` adds up one by one on a CPU and loses 1e-4 of 300,000 tokens."""
+    return torch.mul(losses, weights).sum()
 
 
 def _losses_and_gradient(
