@@ -181,7 +181,9 @@ class _RowLinear(Function):
         ctx.save_for_backward(before, weight, bias, *adapters, *layer.adapters.add_to(y, x, adapters))
         y, summing = start_sum(y, layer.tp, sequence=ctx.sequence)
         message.leave(summing)
-        return y
+        # A product may come as a view, and autograd refuses a view whose base changes behind it: here when the sum
+        # arrives, with whatever message of the axis is waited for first.
+        return y.detach()
 
     @staticmethod
     @once_differentiable
