@@ -129,6 +129,11 @@ class HostedWeights:
             self.link.count(-self.nbytes)
             self.resident = False
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether x lies in the memory that `free` frees."""
+        own: bool = x.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+        return own
+
     def store(self) -> None:
         """Writes what is on the device into its home, and lets go of it there."""
         self.link.copy([(home, self.full.data[place]) for place, home in self._homes])()

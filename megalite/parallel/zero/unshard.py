@@ -67,6 +67,10 @@ class BucketWeights:
             self.full.untyped_storage().resize_(0)
             self.resident = False
 
+    def holds(self, x: Tensor) -> bool:
+        """Whether x lies in the memory that `free` frees."""
+        return self.released_after_use and x.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+
     def updated(self, *, async_op: bool) -> None:
         """Called when the slice holds new values. From then on, a backward through the old ones is an error."""
         torch.autograd.graph.increment_version(self.full)
@@ -95,6 +99,7 @@ class ComingWeights(Protocol):
     def start_gather(self, *, async_op: bool) -> None: ...
     def wait(self) -> None: ...
     def free(self) -> None: ...
+    def holds(self, x: Tensor) -> bool: ...
 
 
 Weights = Sequence[ComingWeights]
@@ -121,21 +126,35 @@ class Unsharder:
                 continue
             before = weights[i - 1] if i > 0 else []
             after = weights[i + 1] if i + 1 < len(layers) else []
-            layer.register_forward_pre_hook(partial(self._before_forward, weights[i], after))
+            arrived: list[Any] = []
+            layer.register_forward_pre_hook(partial(self._before_forward, weights[i], after, arrived))
             if any(w.released_after_use for w in weights[i]):
-                layer.register_forward_hook(partial(self._after_forward, weights[i], before))
+                layer.register_forward_hook(partial(self._after_forward, weights[i], before, arrived))
 
-    def _before_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any) -> None:
+    def _before_forward(
+        self, wanted: Weights, ahead: Weights, arrived: list[Any], layer: nn.Module, args: Sequence[Any]
+    ) -> None:
+        """arrived: becomes the nodes of autograd's graph behind the layer's input."""
+        arrived[:] = [x.grad_fn for x in args if isinstance(x, Tensor)]
         self.use(wanted, ahead)
 
-    def _after_forward(self, wanted: Weights, ahead: Weights, layer: nn.Module, args: Any, output: Any) -> None:
-        """Gathers the weights again when the gradient of the output arrives; of several, that of the last."""
-        if isinstance(output, tuple):
-            made = [x for x in output if x.requires_grad and not any(x is arrived for arrived in args)]
-            if torch.is_grad_enabled() and made:
-                register_multi_grad_hook(made, lambda gradients: self.use(wanted, ahead, backward=True))
-        elif torch.is_grad_enabled() and output.requires_grad:
-            output.register_hook(lambda gradient: self.use(wanted, ahead, backward=True))
+    def _after_forward(
+        self, wanted: Weights, before: Weights, arrived: list[Any], layer: nn.Module, args: Any, output: Any
+    ) -> Any:
+        """Gathers the weights again for the layer's backward; returns the output, without what lies in their memory.
+
+        Autograd runs the node that was made last first: no node of the layer runs before the first of those behind its
+        results, and none of a later layer after that. What the layer hands on as it came belongs to an earlier layer.
+        """
+        values = output if isinstance(output, tuple) else (output,)
+        apart = [x.clone() if isinstance(x, Tensor) and any(w.holds(x) for w in wanted) else x for x in values]
+        made = [x for x in apart if isinstance(x, Tensor) and x.grad_fn is not None and x.grad_fn not in arrived]
+        arrived.clear()  # a graph is not kept beyond its micro-batch
+        if made and torch.is_grad_enabled():
+            register_multi_grad_hook(made, lambda gradient: self.use(wanted, before, backward=True), mode="any")
+        if all(x is value for x, value in zip(apart, values, strict=True)):
+            return None
+        return tuple(apart) if isinstance(output, tuple) else apart[0]
 
     def follow(self, plan: Iterable[ChunkUse] | None) -> None:
         """From now on layers are used as `plan` says, which begins with nothing on the device; None: as they come."""
