@@ -7,6 +7,9 @@
     u = g / sqrt(V),  scaled down to a root mean square of 1 where it is larger
     p = p - lr * (u + weight_decay * p),  lr times max(0.001, root mean square of p) with `scale_parameter`
 
+With `scale_parameter` the decay is relative, too, as in transformers' Adafactor: of a matrix whose root mean square is
+0.02, a step takes lr * 0.02 * weight_decay.
+
 Norms and biases keep all of V. Statistics are small (rows + columns), so every rank that holds a slice of a parameter
 holds all of them: each adds up the squares that lie in its slice, and one message sums them over the slices. No
 parameter has to lie in one piece, and the result is that of one process (to rounding: sums run in another order).
@@ -173,10 +176,14 @@ class Adafactor(UpdateRule):
         updates = self._add_up(self._divide)
         for group in self.param_groups:
             rates = group["lr"] / (updates / CLIP).clamp(min=1.0)
-            each = scalars(rates * sizes.clamp(min=SMALLEST_SIZE) if self.scale_parameter else rates)
+            relative, shrink = sizes.clamp(min=SMALLEST_SIZE), group["lr"] * group["weight_decay"]
+            each = scalars(rates * relative if self.scale_parameter else rates)
+            kept = scalars(1.0 - shrink * relative)
             for p, pieces in zip(group["params"], group["pieces"], strict=True):
-                new = p * (1.0 - group["lr"] * group["weight_decay"])
+                new = p.clone() if self.scale_parameter else p * (1.0 - shrink)
                 for number, piece in self._split(pieces):
+                    if self.scale_parameter:
+                        _own(new, piece).mul_(kept[number])
                     subtract_scaled(_own(new, piece), _own(p.grad, piece), each[number])
                 self.write(p, new)
         self._factors = []

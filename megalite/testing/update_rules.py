@@ -238,7 +238,8 @@ class Lion(Rule):
 class Adafactor(Rule):
     """Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5 without a first moment: decay 1 - t^-0.8, clipped at 1.
 
-    The relative step of the paper with `adafactor_scale_parameter`. A weight decay of AdamW's kind is added.
+    The relative step of the paper with `adafactor_scale_parameter`. A weight decay of AdamW's kind is added, with the
+    rate of the step: relative where that is.
     """
 
     magnified = 10.0  # where AdamW has its eps, this has 1e-30: a small row is divided by no more than itself
@@ -274,7 +275,7 @@ class Adafactor(Rule):
         u = g / estimate.sqrt()
         u /= max(1.0, root_mean_square(u))
         relative = max(1e-3, root_mean_square(p)) if self.settings.args.adafactor_scale_parameter else 1.0
-        p -= lr * weight_decay * p + lr * relative * u
+        p -= lr * relative * (weight_decay * p + u)
 
 
 RULES: dict[str, type[Rule]] = {
