@@ -8,8 +8,8 @@ everything else gets AdamW.
 
 As the authors' code does, the first gradient makes the first bases (eigenvectors of L and R) and moves nothing, so that
 no gradient is ever seen through a basis made of itself; V is reordered as the eigenvectors change places. Where L or R
-has no eigenvectors but those that rounding makes (few tokens, many columns) the former basis stays, so that all layouts
-have the same.
+has no eigenvectors but those that rounding makes (few tokens, many columns: an eigenvalue below 2e-13 of the largest in
+fp64, 1e-7 in fp32) the former basis stays, so that all layouts have the same. Above that it is the authors' algorithm.
 
 A matrix of `[rows, columns]` keeps its two moments and `2 (rows^2 + columns^2)` numbers more, on the one ZeRO rank that
 owns it. A matrix that tensor parallelism cuts is gathered first, and every rank of the axis computes (and keeps the
@@ -32,8 +32,11 @@ from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
-EMPTY = 1e-7
-"""A direction with so small a part of the largest eigenvalue has seen no gradient: what is there is rounding."""
+
+def empty(dtype: torch.dtype) -> float:
+    """A direction with so small a part of the largest eigenvalue has seen no gradient: what is there is rounding, of
+    the products and sums that a preconditioner is made of. 2e-13 in fp64, 1e-7 in fp32."""
+    return min(1e-7, 1024 * torch.finfo(dtype).eps)
 
 
 class Side(NamedTuple):
@@ -61,20 +64,27 @@ class Side(NamedTuple):
         """That of the eigenvectors, as far as there are any: `in_general_position` beyond."""
         values, vectors = torch.linalg.eigh(preconditioner.to(torch.float64))
         values, vectors = values.flip(-1), vectors.flip(-1)
-        empty = values <= EMPTY * values[..., :1]
-        columns = torch.where(empty.unsqueeze(-2), in_general_position(vectors), vectors)
+        nothing = values <= empty(preconditioner.dtype) * values[..., :1]
+        columns = torch.where(nothing.unsqueeze(-2), in_general_position(vectors), vectors)
         basis: Tensor = torch.linalg.qr(columns).Q
         return basis.to(self.basis.dtype)
 
     def turned(self, preconditioner: Tensor) -> tuple[Tensor, Tensor]:
         """(The basis after one power iteration, orthogonalised; the order in which the old basis vectors were taken,
-        `[..., n]`). Where no gradient has been seen the basis keeps its directions and their order."""
+        `[..., n]`). Where no gradient has been seen the basis keeps its directions and their order: in fp32 by a shift
+        of all eigenvalues, which is as small as its rounding; in fp64 what images add nothing comes last, unturned."""
         image = preconditioner @ self.basis
         sizes = (self.basis * image).sum(-2)
-        least = EMPTY * sizes.amax(-1, keepdim=True)
+        least = empty(image.dtype) * sizes.amax(-1, keepdim=True)
         order = sizes.clamp(min=least).argsort(dim=-1, descending=True, stable=True)
-        columns = image + least.unsqueeze(-2) * self.basis
-        return torch.linalg.qr(columns.gather(-1, order.unsqueeze(-2).expand_as(columns))).Q, order
+        if image.dtype != torch.float64:
+            columns = image + least.unsqueeze(-2) * self.basis
+            return torch.linalg.qr(_taken(columns, order)).Q, order
+        added = torch.linalg.qr(_taken(image, order)).R.diagonal(dim1=-2, dim2=-1).abs()
+        nothing = added <= least
+        columns = torch.where(nothing.unsqueeze(-2), _taken(self.basis, order), _taken(image, order))
+        last = nothing.to(torch.int8).argsort(dim=-1, stable=True)
+        return torch.linalg.qr(_taken(columns, last)).Q, order.gather(-1, last)
 
     def reorder(self, x: Tensor, order: Tensor) -> Tensor:
         """x with this side's coordinates in another order."""
@@ -142,6 +152,11 @@ class Soap(MatrixRule):
         self.write(p, decayed.add_(update, alpha=-group["lr"] * correction))
         self.write(state["exp_avg"], own_part(mean, dim, axis))
         self.write(state["exp_avg_sq"], own_part(square, dim, axis))
+
+
+def _taken(columns: Tensor, order: Tensor) -> Tensor:
+    """The columns of `[..., n, n]` in the order `[..., n]`."""
+    return columns.gather(-1, order.unsqueeze(-2).expand_as(columns))
 
 
 def _sides(p: Tensor, placement: ParameterPlacement, max_dim: int) -> list[Side]:

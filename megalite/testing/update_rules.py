@@ -192,11 +192,9 @@ class Soap(Rule):
                 if t % args.soap_precondition_frequency == 0:
                     q = state["Q" + side]
                     sizes = torch.diag(q.T @ state[side] @ q)
-                    least = 1e-7 * sizes.max()
-                    order = sorted(range(len(q)), key=lambda i: -max(sizes[i], least))
+                    by_size = sorted(range(len(q)), key=lambda i: -max(sizes[i], ROUNDING[sizes.dtype] * sizes.max()))
+                    state["Q" + side], order = power_iteration(state[side], q, by_size)
                     state["V"] = state["V"][order] if side == "L" else state["V"][:, order]
-                    ridge = least * torch.eye(len(q), dtype=q.dtype)
-                    state["Q" + side] = torch.linalg.qr((state[side] + ridge) @ q[:, order])[0]
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         yield from self.rest.moments()
@@ -208,10 +206,37 @@ class Soap(Rule):
                     yield label, name, whole.view(*self.parameters[name].shape[:-2], *whole.shape[1:])
 
 
+def power_iteration(square: Tensor, q: Tensor, order: list[int]) -> tuple[Tensor, list[int]]:
+    """(Q of the images of q's columns in this order, the order). Columns whose images add nothing come last, as they
+    were: whatever is orthogonal to the others."""
+    least, found, rest = ROUNDING[q.dtype] * float(torch.diag(q.T @ square @ q).max()), list[Tensor](), list[int]()
+    for i in order:
+        x = beyond(square @ q[:, i], found)
+        if x.norm() <= least:
+            rest.append(i)
+        else:
+            found.append(beyond(x / x.norm(), found))
+    for i in rest:
+        x = beyond(q[:, i], found)
+        found.append(beyond(x / x.norm(), found))
+    return torch.stack([x / x.norm() for x in found], 1), [i for i in order if i not in rest] + rest
+
+
+def beyond(x: Tensor, others: list[Tensor]) -> Tensor:
+    """What is orthogonal to the others (Gram and Schmidt)."""
+    for other in others:
+        x = x - other * (other @ x)
+    return x
+
+
+ROUNDING = {torch.float32: 1e-7, torch.float64: 2.0**-42}
+"""What may be nothing but rounding, as part of the largest eigenvalue."""
+
+
 def first_basis(square: Tensor) -> Tensor:
     """Eigenvectors, and where eigenvalues are zero the part of fixed directions that is orthogonal to the others."""
     values, vectors = torch.linalg.eigh(square)
-    n, rank = len(values), int((values > 1e-7 * values.max()).sum())
+    n, rank = len(values), int((values > ROUNDING[values.dtype] * values.max()).sum())
     columns: Tensor = vectors.flip(1)[:, :rank]
     fixed = torch.randn(n, n, dtype=square.dtype, generator=torch.Generator().manual_seed(0))[:, rank:]
     for x in fixed.T:

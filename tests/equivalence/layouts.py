@@ -160,7 +160,7 @@ VARIANTS: dict[str, str] = {
     "lion": "--optimizer lion --lr 1e-3",
     "lion in 16 bits": "--optimizer lion --lr 1e-3 --exp-avg-dtype bf16",
     "muon": "--optimizer muon",
-    "soap": "--optimizer soap --soap-eps 1e-5 --soap-max-precond-dim 32 --soap-precondition-frequency 1",
+    "soap": "--optimizer soap --soap-eps 1e-4 --soap-max-precond-dim 32 --soap-precondition-frequency 1",
     "adafactor": "--optimizer adafactor",
     "adafactor by size": "--optimizer adafactor --adafactor-scale-parameter",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -241,3 +242,57 @@ def test_the_table_without_torch_says_what_is_kept() -> None:
             p, optimizer = run(name, 1, OptimizerConfig(lr=1.0), matrix=matrix)
             kept = [t for t in optimizer.state[p].values() if isinstance(t, Tensor) and t.shape == p.shape]
             assert len(kept) == (rule.most_moments(settings) if matrix else len(rule.moments(settings))), (name, matrix)
+
+
+def authors_soap(start: Tensor, gradients: list[Tensor], config: OptimizerConfig, lr: float, decay: float) -> Tensor:
+    """Algorithm 3 of arXiv 2409.11321 with one power iteration and QR, as its authors wrote it down: nothing in it knows
+    of small eigenvalues."""
+    args, w = config.args, start.clone()
+    b1, b2 = args.soap_beta1, args.soap_beta2
+    rows, columns = w.shape
+    left, right = torch.zeros(rows, rows, dtype=w.dtype), torch.zeros(columns, columns, dtype=w.dtype)
+    mean, square = torch.zeros_like(w), torch.zeros_like(w)
+    for t, g in enumerate(gradients):
+        if t == 0:
+            left, right = (1 - b2) * g @ g.T, (1 - b2) * g.T @ g
+            q_left, q_right = (torch.linalg.eigh(side)[1].flip(1) for side in (left, right))
+            continue
+        mean = b1 * mean + (1 - b1) * g
+        square = b2 * square + (1 - b2) * (q_left.T @ g @ q_right) ** 2
+        turned = (q_left.T @ mean @ q_right) / (square.sqrt() + args.soap_eps)
+        size = (1 - b2**t) ** 0.5 / (1 - b1**t)
+        w = w - lr * (size * q_left @ turned @ q_right.T + decay * w)
+        left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+        if t % args.soap_precondition_frequency == 0:
+            order = torch.diag(q_left.T @ left @ q_left).argsort(descending=True)
+            q_left, square = torch.linalg.qr(left @ q_left[:, order])[0], square[order]
+            order = torch.diag(q_right.T @ right @ q_right).argsort(descending=True)
+            q_right, square = torch.linalg.qr(right @ q_right[:, order])[0], square[:, order]
+    return w
+
+
+@pytest.mark.parametrize("frequency", [1, 3])
+@pytest.mark.parametrize("least", [1e-2, 1e-6, 1e-8, 1e-9])
+def test_soap_is_its_authors_below_1e_7_of_the_largest_eigenvalue(least: float, frequency: int) -> None:
+    """least: the smallest eigenvalue of L and R, of their largest. An eigenvector is known to rounding over that."""
+    n, generator = 12, torch.Generator().manual_seed(5)
+
+    def draw() -> Tensor:
+        return torch.randn(n, n, generator=generator, dtype=torch.float64)
+
+    (u, _), start = torch.linalg.qr(draw()), draw()
+    spectrum = torch.logspace(0, math.log10(least) / 2, n, dtype=torch.float64)
+    gradients = [u @ (spectrum[:, None] * draw()) for _ in range(12)]
+    args = OptimizerArgs(soap_precondition_frequency=frequency)
+    config, mine = OptimizerConfig(lr=0.1, optimizer="soap", args=args), start.clone()
+    group = {"params": [mine], "decay": True, "whole": True, "placements": [ParameterPlacement((n, n), (0, 0))]}
+    rule = OPTIMIZERS["soap"]([group], config)
+    rule.param_groups[0].update(lr=0.1, weight_decay=0.01)
+    for g in gradients:
+        mine.grad = g.clone()
+        rule.step()
+    side = rule.sides[mine][0].preconditioner
+    values = torch.linalg.eigvalsh(side)
+    assert float(values[0] / values[-1]) < 2 * least
+    theirs = authors_soap(start, gradients, config, 0.1, 0.01)
+    assert torch.allclose(mine, theirs, rtol=0, atol=1e-14 / least), float((mine - theirs).abs().max())
