@@ -1,4 +1,14 @@
-"""Mixtral, Qwen3-MoE and OLMoE: Llama's blocks with experts, each expert apart there, all stacked here."""
+"""Mixtral, Qwen3-MoE and OLMoE: Llama's blocks with experts, each expert apart there, all stacked here.
+
+The loss that balances them, of L layers with experts, k of E experts for a token, f_le the choices of expert e in layer
+l over the tokens (they sum up to k) and P_le its mean probability:
+
+    there   c E sum_e (mean_l f_le) (mean_l P_le)          c: router_aux_loss_coef
+    here    a E/k sum_l sum_e f_le P_le                    a: moe_aux_loss_coeff = c k/L
+
+With one such layer they are the same, and with layers of the same loads their gradients are. Else there the mean over
+layers is balanced, and here each layer.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +49,25 @@ QWEN_RULES = (
 )
 
 
+COEFFICIENT = "router_aux_loss_coef"
+
+
+def _read_balance(fields: Fields, layers: int, default: float) -> float:
+    """Our coefficient of the balancing loss. layers: how many have experts; default: the family's."""
+    theirs = fields.number(COEFFICIENT, default) if fields.get(COEFFICIENT, default) != 0 else 0.0
+    return _carried(theirs * fields.integer("num_experts_per_tok"), layers)
+
+
+def _write_balance(model: ModelConfig) -> dict[str, Any]:
+    given = model.experts
+    return {COEFFICIENT: _carried(given.moe_aux_loss_coeff * sum(model.sparse_layers), given.moe_router_topk)}
+
+
+def _carried(coefficient: float, divisor: int) -> float:
+    """The quotient, short of the digits that would keep it from coming back as it was."""
+    return float(f"{coefficient / divisor:.14g}")
+
+
 def _numbers(fields: Fields, number: str) -> dict[str, Any]:
     experts = fields.integer(number)
     if not 2 <= experts <= MOST_EXPERTS:
@@ -51,7 +80,8 @@ def _numbers(fields: Fields, number: str) -> dict[str, Any]:
 
 def _read_mixtral(fields: Fields) -> ModelConfig:
     fields.only("router_jitter_noise", 0, 0.0)
-    experts = Experts(**_numbers(fields, "num_local_experts"))
+    coefficient = _read_balance(fields, fields.integer("num_hidden_layers"), 0.001)
+    experts = Experts(**_numbers(fields, "num_local_experts"), moe_aux_loss_coeff=coefficient)
     return read_shape(fields, window_size=read_window(fields), experts=experts)
 
 
@@ -61,6 +91,7 @@ def _write_mixtral(model: ModelConfig) -> Mapping[str, Any]:
         "num_local_experts": model.experts.num_experts,
         "num_experts_per_tok": model.experts.moe_router_topk,
         "sliding_window": model.window_size,
+        **_write_balance(model),
     }
 
 
@@ -77,6 +108,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
         moe_ffn_hidden_size=fields.integer("moe_intermediate_size"),
         moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
         moe_layer_freq=pattern_text(layers),
+        moe_aux_loss_coeff=_read_balance(fields, sum(layers), 0.001),
     )
     return dataclasses.replace(model, experts=experts)
 
@@ -90,6 +122,7 @@ def _write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
         "norm_topk_prob": not given.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [index for index, sparse in enumerate(model.sparse_layers) if not sparse],
+        **_write_balance(model),
     }
 
 
@@ -101,6 +134,7 @@ def _read_olmoe(fields: Fields) -> ModelConfig:
     experts = Experts(
         **_numbers(fields, "num_experts" if "num_experts" in fields.raw else "num_local_experts"),
         moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
+        moe_aux_loss_coeff=_read_balance(fields, fields.integer("num_hidden_layers"), 0.01),
     )
     raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}  # 1e-6 elsewhere
     return read_shape(Fields(raw, fields.where), qk_layernorm=True, qk_layernorm_across_heads=True, experts=experts)
@@ -114,6 +148,7 @@ def _write_olmoe(model: ModelConfig) -> Mapping[str, Any]:
         "norm_topk_prob": not model.experts.moe_router_pre_softmax,
         "attention_bias": False,
         "clip_qkv": None,
+        **_write_balance(model),
     }
 
 
