@@ -170,7 +170,7 @@ RAMPS = (
     "--start-weight-decay 0.05 --end-weight-decay 0.4 --weight-decay-incr-style linear",
     "--lr-decay-style inverse-square-root --lr-warmup-iters 1 --train-iters 6 --start-weight-decay 0.4 "
     "--end-weight-decay 0 --weight-decay-incr-style cosine",
-    "--lr-decay-style linear --train-iters 4 --min-lr 2e-3",
+    "--lr-decay-style linear --train-iters 4 --min-lr 5e-4",
 )
 """Learning rates and weight decays that no two of the first steps share."""
 
@@ -187,7 +187,7 @@ def draw(
     """A random configuration that the product's own validator accepts; optimizer: of `OPTIMIZERS`, any where none is
     given. more: flags of every model."""
     while True:
-        case = _draw(rng, optimizer or rng.choice(list(OPTIMIZERS)))
+        case = drawn(rng, optimizer or rng.choice(list(OPTIMIZERS)))
         case = replace(case, model=(*case.model, *more))
         if not want(case):
             continue
@@ -203,11 +203,17 @@ FLUSH = ["1f1b", *(name for name, s in SCHEDULES.items() if not s.asynchronous a
 
 CP_KINDS = {
     2: [[], ["--cp-comm-type", "all_gather"], ["--cp-comm-type", "a2a"]],
-    4: [[], ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]],
+    4: [
+        [],
+        ["--cp-comm-type", "all_gather"],
+        ["--cp-comm-type", "a2a"],
+        ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"],
+    ],
 }
 
 
-def _draw(rng: random.Random, optimizer: str) -> Layout:
+def drawn(rng: random.Random, optimizer: str) -> Layout:
+    """One that the validator may refuse."""
     pick = rng.choice
     grids = [(tp, pp, dp) for tp in (1, 1, 2, 4) for pp in (1, 1, 2, 3, 4) for dp in (1, 1, 2, 4) if tp * pp * dp <= 8]
     tp, pp, dp = pick(grids)
@@ -224,7 +230,7 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
     layout += pick(
         [[], ["--recompute-activations"], ["--recompute-granularity", "full", "--recompute-method", "uniform"]]
     )
-    layout += pick([[], ["--no-overlap-grad-reduce"], ["--ddp-bucket-size", "3000"]])
+    layout += pick([[], ["--no-overlap-grad-reduce"]]) + pick([[], ["--ddp-bucket-size", "3000"]])
     layout += ["--num-distributed-optimizer-instances", "2"] if dp > 2 and rng.random() < 0.5 else []
     layout += pick([[], ["--make-vocab-size-divisible-by", "128"]])  # the last of several ranks hold padding only
     experts, shared = _draw_experts(rng) if rng.random() < 0.3 else ([], [])
@@ -233,19 +239,25 @@ def _draw(rng: random.Random, optimizer: str) -> Layout:
         *_draw_model(rng, optimizer),
         *experts,
         *OPTIMIZERS[optimizer].split(),
+        *(["--exp-avg-dtype", pick(["fp16", "bf16"])] if "16 bits" in optimizer else []),
         *pick([[], *(r.split() for r in RAMPS)]),
     ]
     # An adapter's gradient has rank 3 and tells little of SOAP's basis of 32: the oracle's own weights move by 5e-4
     # when the learning rate does by one unit in the last place.
-    if not experts and optimizer != "soap" and rng.random() < 0.15:
+    if optimizer != "soap" and rng.random() < 0.15:
         model += ["--lora-rank", "3", "--lora-alpha", "5", *pick(ADAPTED)]
+    if (size == 1 or "--tp-comm-overlap" in layout) and rng.random() < 0.2:
+        # scales are those of a micro-batch, and the oracle's have one sample, as a half of two has
+        recipes = ["tensorwise", "rowwise", "delayed"]
+        model += ["--fp8-format", pick(["e4m3", "hybrid"]), "--fp8-recipe", pick(recipes)]
     delay = int(schedule == "2bw")
+    layout += ["--optimizer-cpu-offload"] if rng.random() < 0.1 else []
     if schedule in FLUSH and rng.random() < 0.1:
-        delay, layout = 1, [*layout, "--delayed-parameter-update", *pick([[], ["--optimizer-cpu-offload"]])]
+        delay, layout = 1, [*layout, "--delayed-parameter-update"]
     elif schedule in FLUSH and rng.random() < 0.1:
         layout += ["--param-offload", "cpu"]
     if schedule in FLUSH and not delay and rng.random() < 0.15:
-        rows = pick([[], ["--embedding-cache-rows", "32"], ["--embedding-lookahead", "0"]])
+        rows = pick([[], ["--embedding-cache-rows", "32"]]) + pick([[], ["--embedding-lookahead", "0"]])
         layout = [*layout, "--embedding-offload", "cpu", *rows]
     if schedule != "pipedream":
         return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=delay)
@@ -276,23 +288,34 @@ def _draw_experts(rng: random.Random) -> tuple[list[str], list[str]]:
     return model, layout + pick([[], ["--expert-tensor-parallel-size", "1"]])
 
 
+UNUSUAL = [
+    flags.split()
+    for flags in (
+        "--use-parallel-residual",
+        "--hidden-dropout 0.1",
+        "--attention-dropout 0.1",
+        "--kv-channels 4",
+        "--add-qkv-bias",
+    )
+]
+
+
 def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     pick = rng.choice
     layers = pick([4, 6])
     model = ["--num-layers", str(layers)]
     family = pick(
-        [
-            [],
-            ["--swiglu"],  # with biases of two rows
-            ["--model-type", "llama"],
-            ["--model-type", "llama", "--num-query-groups", "2", "--qk-layernorm"],
-            ["--model-type", "llama", "--qk-layernorm", "--qk-layernorm-across-heads"],
-        ]
-    )
-    if "--model-type" not in family and optimizer.split()[0] in ("lion", "adafactor"):
-        # Without RoPE the softmax does not see a bias of the keys: its gradient is rounding alone, of which these
-        # rules take the sign, or what is left of its size.
-        family += ["--position-embedding-type", "rope"]
+        [[], ["--swiglu"], ["--model-type", "llama"], ["--model-type", "llama"]]
+    )  # swiglu: biases of two rows
+    if "--model-type" not in family:
+        # Without RoPE the softmax does not see a bias of the keys: its gradient is rounding alone, of which some rules
+        # take the sign, or what is left of its size.
+        bound = optimizer.split()[0] in ("lion", "adafactor")
+        family += ["--position-embedding-type", "rope"] if bound or rng.random() < 0.3 else []
+        family += pick([[], ["--normalization", "RMSNorm"]])
+    family += pick([[], [], ["--qk-layernorm"], ["--qk-layernorm", "--qk-layernorm-across-heads"]])
+    family += pick([[], [], ["--num-query-groups", "2"]])
+    family += pick([[], [], [], *UNUSUAL])
     model += family
     model += pick([[], ["--untie-embeddings-and-output-weights"], ["--no-untie-embeddings-and-output-weights"]])
     model += pick(

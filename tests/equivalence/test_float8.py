@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from equivalence.layouts import TINY, Layout, compare, draw, saved_tensors, train_body
+from equivalence.layouts import TINY, Layout, compare, draw, drawn, saved_tensors, train_body
 from megalite.comm.world import World
 from megalite.parallel.tensor import float8
 from megalite.testing import run_ranks
@@ -69,7 +69,17 @@ def test_blocks_end_where_ranks_do() -> None:
 
 
 def small(case: Layout) -> bool:
-    return "--micro-batch-size 1" in " ".join(case.layout) and case.world_size <= 4
+    sample = "--micro-batch-size 1" in " ".join(case.layout) or "--tp-comm-overlap" in case.layout
+    return sample and case.world_size <= 4
+
+
+def test_halves_with_float8_are_drawn() -> None:
+    rng, seen = random.Random(3), set()
+    for _ in range(4000):
+        case = drawn(rng, "adam")
+        if "--fp8-format" in case.model and "--tp-comm-overlap" in case.layout and "delayed" not in case.model:
+            seen.add("--sequence-parallel" in case.layout)
+    assert seen == {True, False}
 
 
 def test_random_layouts(full: bool, fresh: int) -> None:

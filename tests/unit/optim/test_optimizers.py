@@ -245,8 +245,8 @@ def test_the_table_without_torch_says_what_is_kept() -> None:
 
 
 def authors_soap(start: Tensor, gradients: list[Tensor], config: OptimizerConfig, lr: float, decay: float) -> Tensor:
-    """Algorithm 3 of arXiv 2409.11321 with one power iteration and QR, as its authors wrote it down: nothing in it knows
-    of small eigenvalues."""
+    """Algorithm 3 of arXiv 2409.11321 with one power iteration and QR, as it is written there: nothing in it knows of
+    small eigenvalues."""
     args, w = config.args, start.clone()
     b1, b2 = args.soap_beta1, args.soap_beta2
     rows, columns = w.shape
