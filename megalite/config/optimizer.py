@@ -101,8 +101,8 @@ class OptimizerArgs(Spelled):
     )
     adafactor_scale_parameter: bool = option(
         False,
-        "adafactor's learning rate, and with it weight decay, is relative to the root mean square of each parameter (its "
-        "paper's default)",
+        "adafactor's learning rate, and with it weight decay, is relative to the root mean square of each parameter "
+        "(its paper's default)",
         only_for=("adafactor",),
     )
 
