@@ -11,12 +11,12 @@ one included. A JSON line a run is appended to the results when it ends; a run t
 
     flush            synchronous                     flush ahead N    synchronous, on weights N steps ahead
     2bw              delay 1, nothing done           2bw METHOD [N..] delay 1 with a correction [N steps ahead]
-    pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0
+    pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0; an update of 3 samples
     2bw ... after N  the first N iterations without delay (`--pipeline-flush-steps`)
 
 A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The
 learning rate is that of `RECIPES`: the best, a factor of two apart, of one seed's synchronous runs.
-Delayed runs take the same.
+Delayed runs take the same; PipeDream, whose updates are of fewer samples, wants lower ones too (`--lr`).
 """
 
 from __future__ import annotations
