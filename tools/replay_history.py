@@ -7,9 +7,10 @@ config.yaml     the configuration of the newest process
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint import committed, read_extra, read_manifest, step_of
 from megalite.errors import ConfigError
@@ -27,11 +28,13 @@ class Leg:
     """What one process computed: the iterations after `begin`, up to where the next one begins.
 
     ranks: how many it had, where that is known. changed: what it had otherwise than the checkpoint that it continued.
+    start: its start line.
     """
 
     begin: int
     ranks: int | None = None
     changed: tuple[str, ...] = ()
+    start: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def flags(self) -> list[str]:
@@ -43,6 +46,8 @@ class Past:
     """What ranks need to know of it. begin, end: they compute the iterations between, `end` is the first that was
     logged from the one that is looked at. lines: what was logged of them. witness: the checkpoint whose data the run
     must have, None where that is not to be looked at. otherwise: what is not as in the run, and may round otherwise.
+    starts: the start lines of the processes that computed them. begun: where processes began. replaced: lines of which
+    later ones tell otherwise, or the same.
     """
 
     run: Path
@@ -52,13 +57,20 @@ class Past:
     lines: Sequence[Record] = ()
     witness: Path | None = None
     otherwise: Sequence[str] = ()
+    starts: Sequence[Mapping[str, Any]] = ()
+    begun: Sequence[int] = ()
+    replaced: Sequence[Record] = ()
+
+    def replaced_values(self, iteration: int, name: str) -> list[float | None]:
+        """What lines that no longer hold say of an iteration."""
+        return [line.get(name) for line in self.replaced if line["iteration"] == iteration]
 
 
 @dataclass(frozen=True)
 class History:
     """Of the run that is in `run` now, seen from an iteration.
 
-    legs: oldest first. lines: the training lines of metrics.jsonl, by iteration.
+    legs: oldest first. lines: the training lines of metrics.jsonl, by iteration. replaced: those that no longer hold.
     """
 
     run: Path
@@ -66,16 +78,20 @@ class History:
     saves: Sequence[Path]
     legs: Sequence[Leg]
     lines: Sequence[Record]
+    replaced: Sequence[Record] = ()
 
     @classmethod
     def read(cls, run: Path, iteration: int) -> History:
         """Raises MegaliteError."""
         path = run / METRICS_FILE
         try:
-            records = read_metrics(path) if path.is_file() else []
+            records = read_metrics(path, every=True) if path.is_file() else []
         except OSError as error:
             raise ConfigError(f"--load={run}: {METRICS_FILE} cannot be read ({error.strerror})") from None
-        return cls(run, iteration, committed(run), *legs_and_lines(records))
+        legs, lines = legs_and_lines(records)
+        held = {id(line) for line in lines}
+        replaced = [one for one in records if one["kind"] == "train" and id(one) not in held]
+        return cls(run, iteration, committed(run), legs, lines, replaced)
 
     @property
     def before(self) -> Path | None:
@@ -150,7 +166,20 @@ class History:
         lines = [line for line in lines if line["iteration"] <= end]
         names = [name for leg in self.between for name in leg.changed]  # the run itself was laid out in two ways
         told = tuple(dict.fromkeys(name.rstrip(":") for name in (*otherwise, *names)))
-        return Past(self.run, self.iteration, self.begin, end, lines, None if other_data else self.after, told)
+        first = max((leg.begin for leg in self.legs if leg.begin <= self.begin), default=self.begin)
+        computing = [leg for leg in self.legs if first <= leg.begin < end]
+        return Past(
+            self.run,
+            self.iteration,
+            self.begin,
+            end,
+            lines,
+            None if other_data else self.after,
+            told,
+            starts=[leg.start for leg in computing],
+            begun=[leg.begin for leg in computing],
+            replaced=self.replaced,
+        )
 
 
 def legs_and_lines(records: Iterable[Record]) -> tuple[list[Leg], list[Record]]:
@@ -160,7 +189,7 @@ def legs_and_lines(records: Iterable[Record]) -> tuple[list[Leg], list[Record]]:
         if record["kind"] == "start":
             size, changed = record.get("world_size"), record.get("changed")
             names = tuple(changed) if isinstance(changed, dict) else ()
-            parts.append((Leg(record["iteration"], size if type(size) is int else None, names), []))
+            parts.append((Leg(record["iteration"], size if type(size) is int else None, names, record), []))
         elif record["kind"] == "train":
             parts[-1][1].append(record)
     legs: list[Leg] = []
@@ -169,4 +198,5 @@ def legs_and_lines(records: Iterable[Record]) -> tuple[list[Leg], list[Record]]:
         legs = [*(one for one in legs if one.begin < leg.begin), leg]
         reached = own[-1]["iteration"] if own else leg.begin
         lines = [*(one for one in lines if not leg.begin < one["iteration"] <= reached), *own]
-    return legs, sorted(lines, key=lambda one: one["iteration"])
+    once = {one["iteration"]: one for one in lines}
+    return legs, [once[iteration] for iteration in sorted(once)]

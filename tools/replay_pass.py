@@ -4,52 +4,44 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from megalite.checkpoint import committed, read_manifest, step_of
+from megalite import __version__
+from megalite.checkpoint import read_manifest
 from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, LoggingConfig
 from megalite.data import survey_differences
 from megalite.errors import CheckpointError, DataError
-from megalite.observe import Record
+from megalite.observe import StepStats
 from megalite.planner import describe_layout
-from megalite.train import OpenRun, open_run
+from megalite.train import MODES, OpenRun, open_run
 from preflight import Digests, Seen
 from replay_documents import DocumentLoss, TokenLosses, middle_of, outstanding
 from replay_history import Past
+from replay_numbers import CLOSE, Apart, Numbers, compared, not_logged, numbers_apart, other_tensors, unlike
 
-CLOSE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
-"""How far numbers may be from the run's, relative: another layout rounds at other places."""
-AN_ITERATION, A_LINE = 100.0, 1000.0
-"""How many times as far apart another layout's rounding may bring numbers in an iteration, and between two lines."""
+MOST_THREADS = 1024
+"""More than any processor has: a start line that says so was not written by a run."""
 NUMBERS, ROUNDING = 1, 3
 """Exit statuses: what the run did not compute, and what rounding may have made of it."""
-
-
-class Numbers(NamedTuple):
-    """Of one iteration. loss: None where nothing was computed. counts: whether an update was made, or else means leave
-    it out."""
-
-    loss: float | None
-    norm: float | None
-    counts: bool = True
 
 
 @dataclass(frozen=True)
 class Pass:
     """What one pass has found: loss and norm by iteration, digests and documents of the one that is looked at, and the
-    tensors that are not those of the run's own checkpoint, if it has one there."""
+    tensors that are not those of the run's own checkpoint, if it has one there. otherwise: what is not as in the run
+    and may round otherwise; where it is empty, every digit is the run's."""
 
     numbers: dict[int, Numbers]
     seen: list[Seen]
     documents: list[DocumentLoss]
     tensors: list[str]
     ranks: Axis
+    otherwise: list[str]
 
 
 @dataclass(frozen=True)
@@ -67,11 +59,13 @@ class Replay:
         config = replace(config, logging=LoggingConfig())
         if world.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
-        past = self.past
+        config, past = self._as_it_computed(config, world), self.past
         found = [self._pass(config, world) for _ in range(self.passes)]
         trouble = self._hardware(found)
         close = CLOSE[config.training.precision.name]
-        apart = numbers_apart(found[0].numbers, past.lines, close, otherwise=bool(past.otherwise))
+        apart = numbers_apart(found[0].numbers, past.lines, close, otherwise=bool(found[0].otherwise))
+        if apart is not None:
+            apart = replace(apart, earlier=past.replaced_values(apart.iteration, apart.name))
         if trouble is None and apart is not None and not apart.by_rounding:
             trouble = f"numbers: {apart}"
         if trouble is None and found[0].tensors:
@@ -81,6 +75,21 @@ class Replay:
             status = NUMBERS if trouble is not None else ROUNDING if apart is not None else 0
             self.verdict.write_text(f"{status} {trouble or self._verdict(found[0], apart)}")
         return 0
+
+    def _as_it_computed(self, config: Config, world: World) -> Config:
+        """Threads and products of fp32 as the run had them, on whatever machine it was."""
+        facts = self.past.starts[0] if self.past.starts else {}
+        threads = facts.get("threads")
+        if isinstance(threads, list):
+            threads = threads[world.rank] if len(threads) == world.size else None
+        if world.device.type == "cpu" and type(threads) is int and 1 <= threads <= MOST_THREADS:
+            torch.set_num_threads(threads)
+        mode = facts.get("float32_matmul_precision")
+        if facts.get("device") == world.device.type and mode in MODES:
+            auto = config.training.float32_matmul_precision == "auto"
+            mode = mode if auto else config.training.float32_matmul_precision
+            return replace(config, training=replace(config.training, float32_matmul_precision=mode))
+        return config
 
     def _pass(self, config: Config, world: World) -> Pass:
         past = self.past
@@ -97,16 +106,18 @@ class Replay:
                 stats = trainer.train_step(
                     drain=trainer.iteration + 1 in (past.end, past.iteration - 1, past.iteration)
                 )
-                norm = None if stats.grad_norm is None else float(stats.grad_norm)
-                loss = None if stats.lm_loss is None else float(stats.lm_loss)
-                numbers[stats.iteration] = Numbers(loss, norm, loss is not None and not bool(stats.skipped))
+                numbers[stats.iteration] = numbers_of(stats)
                 if watch is not None and losses is not None:
-                    watch.after_step(stats.iteration, norm)
+                    watch.after_step(stats.iteration, numbers[stats.iteration].norm)
                     seen, documents = list(watch.seen), losses.gather()
+            here = {"megalite_version": __version__, "torch_version": torch.__version__, **run.arithmetic}
+            otherwise = [f"another {name}" for name in past.otherwise]
+            otherwise += unlike(config, past.starts, {"device": world.device.type, **here})
             # of a gradient that is nearly 0 an optimizer can make a whole step, and of its rounding another one
-            told = not past.otherwise or config.training.precision.name == "fp64"
-            tensors = other_tensors(run, past.run, past.end, CLOSE[config.training.precision.name]) if told else []
-        return Pass(numbers, seen, documents, tensors, trainer.mesh.world)
+            told = not otherwise or config.training.precision.name == "fp64"
+            close = CLOSE[config.training.precision.name] if otherwise else 0.0
+            tensors = other_tensors(run, past.run, past.end, close) if told else []
+        return Pass(numbers, seen, documents, tensors, trainer.mesh.world, otherwise)
 
     def _check_start(self, run: OpenRun) -> None:
         """Raises DataError where the data are not the run's, CheckpointError where it begins too late."""
@@ -147,7 +158,7 @@ class Replay:
                  f"{describe_layout(config, world.size)}"]  # fmt: skip
         by_iteration = {record["iteration"]: record for record in past.lines}
         lines.append(f"{'iteration':>9}  {'lm_loss':>10}  {'grad_norm':>10}   metrics.jsonl")
-        for iteration, (loss, norm, _) in list(one.numbers.items())[-8:]:
+        for iteration, (loss, norm, *_) in list(one.numbers.items())[-8:]:
             record = by_iteration.get(iteration)
             theirs = "" if record is None else f"{shown(record['lm_loss'])}  {shown(record['grad_norm'])}"
             mark = " <" if iteration == past.iteration else ""
@@ -163,11 +174,11 @@ class Replay:
 
     def _verdict(self, one: Pass, apart: Apart | None) -> str:
         dear = outstanding(one.documents)
-        same = "the numbers are the run's" if self.past.lines else "metrics.jsonl has no line to compare with"
+        same = self._sameness(one)
         if apart is not None:
             same = (
-                f"{apart}: apart by {apart.by:.1g} from there on, which the rounding of another "
-                f"{' and another '.join(self.past.otherwise)} can do; replay as the run was laid out to tell"
+                f"{apart}: apart by {apart.by:.1g} from there on, which the rounding of {' and '.join(one.otherwise)} "
+                "can do; replay as the run was laid out to tell"
             )
         twice = ", a second pass computed the same bits" if self.passes > 1 else ""
         if not dear:
@@ -179,82 +190,32 @@ class Replay:
         count = "document" if len(dear) == 1 else "documents"
         return f"data: {count} {names} {'stands' if len(dear) == 1 else 'stand'} out; {same}{twice}"
 
+    def _sameness(self, one: Pass) -> str:
+        """What was compared, and how strictly."""
+        past = self.past
+        here = [record for record in past.lines if record["iteration"] in one.numbers]
+        said = "the numbers are the run's in every digit"
+        if one.otherwise:
+            said = f"the numbers are the run's as far as the rounding of {' and '.join(one.otherwise)} lets one tell"
+        if not any(True for record in here for _ in compared(one.numbers, record)):
+            said = "metrics.jsonl has no number to compare with"
+        for first, last in not_logged(past.begin, here, past.begun):
+            said += f"; metrics.jsonl lacks the line of iterations {first} to {last}"
+        return said
+
+
+def numbers_of(stats: StepStats) -> Numbers:
+    """What a step tells, read from the device."""
+    norm = None if stats.grad_norm is None else float(stats.grad_norm)
+    loss = None if stats.lm_loss is None else float(stats.lm_loss)
+    told = {
+        "learning_rate": stats.learning_rate,
+        "loss_scale": float(stats.loss_scale),
+        "consumed_samples": stats.consumed_samples,
+        "global_batch_size": stats.global_batch_size,
+    }
+    return Numbers(loss, norm, loss is not None and not bool(stats.skipped), told)
+
 
 def shown(number: float | None) -> str:
     return f"{'-':>10}" if number is None else f"{number:10.5f}"
-
-
-@dataclass(frozen=True)
-class Apart:
-    """A metric that is not the run's: `by` how much, relative, and whether that can be rounding."""
-
-    name: str
-    iteration: int
-    mine: float
-    theirs: float
-    by_rounding: bool
-
-    @property
-    def by(self) -> float:
-        return abs(self.mine - self.theirs) / max(1.0, abs(self.theirs))
-
-    def __str__(self) -> str:
-        return f"{self.name} of iteration {self.iteration} is {self.mine:.9g}, metrics.jsonl has {self.theirs:.9g}"
-
-
-def numbers_apart(
-    numbers: Mapping[int, Numbers], logged: Sequence[Record], close: float, *, otherwise: bool
-) -> Apart | None:
-    """The first metric that is not the run's; where the layout is not, the first that no rounding explains, else the
-    first."""
-    found: Apart | None = None
-    worst, last = 0.0, min(numbers)
-    for record in logged:
-        iteration = record["iteration"]
-        if iteration not in numbers:
-            continue
-        bound = drift(iteration - last, worst, close) if otherwise else close
-        for name, mine in (("lm_loss", mean_loss(numbers, record)), ("grad_norm", numbers[iteration].norm)):
-            theirs = record[name]
-            if mine is None or theirs is None:
-                continue
-            one = Apart(name, iteration, mine, theirs, by_rounding=True)
-            if not one.by <= bound:
-                return replace(one, by_rounding=False)
-            found = found or (one if one.by > close else None)
-            worst = max(worst, one.by)
-        last = iteration
-    return found
-
-
-def drift(iterations: int, worst: float, close: float) -> float:
-    """How far apart rounding can be so many iterations after numbers that were apart by `worst` at most."""
-    return (1.0, AN_ITERATION, A_LINE)[min(iterations, 2)] * max(worst, close)
-
-
-def mean_loss(numbers: Mapping[int, Numbers], record: Record) -> float | None:
-    """Of the iterations that a line is the mean of, which a resumed process has begun in the middle of an interval;
-    None where some of them were not computed here."""
-    last, count = record["iteration"], record.get("iterations")
-    if type(count) is not int or not all(i in numbers for i in range(last - count + 1, last + 1)):
-        return None
-    losses = [one.loss for one in (numbers[last - i] for i in range(count)) if one.counts and one.loss is not None]
-    return sum(losses) / len(losses) if losses else None
-
-
-def other_tensors(run: OpenRun, directory: Path, iteration: int, close: float) -> list[str]:
-    """Tensors that are not those of the run's checkpoint of this iteration, by rank; nothing where it has none.
-    Collective."""
-    paths = [path for path in committed(directory) if step_of(path) == iteration]
-    if not paths:
-        return []
-    own = [shard for shard in run.state.model.optimizer.shards() if "/" not in shard.name]
-    theirs = [replace(shard, local=torch.empty_like(shard.local)) for shard in own]
-    run.state.checkpointer.load(paths[0], theirs)
-    found = [
-        a.name
-        for a, b in zip(own, theirs, strict=True)
-        if a.local.numel() and float((a.local - b.local).abs().max()) > close * max(float(b.local.abs().max()), 1e-3)
-    ]
-    everyone = all_gather_json(found, run.trainer.mesh.world)
-    return [name for rank in everyone for name in rank]

@@ -135,12 +135,15 @@ class SamplesHook(Hook):
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """Read a `metrics.jsonl`: its records in order, of those with the same kind and iteration only the last.
+def read_metrics(path: Path, *, every: bool = False) -> list[Record]:
+    """Read a `metrics.jsonl`: its records in order, of those with the same kind and iteration only the last, or `every`
+    one.
 
     A line that a killed process left unfinished is passed over. Raises DataError naming the first that is whole and
     wrong.
     """
+    if every:
+        return [*_records(path)]
     latest: dict[tuple[Any, ...], Record] = {}
     for number, record in enumerate(_records(path)):
         kind = record.get("kind")

@@ -15,6 +15,7 @@
     starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
     memory_check    predicted memory against what hosts and GPUs have free
     param_schedules, matmul_precision   learning rate and weight decay over a run; how fp32 products are computed
+    arithmetic      what the last bits of numbers depend on, for the start line of metrics.jsonl
     dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
     exits           when to stop: interval, duration, signal, agreed by all ranks
 
@@ -24,6 +25,7 @@ same bits (`tests/faults`).
 
 from megalite.train.build import build_model, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
+from megalite.train.matmul_precision import MODES
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import changes
 from megalite.train.run import OpenRun, make_mesh, open_run, run_training

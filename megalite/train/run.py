@@ -27,6 +27,7 @@ from megalite.parallel.pipeline import Executor
 from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, open_module
+from megalite.train.arithmetic import arithmetic_of
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
@@ -63,11 +64,12 @@ def run_training(config: Config, world: World) -> int:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that is ready to train: what `open_run` yields."""
+    """A run that is ready to train: what `open_run` yields. arithmetic: what its last bits depend on."""
 
     trainer: Trainer
     state: RunState
     directory: RunDirectory
+    arithmetic: Record
 
 
 @contextmanager
@@ -101,7 +103,8 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         model = build_model(config, mesh, program, cuts, world.device, foreign)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
         state = RunState(config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base)
-        progress, facts = TrainingProgress(), None
+        arithmetic = arithmetic_of(world, mesh.world, matmul)
+        progress, facts = TrainingProgress(), arithmetic
         if start is not None:
             world.report_phase(f"start-up: loading {start.path}")
             progress, loaded = state.load(start)
@@ -114,13 +117,13 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
                 matmul=matmul.mode if matmul.kept else None,
                 data=[*changed, *appended_data(earlier_requests, data.datasets.train_requests)],
             )
-            facts = report.record
+            facts = {**arithmetic, **report.record}
             if world.is_first:
                 logger.info("\n%s", format_table(report.rows))
         trainer = assemble_trainer(world, data, programs, state, progress, facts, foreign)
         mesh.complete()
         try:
-            yield OpenRun(trainer, state, directory)
+            yield OpenRun(trainer, state, directory, arithmetic)
             model.optimizer.finish_step()  # a delayed step that has failed must not end with the run
         finally:
             model.optimizer.close()

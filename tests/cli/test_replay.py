@@ -25,7 +25,8 @@ from megalite.observe import Record
 from megalite.testing import RanksFailed, run_single
 from megalite.train import run_training
 from replay_history import History, legs_and_lines
-from replay_pass import Numbers, Replay, mean_loss, numbers_apart
+from replay_numbers import Numbers, mean_loss, numbers_apart
+from replay_pass import Replay
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = (25, 90, 155, 210)
