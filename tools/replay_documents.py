@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,16 +16,17 @@ from megalite.data import Dataset, GPTDataset, IndexedDataset
 from megalite.microbatch import PIECE, Microbatch
 from megalite.nn import Head
 from megalite.train import OpenRun
+from replay_outliers import Sample, outliers
 
-SPREAD, NATS = 6.0, 0.5
-"""A document stands out whose loss lies so many robust deviations, and so many nats, above the median of the batch."""
 SHOWN = 48
+ONE_TOKEN, AT_LEAST = 0.9, 32
+"""A document stands out, however cheap, that is one token for so much of at least so many tokens: no text is."""
 
 
 @dataclass(frozen=True)
 class DocumentLoss:
     """source: name of the data; document: its number there; loss: mean in nats over `tokens` tokens of the batch, its
-    first one left out, which nothing foretells.
+    first one left out, which nothing foretells. same: which part of its tokens in a sample is the commonest one.
     """
 
     source: str
@@ -32,6 +34,7 @@ class DocumentLoss:
     loss: float
     tokens: int
     text: str
+    same: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.source} document {self.document}"
@@ -43,7 +46,7 @@ class TokenLosses:
     def __init__(self, run: OpenRun) -> None:
         self._run = run
         self._sums: dict[tuple[str, int], list[float]] = {}
-        self._text: dict[tuple[str, int], str] = {}
+        self._text: dict[tuple[str, int], tuple[str, float]] = {}
         for stage in run.trainer.executor.stages.values():
             for module in stage.modules:
                 if stage.is_last:
@@ -62,17 +65,17 @@ class TokenLosses:
             weighed = torch.zeros_like(whole, dtype=torch.bool).index_copy(1, microbatch.places, weighed)
         for sequence, row, mask in zip(microbatch.sample_ids.tolist(), losses.cpu(), weighed.cpu(), strict=True):
             sample, start = sequence % PIECE, sequence // PIECE * losses.shape[1]  # it may have been cut
-            for key, begin, end, text in self._documents(sample):
+            for key, begin, end, text, same in self._documents(sample):
                 here = slice(max(0, begin - start), max(0, end - start))
                 counted = mask[here]
                 if bool(counted.any()):
                     entry = self._sums.setdefault(key, [0.0, 0.0])
                     entry[0] += float(row[here][counted].sum())
                     entry[1] += int(counted.sum())
-                    self._text.setdefault(key, text)
+                    self._text[key] = text, max(same, self._text.get(key, ("", 0.0))[1])
 
-    def _documents(self, sample: int) -> Iterator[tuple[tuple[str, int], int, int, str]]:
-        """(source and document, first and last label of it in the sample, how it begins)."""
+    def _documents(self, sample: int) -> Iterator[tuple[tuple[str, int], int, int, str, float]]:
+        """(source and document, first and last label of it in the sample, how it begins, part that is one token)."""
         dataset = self._run.state.datasets.train
         assert dataset is not None
         part, number = source_of(dataset, sample)
@@ -87,14 +90,27 @@ class TokenLosses:
             if last > first:
                 ids = part.store.get(sequence, 0, min(SHOWN, int(part.store.lengths[sequence])))
                 text = self._run.state.tokenizer.decode(ids.tolist())
-                yield (part.store.name, document), first, last, " ".join(text.split())[:SHOWN]
+                same = part_of_one(part.store.get(sequence, begin, end))
+                yield (part.store.name, document), first, last, " ".join(text.split())[:SHOWN], same
             at += end - begin
 
     def gather(self) -> list[DocumentLoss]:
         """Of all ranks, dearest first. Collective."""
-        mine = [[*key, *sums, self._text[key]] for key, sums in self._sums.items()]
+        mine = [[*key, *sums, *self._text[key]] for key, sums in self._sums.items()]
         everyone = all_gather_json(mine, self._run.trainer.mesh.world)
         return merged(one for rank in everyone for one in rank)
+
+    def take(self) -> list[DocumentLoss]:
+        """`gather`, of what was heard since the last time. Collective."""
+        found = self.gather()
+        self._sums.clear()
+        self._text.clear()
+        return found
+
+
+def part_of_one(ids: np.ndarray) -> float:
+    """Which part of these tokens is the commonest one; 0 of few."""
+    return float(np.unique(ids, return_counts=True)[1].max() / len(ids)) if len(ids) >= AT_LEAST else 0.0
 
 
 def source_of(dataset: Dataset, sample: int) -> tuple[GPTDataset, int]:
@@ -105,22 +121,21 @@ def source_of(dataset: Dataset, sample: int) -> tuple[GPTDataset, int]:
 def merged(entries: Iterable[Sequence[Any]]) -> list[DocumentLoss]:
     """Documents that several samples have read count once."""
     table: dict[tuple[str, int], list[Any]] = {}
-    for source, document, total, tokens, text in entries:
-        entry = table.setdefault((source, document), [0.0, 0, text])
+    for source, document, total, tokens, text, same in entries:
+        entry = table.setdefault((source, document), [0.0, 0, text, 0.0])
         entry[0] += total
         entry[1] += int(tokens)
-    found = [DocumentLoss(*key, total / tokens, tokens, text) for key, (total, tokens, text) in table.items()]
+        entry[3] = max(entry[3], same)
+    found = [DocumentLoss(*key, total / tokens, tokens, *more) for key, (total, tokens, *more) in table.items()]
     return sorted(found, key=lambda one: one.loss, reverse=True)
 
 
-def outstanding(documents: Sequence[DocumentLoss]) -> list[DocumentLoss]:
-    """Those whose loss lies far above that of the others."""
-    if len(documents) < 3:
-        return []
-    middle = median(one.loss for one in documents)
-    deviation = 1.4826 * median(abs(one.loss - middle) for one in documents)
-    bound = middle + max(NATS, SPREAD * deviation)
-    return [one for one in documents if one.loss > bound]
+def outstanding(documents: Sequence[DocumentLoss], beside: Mapping[int, Sequence[DocumentLoss]]) -> list[DocumentLoss]:
+    """Those whose loss no document of their length has, and those that are one token over and over. beside: the
+    documents of other iterations."""
+    others = {iteration: [Sample(one.loss, one.tokens) for one in group] for iteration, group in beside.items()}
+    dear = outliers([Sample(one.loss, one.tokens) for one in documents], others)
+    return [one for place, one in enumerate(documents) if place in dear or one.same >= ONE_TOKEN]
 
 
 def middle_of(documents: Sequence[DocumentLoss]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,13 @@ from megalite.observe import StepStats
 from megalite.planner import describe_layout
 from megalite.train import MODES, OpenRun, open_run
 from preflight import Digests, Seen
-from replay_documents import DocumentLoss, TokenLosses, middle_of, outstanding
+from replay_documents import ONE_TOKEN, DocumentLoss, TokenLosses, middle_of, outstanding
 from replay_history import Past
-from replay_numbers import CLOSE, Apart, Numbers, compared, not_logged, numbers_apart, other_tensors, unlike
+from replay_numbers import CLOSE, Apart, Numbers, compared, is_whole, not_logged, numbers_apart, other_tensors, unlike
 
+BESIDE, AFTER = 7, 3
+"""Iterations before it whose documents are read beside those of the one that is looked at; where there are fewer than
+AFTER, some behind it."""
 MOST_THREADS = 1024
 """More than any processor has: a start line that says so was not written by a run."""
 NUMBERS, ROUNDING = 1, 3
@@ -32,13 +36,15 @@ NUMBERS, ROUNDING = 1, 3
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass has found: loss and norm by iteration, digests and documents of the one that is looked at, and the
-    tensors that are not those of the run's own checkpoint, if it has one there. otherwise: what is not as in the run
-    and may round otherwise; where it is empty, every digit is the run's."""
+    """What one pass has found: loss and norm by iteration, digests and documents of the one that is looked at, those
+    of the iterations beside it, and the tensors that are not those of the run's own checkpoint, if it has one there.
+    otherwise: what is not as in the run and may round otherwise; where it is empty, every digit is the run's.
+    """
 
     numbers: dict[int, Numbers]
     seen: list[Seen]
     documents: list[DocumentLoss]
+    beside: dict[int, list[DocumentLoss]]
     tensors: list[str]
     ranks: Axis
     otherwise: list[str]
@@ -60,7 +66,7 @@ class Replay:
         if world.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
         config, past = self._as_it_computed(config, world), self.past
-        found = [self._pass(config, world) for _ in range(self.passes)]
+        found = [self._pass(config, world, reads=number == 0) for number in range(self.passes)]
         trouble = self._hardware(found)
         close = CLOSE[config.training.precision.name]
         apart = numbers_apart(found[0].numbers, past.lines, close, otherwise=bool(found[0].otherwise))
@@ -91,25 +97,28 @@ class Replay:
             return replace(config, training=replace(config.training, float32_matmul_precision=mode))
         return config
 
-    def _pass(self, config: Config, world: World) -> Pass:
+    def _pass(self, config: Config, world: World, *, reads: bool = True) -> Pass:
+        """reads: the documents too."""
         past = self.past
         numbers: dict[int, Numbers] = {}
         seen: list[Seen] = []
-        documents: list[DocumentLoss] = []
+        beside: dict[int, list[DocumentLoss]] = {}
         with open_run(config, world) as run:
-            trainer = run.trainer
+            trainer, losses = run.trainer, None
             self._check_start(run)
             while trainer.iteration < past.end:
-                looked_at = trainer.iteration + 1 == past.iteration
-                watch, losses = (Digests(run), TokenLosses(run)) if looked_at else (None, None)
+                number = trainer.iteration + 1
+                watch = Digests(run) if number == past.iteration else None
+                if reads and losses is None and number >= past.iteration - BESIDE:
+                    losses = TokenLosses(run)
                 # a pipeline that never drains must not begin the batch before it is watched
-                stats = trainer.train_step(
-                    drain=trainer.iteration + 1 in (past.end, past.iteration - 1, past.iteration)
-                )
-                numbers[stats.iteration] = numbers_of(stats)
-                if watch is not None and losses is not None:
-                    watch.after_step(stats.iteration, numbers[stats.iteration].norm)
-                    seen, documents = list(watch.seen), losses.gather()
+                stats = trainer.train_step(drain=number in (past.end, past.iteration - 1, past.iteration))
+                numbers[number] = numbers_of(stats)
+                if losses is not None:
+                    beside[number] = losses.take()
+                if watch is not None:
+                    watch.after_step(number, numbers[number].norm)
+                    seen = list(watch.seen)
             here = {"megalite_version": __version__, "torch_version": torch.__version__, **run.arithmetic}
             otherwise = [f"another {name}" for name in past.otherwise]
             otherwise += unlike(config, past.starts, {"device": world.device.type, **here})
@@ -117,7 +126,11 @@ class Replay:
             told = not otherwise or config.training.precision.name == "fp64"
             close = CLOSE[config.training.precision.name] if otherwise else 0.0
             tensors = other_tensors(run, past.run, past.end, close) if told else []
-        return Pass(numbers, seen, documents, tensors, trainer.mesh.world, otherwise)
+            healthy = all(one.loss is None or math.isfinite(one.loss) for one in numbers.values())
+            while losses is not None and healthy and len(beside) <= AFTER and trainer.iteration < trainer.train_iters:
+                trainer.train_step(drain=True)  # few iterations were on the way: those behind it tell as well
+                beside[trainer.iteration] = losses.take()
+        return Pass(numbers, seen, beside.pop(past.iteration, []), beside, tensors, trainer.mesh.world, otherwise)
 
     def _check_start(self, run: OpenRun) -> None:
         """Raises DataError where the data are not the run's, CheckpointError where it begins too late."""
@@ -173,7 +186,7 @@ class Replay:
         return lines
 
     def _verdict(self, one: Pass, apart: Apart | None) -> str:
-        dear = outstanding(one.documents)
+        dear = outstanding(one.documents, one.beside)
         same = self._sameness(one)
         if apart is not None:
             same = (
@@ -185,7 +198,8 @@ class Replay:
             return f"{'rounding: ' if apart is not None else ''}{same}{twice}; no document stands out"
         by_source: dict[str, list[str]] = {}
         for document in dear[: self.documents]:
-            by_source.setdefault(document.source, []).append(str(document.document))
+            over = f" (one token for {100 * document.same:.0f} % of it)" if document.same >= ONE_TOKEN else ""
+            by_source.setdefault(document.source, []).append(f"{document.document}{over}")
         names = " and ".join(f"{', '.join(numbers)} of {source}" for source, numbers in by_source.items())
         count = "document" if len(dear) == 1 else "documents"
         return f"data: {count} {names} {'stands' if len(dear) == 1 else 'stand'} out; {same}{twice}"
@@ -199,6 +213,9 @@ class Replay:
             said = f"the numbers are the run's as far as the rounding of {' and '.join(one.otherwise)} lets one tell"
         if not any(True for record in here for _ in compared(one.numbers, record)):
             said = "metrics.jsonl has no number to compare with"
+        partly = [record["iteration"] for record in here if not is_whole(one.numbers, record)]
+        if partly:
+            said += f"; the mean loss of line {partly[0]} is also of iterations that were not computed here"
         for first, last in not_logged(past.begin, here, past.begun):
             said += f"; metrics.jsonl lacks the line of iterations {first} to {last}"
         return said
