@@ -110,6 +110,10 @@ class Corrected(Rule):
             self.last[name] = p - before[name]
             p += feedback[name] * self.last[name]
 
+    def pass_over(self, lr: float, weight_decay: float) -> None:
+        """An update that is not made: the next one will have these numbers."""
+        self.rates = (lr, weight_decay)
+
     def ahead(self, of_weights: Delays) -> Named:
         """What is added to the masters that have seen all steps so far, to compute with them."""
         if self.correction.method != "predict" or not self.count:

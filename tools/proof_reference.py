@@ -26,16 +26,40 @@ from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import PIECE, Microbatch
 from megalite.schedule import build_program, find_schedule
 from megalite.testing.oracle import Pupil
+from megalite.testing.update_rules import decay_of, learning_rate
+from proof_branches import Branches, clips, is_delayed
 from proof_correction import LAST_STEP, Corrected, Delays, delay_of
 
 TOLERANCE = 1e-9
 """Relative differences above it are differences, for rules that make of a rounding what AdamW makes of it."""
+FIRST_BOUND, TRIES = 0.1, 4
+"""Of the norm: the bound of the run that shows how large norms are, and runs in which one between them is sought."""
 TENSORS, FACTS = "reference.safetensors", "reference.json"
 
 
-def record(world: World, config_file: str, world_size: int, steps: int, folder: str) -> None:
-    """Runs the oracle for the configuration of `world_size` ranks in this process; its numbers go to `folder`."""
+def record(
+    world: World, config_file: str, world_size: int, steps: int, folder: str, branches: Branches
+) -> tuple[float, int, int]:
+    """Runs the oracle for the configuration of `world_size` ranks in this process; its numbers go to `folder`. Returns
+    the bound of the norm with which some updates are clipped, how many of them are, and how many are taken."""
     config = parse(["--config", config_file], world_size=world_size)
+    if not config.optimizer.clip_grad:
+        _write(config, world_size, steps, folder, branches)
+        return 0.0, 0, 0
+    bound, clipped, norms = min(config.optimizer.clip_grad, FIRST_BOUND), 0, [0.0]
+    for _ in range(TRIES):
+        limited = replace(config, optimizer=replace(config.optimizer, clip_grad=bound))
+        norms = _write(limited, world_size, steps, folder, branches)
+        clipped = sum(norm > bound for norm in norms)
+        nearest = next(clips(norms), None)
+        if 0 < clipped < len(norms) or nearest is None:
+            break
+        bound = nearest
+    return bound, clipped, len(norms)
+
+
+def _write(config: Config, world_size: int, steps: int, folder: str, branches: Branches) -> list[float]:
+    """One run; the norms of the updates that are taken."""
     alone = Path(folder) / "alone.yaml"
     alone.write_text(dump_yaml(_alone(config, world_size)))
     pupil = Pupil(("--config", str(alone)))
@@ -49,19 +73,22 @@ def record(world: World, config_file: str, world_size: int, steps: int, folder: 
         config.data_parallel_size(world_size) if find_schedule(config.parallel.schedule).update_per_microbatch else 0
     )
     lag = _lags(pupil, config) if together else {}
-    sizes, consumed = config.batch_size_schedule(world_size), 0
+    sizes, consumed, scheduled = config.batch_size_schedule(world_size), 0, 0
     found.weights(pupil, {})
     with pupil.data.train_loader(0) as loader:
         for step in range(steps):
-            batch = loader.next_batch(sizes.at(consumed))
+            batch, skipped = loader.next_batch(sizes.at(consumed)), step + 1 == branches.skipped
             loss, behind, following = 0.0, _behind(config, step, lag), _behind(config, step + 1, lag)
             for begin in range(0, len(batch), together or len(batch)):
                 samples = batch[begin : begin + (together or len(batch))]
-                mean = found.update(pupil, samples, behind, following, consumed)
+                mean = found.update(pupil, samples, _Place(behind, following, scheduled, skipped))
                 loss += mean * pupil.weight(samples, batch)
             found.steps.append({"loss": loss, "samples": [consumed, consumed + sizes.at(consumed)]})
+            scheduled += 0 if skipped else sizes.at(consumed)
             consumed += sizes.at(consumed)
-    found.write(Path(folder), pupil)
+    scales = branches.scales(steps, late=is_delayed(config))
+    found.write(Path(folder), pupil, skipped=branches.skipped, scales=scales)
+    return [update["norm"] for update in found.updates if update["norm"] is not None]
 
 
 def _alone(config: Config, world_size: int) -> Config:
@@ -90,6 +117,17 @@ def _behind(config: Config, step: int, lag: Delays) -> Delays:
     return {"": int(late and step >= config.parallel.pipeline_flush_steps)}
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Of an update: the delays of its iteration and of the following one, samples that the schedules have seen, and
+    whether it is skipped."""
+
+    behind: Delays
+    following: Delays
+    scheduled: int
+    skipped: bool
+
+
 @dataclass
 class _Record:
     rule: Corrected
@@ -100,6 +138,7 @@ class _Record:
     def __post_init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.updates: list[dict[str, Any]] = []
+        self.taken = 0
 
     def listen(self, pupil: Pupil) -> None:
         for name, layer in zip(pupil.model.names, pupil.model.ordered(), strict=True):
@@ -124,7 +163,7 @@ class _Record:
     def weights(self, pupil: Pupil, following: Delays) -> None:
         """The state after so many updates. following: delays of the iteration that will compute with it."""
         number = len(self.versions)
-        now = pupil.tensors() if number else pupil.masters  # moments exist after the first update
+        now = pupil.tensors() if number else pupil.masters | pupil.biases  # moments exist after the first update
         self.tensors |= {f"state/{number}/{n}": t.clone().contiguous() for n, t in now.items()}
         computing = pupil.weights()
         for name, step in self.rule.ahead(following).items():
@@ -133,29 +172,43 @@ class _Record:
             self.tensors[f"compute/{number}/{name}"] = values.clone()
         self.versions.append(computing)
 
-    def update(
-        self, pupil: Pupil, batch: Sequence[Microbatch], behind: Delays, following: Delays, consumed: int
-    ) -> float:
+    def update(self, pupil: Pupil, batch: Sequence[Microbatch], place: _Place) -> float:
         """One update by these samples; returns their mean loss."""
         number = len(self.versions)
-        due = {layer: max(0, number - 1 - by) for layer, by in behind.items()}
-        names = (*pupil.parameters, *pupil.biases)
+        due = {layer: max(0, number - 1 - by) for layer, by in place.behind.items()}
+        names = (*pupil.parameters, *pupil.biases, *pupil.scales)
         used = {n: self.versions[delay_of(due, n)][n] for n in names}
         loss, gradients = pupil.gradients(used, batch)
         self.tensors |= {f"gradient/{number}/{n}": g.contiguous().clone() for n, g in gradients.items()}
-        self.rule.of_gradient = behind
-        norm = pupil.update(gradients, consumed)
+        self.rule.of_gradient = place.behind
+        norm = None if place.skipped else pupil.update(gradients, place.scheduled)
+        if place.skipped:
+            self._skip(pupil, place.scheduled)
+        self.taken += not place.skipped
         samples = [int(i) for mb in batch for i in mb.sample_ids]
-        self.updates.append({"norm": norm, "samples": samples, "due": due})
-        self.weights(pupil, following)
+        self.updates.append({"norm": norm, "samples": samples, "due": due, "taken": self.taken})
+        self.weights(pupil, place.following)
         return loss
 
-    def write(self, folder: Path, pupil: Pupil) -> None:
+    def _skip(self, pupil: Pupil, scheduled: int) -> None:
+        """What an update leaves that is not made: the numbers that the next one is foreseen with, and of histories of
+        float8 a zero for the gradients, which were not finite."""
+        self.rule.pass_over(
+            learning_rate(pupil.config.optimizer, scheduled, pupil.samples, pupil.whole),
+            decay_of(pupil.config.optimizer, scheduled, pupil.whole),
+        )
+        pupil.experts.counts.clear()
+        for layer in pupil.float8.values():
+            layer.seen[2] = 0.0
+        pupil.scales = {f"{n}.fp8": layer.after_batch(pupil.scales[f"{n}.fp8"]) for n, layer in pupil.float8.items()}
+
+    def write(self, folder: Path, pupil: Pupil, **more: Any) -> None:
         masks = pupil.rule.unsettled.items()  # of a weight, and of the last step, which is what moved it there
         unsettled = {f"unsettled/{of}{n}": mask.clone() for n, mask in masks for of in ("", f"optimizer/{LAST_STEP}/")}
         save_file(self.tensors | unsettled, str(folder / TENSORS))
         facts = {
             "layers": list(pupil.model.names),
+            **more,
             "steps": self.steps,
             "updates": self.updates,
             "magnified": pupil.rule.magnified,
@@ -173,6 +226,8 @@ class Reference:
         self.steps: list[dict[str, Any]] = facts["steps"]
         self.updates: list[dict[str, Any]] = facts["updates"]
         self.magnified: float = facts["magnified"]
+        self.skipped: int = facts["skipped"]
+        self.scales: list[float] = facts["scales"]
         self.tolerance: float = TOLERANCE * self.magnified
         file: Any = safe_open  # it has no annotations
         self._file = file(str(folder / TENSORS), framework="pt")
@@ -212,6 +267,10 @@ class Reference:
         """The iteration (from 1) that a sample, or a sequence that was cut out of it, belongs to."""
         step = self._step_of.get(sample % PIECE)
         return None if step is None else step + 1
+
+    def poisons(self, samples: Sequence[int]) -> bool:
+        """Whether the gradient of these samples is to be made not finite: the last of the iteration that is skipped."""
+        return self.skipped > 0 and self.steps[self.skipped - 1]["samples"][1] - 1 in samples
 
     def update_of(self, sample: int) -> int | None:
         """The update (from 1) that a sample's gradient goes into."""

@@ -23,6 +23,7 @@ from megalite.comm import World
 from megalite.config import Config, dump_yaml, parse
 from megalite.testing import CaseResult, run_single, try_ranks
 from megalite.train import open_run
+from proof_branches import FIRST_SCALE
 from proof_elsewhere import elsewhere, plain
 from proof_reference import Reference, record
 from proof_shrink import Small
@@ -74,6 +75,7 @@ def _certify(small: Small, steps: int, folder: Path, rank: Rank) -> int:
     for line in small.changes:
         print(f"  {line}")
     began = time.monotonic()
+    small = _recorded(small, steps, folder)
     parts = []
     for part in _parts(small, steps, folder, rank):
         parts.append(part)
@@ -100,14 +102,38 @@ def _numbers(worst: dict[str, float]) -> str:
     return ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
 
 
+def _recorded(small: Small, steps: int, folder: Path) -> Small:
+    """With the bound of the norm at which the one process, whose numbers are in `folder` from now on, clips some
+    updates and not others."""
+    given, asked = folder / "asked.yaml", small.branches
+    given.write_text(dump_yaml(_cached(small.config, folder)))
+    with redirect_stdout(StringIO()):
+        bound, clipped, updates = run_single(
+            record, str(given), small.world_size, steps, str(folder), asked, timeout=PATIENCE_SECONDS
+        )
+    if asked.skipped:
+        print(f"  iteration {asked.skipped}: the gradient of its last sample is made not finite: a skipped update")
+    if asked.scaled:
+        print(f"  the loss has a scale in fp64, too: {FIRST_SCALE:g} at first, twice as large after each update")
+    if not bound:
+        return small
+    print(
+        f"  --clip-grad: {small.config.optimizer.clip_grad:g} -> {bound:g}, which clips {clipped} of {updates} updates"
+    )
+    own = None if small.own is None else _clipped(small.own, bound)
+    return replace(small, config=_clipped(small.config, bound), own=own)
+
+
+def _clipped(config: Config, bound: float) -> Config:
+    return replace(config, optimizer=replace(config.optimizer, clip_grad=bound))
+
+
 def _parts(small: Small, steps: int, folder: Path, rank: Rank) -> Any:
     """The layout, then the checkpoint at another one."""
     here = folder / "here.yaml"
     save_after = steps // 2
     config = replace(small.config, checkpoint=replace(small.config.checkpoint, save=str(folder / "run")))
     here.write_text(dump_yaml(_cached(config, folder)))
-    with redirect_stdout(StringIO()):
-        run_single(record, str(here), small.world_size, steps, str(folder), timeout=PATIENCE_SECONDS)
     reference = Reference(folder)
     whole = range(1, steps + 1)
     yield _part("the layout", rank, small.world_size, here, folder / "a", reference, whole, (steps, save_after))

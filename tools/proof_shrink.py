@@ -16,7 +16,6 @@ from megalite.config import (
     CheckpointConfig,
     Config,
     DataConfig,
-    Decay,
     Experts,
     Float8,
     LoggingConfig,
@@ -27,7 +26,6 @@ from megalite.config import (
     Precision,
     StageLayout,
     TrainingLength,
-    Warmup,
     config_problems,
     correction_of,
     has_delay,
@@ -35,22 +33,24 @@ from megalite.config import (
 )
 from megalite.errors import ConfigError
 from megalite.schedule import find_schedule
+from proof_branches import Branches, is_delayed, with_schedules
 
 VOCABULARY, TOKENS, HEAD = 61, 16, 8
-CLIP, EPSILON, EPSILON_IN_BASES = 0.1, 1e-6, 1e-4
+EPSILON, EPSILON_IN_BASES = 1e-6, 1e-4
 """In bases of its own a matrix has whole directions whose gradient is rounding: in fp32 1e-8 of the others."""
 
 
 @dataclass(frozen=True)
 class Small:
     """config: what is run here, in fp64. own: the same in the user's number format, None where that is fp64.
-    world_size: its ranks. changes: what was made smaller or left out, a line each.
+    world_size: its ranks. changes: what was made smaller or left out, a line each. branches: what else it is asked for.
     """
 
     config: Config
     own: Config | None
     world_size: int
     changes: list[str]
+    branches: Branches = Branches()
 
     @property
     def stale(self) -> bool:
@@ -65,7 +65,12 @@ class Small:
 
 def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> Small:
     """The small configuration. Raises ConfigError where no legal one has so few ranks."""
-    parallel, changes = config.parallel, _Changes()
+    parallel, changes, branches = config.parallel, _Changes(), Branches.of(config, steps)
+    if is_delayed(config) and steps < 4:
+        raise ConfigError(
+            f"--steps={steps}: the first late gradient is that of iteration 2, and half of the iterations, after which "
+            "the checkpoint is taken, must have come to it; give --steps=4"
+        )
     dp = _replicas(config, world_size, most_ranks)
     whole, world_size = world_size, dp * parallel.model_parallel_size
     changes.note("ranks", whole, world_size)
@@ -77,6 +82,7 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
         batch_ramp=BatchRamp(),
         seq_length_schedule=None if own is None else f"0:{model.seq_length // 2} 1:{model.seq_length}",
         length=TrainingLength(train_iters=steps),
+        nonfinite="skip" if branches.skipped else "stop",
         precision=Precision(fp64=True),
         loss_scaling=type(config.training.loss_scaling)(),
         float32_matmul_precision="highest",
@@ -94,15 +100,16 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
         changes.lines.append("--compile: left out")
     small = Config(
         model=model,
-        parallel=_parallel(parallel),
+        parallel=_parallel(parallel, changes),
         training=training,
-        optimizer=_optimizer(config, model.hidden_size / config.model.hidden_size, steps, changes),
+        optimizer=_optimizer(config, model.hidden_size / config.model.hidden_size, changes),
         data=made_data(config).data,
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
     )
     small = _with_batches(small, config, max(1, config.num_microbatches(whole)), world_size, changes)
-    return Small(small, _in_own_format(small, config), world_size, changes.lines)
+    small = with_schedules(small, config, whole, world_size, branches, steps)
+    return Small(small, _in_own_format(small, config), world_size, changes.lines, branches)
 
 
 def made_data(config: Config) -> Config:
@@ -260,41 +267,36 @@ def _layers(config: Config) -> int:
     return min(model.num_layers, max(wanted, 2, model.cpu_offloading_num_layers))
 
 
-def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+def _parallel(parallel: ParallelConfig, changes: _Changes) -> ParallelConfig:
+    flushed = min(parallel.pipeline_flush_steps, 1)
+    changes.note("--pipeline-flush-steps", parallel.pipeline_flush_steps, flushed)
     return replace(
         parallel,
         ddp_bucket_size=None if parallel.ddp_bucket_size is None else 3000,
         grad_reduce_in_bf16=False,
         nprocs=None,
+        pipeline_flush_steps=flushed,
         hardware=replace(parallel.hardware, device="cpu", distributed_backend=None),
         distributed_timeout_minutes=10.0,
     )
 
 
-def _optimizer(config: Config, smaller: float, steps: int, changes: _Changes) -> OptimizerConfig:
-    """Lengths within the few steps, numbers at which a mistake shows and rounding does not. smaller: small / own
-    hidden size."""
+def _optimizer(config: Config, smaller: float, changes: _Changes) -> OptimizerConfig:
+    """Numbers at which a mistake shows and rounding does not. smaller: small / own hidden size."""
     settings, staleness = config.optimizer, config.optimizer.staleness
     if has_delay(config):  # what is unset follows from fields that are made smaller here
         staleness = replace(staleness, staleness_correction=correction_of(config).method)
-    warmup, wsd = settings.lr_warmup, settings.lr_wsd_decay
-    warms = any((warmup.lr_warmup_iters, warmup.lr_warmup_samples, warmup.lr_warmup_fraction))
-    final = replace(wsd, lr_wsd_decay_iters=steps // 2, lr_wsd_decay_samples=None)
-    small = replace(
+    return replace(
         settings,
-        lr_decay=Decay(),
-        lr_warmup=Warmup(lr_warmup_iters=1, lr_warmup_init=settings.lr / 2) if warms else Warmup(),
-        lr_wsd_decay=final if settings.lr_decay_style == "WSD" else wsd,
+        lr_decay=type(settings.lr_decay)(),
+        lr_warmup=type(settings.lr_warmup)(),
         args=_arguments(settings, smaller, changes),
         exp_avg_dtype="fp32",
         exp_avg_sq_dtype="fp32",
         optimizer_impl="torch",
         store_param_remainders=False,
         staleness=staleness,
-        clip_grad=min(settings.clip_grad, CLIP),
     )
-    changes.note("--clip-grad", settings.clip_grad, small.clip_grad)
-    return small
 
 
 def _arguments(settings: OptimizerConfig, smaller: float, changes: _Changes) -> OptimizerArgs:

@@ -26,7 +26,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first one. action: forward, backward, reduce, norm, step or checkpoint."""
+    """The first one. action: start, forward, backward, reduce, norm, step or checkpoint."""
 
     step: int
     action: str
@@ -84,12 +84,10 @@ def _name(one: Found, folder: Path, reference: Reference, *, before: int, loaded
     kind, layer, tensor = one["kind"], one["layer"], one["tensor"]
     step = one["step"] or 0
     what = one.get("what") or f"on rank {one['rank']} {_amount(one)}"
+    if loaded and step < before and kind in (WEIGHTS, FORWARD):
+        return Difference(before - 1, "checkpoint", "the data", "what comes next", f"is of iteration {step} again")
     if kind == WEIGHTS:
-        version, due = one.get("version"), one["due"]
-        what += f", they are those after update {version}, due are those after {due}" if version is not None else ""
-        if version is not None and version != due:
-            return Difference(step, "forward", layer, tensor, what)
-        return Difference(step, "checkpoint" if loaded and step == before else "step", layer, tensor, what)
+        return _wrong_weights(one, what, reference, before=before if loaded else 0)
     if kind == STEP:
         return Difference(step, "checkpoint" if loaded and step < before else "step", layer, tensor, what)
     if kind == BACKWARD:
@@ -99,17 +97,35 @@ def _name(one: Found, folder: Path, reference: Reference, *, before: int, loaded
         return Difference(
             step, "backward", reference.layers[after], f"the gradient of its input (sample {one['sample']})", what
         )
+    if kind == FORWARD and "off" not in one and loaded and step == before:
+        return Difference(step - 1, "checkpoint", "the data", tensor, what)  # what it says has been consumed
     if kind == FORWARD and "off" in one:
         name = "the loss" if tensor.startswith("loss/") else "its output"
         return Difference(step, "forward", layer, f"{name} (sample {one['sample']})", what)
     if kind == GRADIENT:
         right = _sum_was_right(folder, reference, tensor, one["update"])
         return Difference(step, "reduce" if right else "backward", layer, f"the gradient of {tensor}", what)
+    if kind == NORM and "off" not in one:
+        return Difference(step, "step", "the model", tensor, what)
     if kind == NORM:
         return Difference(step, "norm", "the model", "the gradient norm", what)
     if kind == LOSS:
         return Difference(step, "forward", layer, "the loss of the batch", what)
     return Difference(step, kind, layer, tensor, what)
+
+
+def _wrong_weights(one: Found, what: str, reference: Reference, *, before: int) -> Difference:
+    """Weights that a layer computes with: newer ones were chosen by the forward, all others were left by the step (its
+    masters are right, or it would have been found itself), by the checkpoint or by the start. before: the first
+    iteration after a checkpoint was loaded, or 0."""
+    version, due = one.get("version"), one["due"]
+    if version is not None and version != due:
+        what += f", they are those after update {version}, due are those after {due}"
+    if version is not None and version > due:
+        return Difference(one["step"], "forward", one["layer"], one["tensor"], what)
+    after = reference.step_of_update(due) if due else 0
+    action = "checkpoint" if after < before else "step" if due else "start"
+    return Difference(after, action, one["layer"], f"the compute weight {one['tensor']}", what)
 
 
 def _amount(one: Found) -> str:

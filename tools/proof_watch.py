@@ -13,25 +13,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gradient_taps import tap_gradients
-from megalite.comm import World
-from megalite.config import parse
+from megalite.comm import TensorShard, World
+from megalite.config import TrainingConfig, parse
 from megalite.inventory import ParameterPlacement, layer_of, placement_of
 from megalite.microbatch import Microbatch
 from megalite.nn import LayerStack
 from megalite.observe import StepStats
+from megalite.optim import DynamicLossScaler, LossScaler
 from megalite.parallel.zero import ParameterBuffers
 from megalite.testing import inject
 from megalite.train import OpenRun, open_run
+from proof_branches import FIRST_SCALE
 from proof_reference import Reference
 
 WEIGHTS, FORWARD, BACKWARD, GRADIENT, NORM, LOSS, STEP = (
@@ -98,9 +102,10 @@ def train(
     the samples that each layer has computed."""
     config = parse(["--config", config_file], world_size=world.size)
     watch = Watch(world.rank, Reference(Path(reference)), Path(folder))
-    with open_run(config, world) as run:
+    with scaled(watch.reference), open_run(config, world) as run:
         eyes = Eyes(run, watch, lambda doing: world.report_phase(f"iteration {run.trainer.iteration + 1}: {doing}"))
         eyes.states()
+        eyes.older()
         while run.trainer.iteration < steps:
             number = run.trainer.iteration + 1
             stats = run.trainer.train_step(drain=number in (steps, save_after))
@@ -108,6 +113,20 @@ def train(
             if number == save_after:
                 run.state.save(run.trainer.progress)
     return watch.worst, watch.seen
+
+
+@contextmanager
+def scaled(reference: Reference) -> Iterator[None]:
+    """The loss scale of fp16, for a run in fp64."""
+    if len({*reference.scales}) == 1:
+        yield
+        return
+
+    def scaler(_: TrainingConfig) -> LossScaler:
+        return DynamicLossScaler(initial_scale=FIRST_SCALE, window=1, hysteresis=1)
+
+    with patch("megalite.train.run.build_scaler", scaler):
+        yield
 
 
 class Eyes:
@@ -118,8 +137,9 @@ class Eyes:
         self.tp = run.trainer.mesh["tp"]
         self.local: dict[int, dict[str, Tensor]] = {}
         self._launched: dict[int, int] = {}
-        self._checked: set[tuple[str, int]] = set()
+        self._checked: set[tuple[Any, ...]] = set()
         self._names: dict[int, str] = {}
+        self._last = self.reference.layers[-1]
         self._before: nn.Module | None = None
         self._halves = run.trainer.config.parallel.tp_comm_overlap
         self._first_update = run.trainer.updater.newest_version()
@@ -154,9 +174,10 @@ class Eyes:
             return
         due = self.reference.due(layer, sample)
         number = self.reference.update_of(sample) or 0
-        if (layer, number) in self._checked:
+        seen = (layer, number, *((id(p), p._version) for _, p in own))  # once, and once more where they have changed
+        if seen in self._checked:
             return
-        self._checked.add((layer, number))
+        self._checked.add(seen)
         for name, p in own:
             found, offset = valid_part(p.detach(), placement_of(p))
             expected = self.reference.part(self.reference.computing(due, name), offset, found.shape)
@@ -174,6 +195,8 @@ class Eyes:
 
     def _computed(self, layer: str, x: Any, microbatch: Microbatch, out: Tensor) -> None:
         samples = microbatch.sample_ids.tolist()
+        if layer == self._last and isinstance(out, Tensor) and out.requires_grad and self.reference.poisons(samples):
+            out.register_hook(lambda g: g * math.inf)
         if x is not None and not isinstance(x, Tensor):  # a turn of a half: it may have finished the block before
             self.watch.seen.setdefault(layer, []).extend(samples)
             if self._before is not None:
@@ -191,7 +214,12 @@ class Eyes:
     def _compare(self, kind: str, layer: str, samples: list[int], values: Tensor, places: Tensor | None) -> None:
         if values.dim() == 0 and (self._halves or kind == FORWARD and places is not None):
             return  # a part of the loss
-        where = {"step": self.reference.step_of(samples[0]), "layer": layer}
+        step = self.reference.step_of(samples[0])
+        where = {"step": step, "layer": layer}
+        if kind == BACKWARD and step is not None:
+            if step == self.reference.skipped:
+                return  # not finite
+            values = values / self.reference.scales[step - 1]
         if values.dim() == 0:
             key = f"{'loss' if kind == FORWARD else 'factor'}/{samples[0]}"
             self.watch.compare(kind, key, values, self.reference.get(key), 0.0, sample=samples[0], **where)
@@ -237,16 +265,21 @@ class Eyes:
         if name != "opt_step":
             return
         update = int(str(facts["update"])) + 1
-        kept = {key: values.contiguous() for key, values in self.local.pop(update, {}).items()}
-        save_file(kept, str(self.watch.folder / f"local-{update}-{self.watch.rank}.safetensors"))
+        kept = self.local.pop(update, {})
         if update > len(self.reference.updates):
             return
-        prefix = f"gradient/{update}/"
+        step, prefix = self.reference.step_of_update(update), f"gradient/{update}/"
+        if step == self.reference.skipped:
+            return  # not finite
+        factor = self.reference.scales[step - 1]
+        kept = {key: (values / factor).contiguous() for key, values in kept.items()}
+        save_file(kept, str(self.watch.folder / f"local-{update}-{self.watch.rank}.safetensors"))
         for master in self.run.state.model.optimizer.masters:
             for shard in master.shards("", master.gradient, 0):
-                where = {"step": self.reference.step_of_update(update), "layer": layer_of(shard.name), "update": update}
+                where = {"step": step, "layer": layer_of(shard.name), "update": update}
                 expected = self.reference.part(prefix + shard.name, shard.offset, shard.local.shape)
-                self.watch.compare(GRADIENT, shard.name, shard.local, expected, self.reference.scale(prefix), **where)
+                found = shard.local / factor
+                self.watch.compare(GRADIENT, shard.name, found, expected, self.reference.scale(prefix), **where)
 
     def _doing(self, kind: str, stage: object, microbatch: object) -> str:
         """An action in words."""
@@ -267,31 +300,63 @@ class Eyes:
         expected = torch.tensor(self.reference.steps[stats.iteration - 1]["loss"], dtype=torch.float64)
         assert stats.lm_loss is not None
         self.watch.compare(LOSS, "lm_loss", torch.as_tensor(stats.lm_loss).double(), expected, 0.0, **where)
-        if stats.grad_norm is not None:
-            norm = torch.tensor(self.reference.updates[stats.iteration - 1]["norm"], dtype=torch.float64)
-            found = torch.tensor(float(stats.grad_norm), dtype=torch.float64)
-            self.watch.compare(NORM, "grad_norm", found, norm, 0.0, **where)
+        self._norm(stats, where)
         self.states()
 
+    def _norm(self, stats: StepStats, where: dict[str, Any]) -> None:
+        expected = self.reference.updates[stats.iteration - 1]["norm"]
+        if self.run.state.model.update_per_microbatch:
+            return  # there is none over PipeDream's pipeline
+        if expected is None or stats.grad_norm is None:
+            if expected is not stats.grad_norm:
+                what = (
+                    "was taken, though a gradient is not finite"
+                    if expected is None
+                    else "was skipped, though all is finite"
+                )
+                self.watch.tell(NORM, where, tensor="update", what=what)
+            return
+        norm, found = (torch.tensor(float(value), dtype=torch.float64) for value in (expected, stats.grad_norm))
+        self.watch.compare(NORM, "grad_norm", found, norm, 0.0, **where)
+
     def states(self) -> None:
-        """Weights and moments as they are now."""
-        update = self.run.trainer.updater.newest_version()
-        step = self.reference.step_of_update(update) if update else 0
-        for shard in self.run.state.model.optimizer.shards():
-            if not update and shard.name.startswith("optimizer/"):
-                continue  # what it is made with differs from rule to rule (zeros, SOAP's unit bases)
-            where = {"step": step, "layer": layer_of(shard.name.split("/")[-1]), "update": update}
-            if shard.name == "optimizer/step":
-                count = torch.tensor(float(update))
-                self.watch.compare(STEP, shard.name, shard.local, count, 0.0, **where)
-                continue
-            expected = self.reference.part(f"state/{update}/{shard.name}", shard.offset, shard.local.shape)
-            local = self._settled(shard.name, shard.offset, shard.local.double(), expected)
-            if "_basis/" in shard.name and expected is not None:  # an eigenvector has no sign
-                local, expected = local.abs(), expected.abs()
-            kind = shard.name.rpartition("/")[0]
-            scale = self.reference.scale(f"state/{update}/{kind}/" if kind else f"state/{update}/layers")
-            self.watch.compare(STEP, shard.name, local, expected, scale, **where)
+        """Weights and moments as they are now, and what experts and scales of float8 have counted."""
+        update, model = self.run.trainer.updater.newest_version(), self.run.state.model
+        beside = [shard for state in model.states for shard in state.shards(update)]
+        for shard in (*model.optimizer.shards(), *beside):
+            if update or not shard.name.startswith("optimizer/"):  # what it is made with differs from rule to rule
+                self._state(update, shard)
+
+    def older(self) -> None:
+        """What a checkpoint says of the weights before the newest ones, with which late gradients are computed."""
+        update, model = self.run.trainer.updater.newest_version(), self.run.state.model
+        for version in range(max(0, update - model.num_versions + 1), update):
+            for shard in model.optimizer.version_shards(version, ""):
+                expected = self.reference.part(
+                    self.reference.computing(version, shard.name), shard.offset, shard.local.shape
+                )
+                local = self._settled(shard.name, shard.offset, shard.local, expected)
+                where = {"step": self._step(update), "layer": layer_of(shard.name), "update": version}
+                scale = self.reference.scale(f"state/{version}/layers")
+                self.watch.compare(STEP, f"previous/{shard.name}", local, expected, scale, **where)
+
+    def _step(self, update: int) -> int:
+        return self.reference.step_of_update(update) if update else 0
+
+    def _state(self, update: int, shard: TensorShard) -> None:
+        where = {"step": self._step(update), "layer": layer_of(shard.name.split("/")[-1]), "update": update}
+        if shard.name == "optimizer/step":
+            taken = self.reference.updates[update - 1]["taken"]
+            where["layer"] = "the model"
+            self.watch.compare(STEP, shard.name, shard.local, torch.tensor(float(taken)), 0.0, **where)
+            return
+        expected = self.reference.part(f"state/{update}/{shard.name}", shard.offset, shard.local.shape)
+        local = self._settled(shard.name, shard.offset, shard.local.double(), expected)
+        if "_basis/" in shard.name and expected is not None:  # an eigenvector has no sign
+            local, expected = local.abs(), expected.abs()
+        kind = shard.name.rpartition("/")[0]
+        scale = self.reference.scale(f"state/{update}/{kind}/" if kind else f"state/{update}/layers")
+        self.watch.compare(STEP, shard.name, local, expected, scale, **where)
 
 
 def valid_part(local: Tensor, place: ParameterPlacement) -> tuple[Tensor, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from megalite.config import Config, config_problems, read_unjudged
 from megalite.errors import ConfigError
 from proof_shrink import made_data, shrink
 
-STEPS = 4
+STEPS = 5
 
 
 def parser() -> argparse.ArgumentParser:

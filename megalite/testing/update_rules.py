@@ -353,8 +353,8 @@ def orthogonal_in_full() -> Iterator[None]:
 def learning_rate(settings: OptimizerConfig, samples: int, batch: int, whole: int) -> float:
     """Of the step after `samples` samples, as Megatron's OptimizerParamScheduler has it; `whole`: of the training."""
     lr, low = settings.lr, settings.min_lr
-    warmup = settings.lr_warmup.lr_warmup_iters * batch
-    decay = (settings.lr_decay.lr_decay_iters or 0) * batch or whole
+    warmup = settings.lr_warmup.lr_warmup_samples or settings.lr_warmup.lr_warmup_iters * batch
+    decay = settings.lr_decay.lr_decay_samples or (settings.lr_decay.lr_decay_iters or 0) * batch or whole
     if warmup and samples <= warmup:
         begin = settings.lr_warmup.lr_warmup_init
         return begin + (lr - begin) * samples / warmup
@@ -362,6 +362,8 @@ def learning_rate(settings: OptimizerConfig, samples: int, batch: int, whole: in
         return lr
     if samples > decay:
         return low
+    if settings.lr_decay_style == "WSD":
+        return low + (lr - low) * _final(settings, samples, decay, batch)
     part = (samples - warmup) / (decay - warmup)
     if settings.lr_decay_style == "inverse-square-root":
         return max(low, lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
@@ -369,6 +371,20 @@ def learning_rate(settings: OptimizerConfig, samples: int, batch: int, whole: in
         return low + (1 - part) * (lr - low)
     assert settings.lr_decay_style == "cosine"
     return low + (math.cos(math.pi * part) + 1) / 2 * (lr - low)
+
+
+def _final(settings: OptimizerConfig, samples: int, decay: int, batch: int) -> float:
+    """The part of the rate above its lowest that WSD's last decay leaves."""
+    wsd = settings.lr_wsd_decay
+    length = wsd.lr_wsd_decay_samples or (wsd.lr_wsd_decay_iters or 0) * batch
+    part = max(0.0, 1 - (decay - samples) / length)
+    forms = {
+        "linear": 1 - part,
+        "cosine": (1 + math.cos(math.pi * part)) / 2,
+        "exponential": 2 * math.exp2(-part) - 1,
+        "minus_sqrt": 1 - math.sqrt(part),
+    }
+    return forms[wsd.lr_wsd_decay_style]
 
 
 def decay_of(settings: OptimizerConfig, samples: int, whole: int) -> float:

@@ -73,10 +73,11 @@ def no_nesterov():
 
 MISTAKES = {
     "no_prediction_on_more_ranks_than_one": (
-        [*LATE, "--staleness-correction", "predict"], r"iteration \d, (forward|step) of \S+: \S+ on rank \d",
+        [*LATE, "--staleness-correction", "predict"], r"iteration 1, step of \S+: the compute weight \S+ on rank \d",
     ),
     "every_delay_counted_twice": (
-        [*PIPEDREAM, "--staleness-correction", "predict"], r"iteration 1, (forward|step) of embedding: \S+ on rank 0",
+        [*PIPEDREAM, "--staleness-correction", "predict"],
+        r"iteration 1, step of embedding: the compute weight \S+ on rank 0",
     ),
     "last_steps_not_loaded": (
         [*LATE, "--staleness-correction", "error-feedback"], r"FAIL  its checkpoint at .*: optimizer/last_step/",
