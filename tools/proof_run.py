@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -19,25 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import proof_watch
-from megalite.comm import World
-from megalite.config import Config, dump_yaml, parse
+from megalite.config import Config, dump_yaml
 from megalite.testing import CaseResult, run_single, try_ranks
-from megalite.train import open_run
 from proof_branches import FIRST_SCALE
 from proof_elsewhere import elsewhere, plain
+from proof_format import CLOSE, Allowed, Trained, apart, losses
 from proof_reference import Reference, record
 from proof_shrink import Small
 from proof_verdict import Difference, first_difference
 
-Trained = tuple[Sequence[float], Sequence[float | None]]
-"""Losses, norms; no norm of an update that was skipped."""
 Body = Callable[..., Any]
 PATIENCE_SECONDS = 1800.0
-CLOSE = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5, "fp64": 1e-9}
-"""How far losses may be apart that are rounded at other places: a few units of the last digit of 8, 11 and 24. Norms:
-three times as far."""
-CLOSE_MAGNIFIED = 1e-3
-"""The same where the rule magnifies a rounding: of SOAP and Adafactor losses were 3e-5, norms 1e-3 apart in fp32."""
 
 
 @dataclass(frozen=True)
@@ -196,20 +188,6 @@ def _describe(config: Config, ranks: int, *, zero: bool = True) -> str:
     return f"{grid}, ZeRO-{parallel.zero_stage}" if zero else grid
 
 
-# the user's own number format
-
-
-def losses(world: World, config_file: str, steps: int) -> Trained:
-    """Losses and norms of a plain run."""
-    found, norms = [], []
-    with open_run(parse(["--config", config_file], world_size=world.size), world) as run:
-        for step in range(steps):
-            stats = run.trainer.train_step(drain=step + 1 == steps)
-            found.append(float("nan") if stats.lm_loss is None else float(stats.lm_loss))
-            norms.append(None if stats.grad_norm is None else float(stats.grad_norm))
-    return found, norms
-
-
 def _in_own_format(small: Small, steps: int, folder: Path) -> str:
     """The layout against the plainest one, both in the user's format: a line, or nothing to say. PipeDream at stages
     alone is that already, and its losses are compared with those of the fp64 reference."""
@@ -218,40 +196,26 @@ def _in_own_format(small: Small, steps: int, folder: Path) -> str:
     name, reference = small.own.training.precision.name, Reference(folder)
     other, ranks = plain(small, small.own)
     alone = small.by_microbatch and ranks == small.world_size
-    found: list[Trained] = []
-    for file, config, size in (("own.yaml", small.own, small.world_size), ("plain.yaml", other, ranks)):
-        if found and alone:
-            break
+
+    def trained(file: str, config: Config, size: int, *seed: int) -> Trained:
         (folder / file).write_text(dump_yaml(_cached(config, folder)))
-        case = _run(losses, size, str(folder / file), steps)
+        case = _run(losses, size, str(folder / file), steps, *seed)
         if case.outcome.culprit is not None:
-            return f"FAIL  in {name}: {_death(case)}"
-        found.append(case.results[0])
-    if alone:
-        wide = [step["loss"] for step in reference.steps], [None for _ in reference.steps]
-        return apart(name, found[0], wide, "one process in fp64", closeness("bf16", reference.magnified))
-    against = f"{_describe(other, ranks, zero=False)} in {name}"
-    return apart(name, found[0], found[1], against, closeness(name, reference.magnified))
+            raise _Died(_death(case))
+        result: Trained = case.results[0]
+        return result
+
+    try:
+        found = trained("own.yaml", small.own, small.world_size)
+        if alone:
+            wide = [step["loss"] for step in reference.steps], [None for _ in reference.steps]
+            return apart(name, found, wide, "one process in fp64", Allowed.close(CLOSE["bf16"]))
+        expected = trained("plain.yaml", other, ranks)
+        allowed = Allowed.of(small.own, expected, lambda seed: trained("plain.yaml", other, ranks, seed))
+        return apart(name, found, expected, f"{_describe(other, ranks, zero=False)} in {name}", allowed)
+    except _Died as death:
+        return f"FAIL  in {name}: {death}"
 
 
-def closeness(name: str, magnified: float) -> float:
-    """How far losses in a format may be apart under a rule that makes so many times of a rounding what AdamW makes of
-    it."""
-    return max(CLOSE[name], CLOSE_MAGNIFIED if magnified > 1 else 0.0)
-
-
-def apart(name: str, found: Trained, expected: Trained, against: str, close: float) -> str:
-    """Losses and norms of two runs compared: a line."""
-    worst = 0.0
-    for what, near, a, b in (("loss", 1.0, found[0], expected[0]), ("gradient norm", 3.0, found[1], expected[1])):
-        for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
-            if x is None or y is None:
-                if x is not y:
-                    return f"FAIL  in {name}: iteration {step} was skipped by one of layout and {against}"
-                continue
-            error = abs(x - y) / max(1.0, abs(y))
-            worst = max(worst, error)
-            if not error <= near * close:
-                return f"FAIL  in {name}: iteration {step}, {what}: {x:.6g} instead of {y:.6g} ({against})"
-    what = "losses and norms" if any(norm is not None for norm in expected[1]) else "losses"
-    return f"  in {name}, against {against}: {what} within {worst:.1e}"
+class _Died(Exception):
+    """A rank of a run in the user's format."""
