@@ -120,11 +120,13 @@ class Bounds:
         pairs = [zip(getattr(t, what), getattr(self.expected, what), strict=True) for t in self.permuted]
         return max((_distance(a, b) for pair in pairs for a, b in pair), default=0.0)
 
-    def problems(self, losses: Sequence[float | None], norms: Sequence[float | None]) -> list[str]:
-        """One line for each number of a run that is too far away."""
+    def problems(self, losses: Sequence[float | None], norms: Sequence[float | None], *, begin: int = 0) -> list[str]:
+        """One line for each number of a run, from step `begin` on, that is too far away. norms: none where an
+        asynchronous schedule has none."""
         lines = []
         for what, found in (("losses", losses), ("norms", norms)):
-            for step, (a, b) in enumerate(zip(found, getattr(self.expected, what), strict=True)):
+            numbers = getattr(self.expected, what)[begin:]
+            for step, (a, b) in enumerate(zip(found, numbers, strict=True), begin):
                 distance, bound = _distance(a, b), FP32
                 if distance > bound and (step or not self.exact):  # only now: it takes as long as `DRAWS` oracles
                     bound = max(bound, FACTOR * self.spread(what))

@@ -108,6 +108,27 @@ def test_norms_do_not_depend_on_layout_or_buckets(name: str, wide: Bounds, full:
         assert not wide.problems(*run_ranks(train_body, world_size, argv, 1)[0]), size
 
 
+LARGE = {
+    "50 M": "--hidden-size 640 --num-attention-heads 10 --num-layers 10",
+    "200 M": "--hidden-size 1024 --num-attention-heads 16 --num-layers 16",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", LARGE)
+def test_norms_of_large_models(size: str) -> None:
+    """The table of docs/performance.md; SGD without momentum, which has no state."""
+    argv = [*SINGLE, *LARGE[size].split(), "--optimizer", "sgd", "--sgd-momentum", "0", "--micro-batch-size", "1"]
+    argv += ["--global-batch-size", "2"]
+    bounds = Bounds(argv, 1)
+    for layout, world_size in LAYOUTS.values():
+        for bucket in ("300000", "5000000", "400000000"):
+            flags = [*argv, *layout, "--ddp-bucket-size", bucket]
+            found = run_ranks(train_body, world_size, flags, 1, timeout=600)[0]
+            print(size, " ".join(layout) or "one process", bucket, found[1][0] / bounds.expected.norms[0] - 1)
+            assert not bounds.problems(*found), flags
+
+
 def test_a_norm_that_is_added_up_in_fp32_is_seen(wide: Bounds) -> None:
     problems = wide.problems(*run_ranks(plain_norm_body, 1, [*WIDE, "--micro-batch-size", "1"], 1)[0])
     assert any(line.startswith("norms of step 0") for line in problems)

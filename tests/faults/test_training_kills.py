@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -27,8 +28,20 @@ def whole_run(world: World, argv: list[str]) -> int:
     return run_training(parse(argv, world_size=world.size), world)
 
 
+FORMATS = ("--fp64", "--no-fp64", "--bf16")
+"""fp64, fp32, bf16: bits are equal in all of them, for a resumed run adds up in the order of the whole one."""
+
+
 def command(folder: Path, *more: str) -> list[str]:
-    argv = [*TINY, "--num-layers", "4", "--micro-batch-size", "1", "--hidden-dropout", "0.1"]
+    argv = [
+        *(flag for flag in TINY if flag != "--fp64" or not set(more) & set(FORMATS)),
+        "--num-layers",
+        "4",
+        "--micro-batch-size",
+        "1",
+        "--hidden-dropout",
+        "0.1",
+    ]
     argv[argv.index("--train-iters") + 1] = str(STEPS)
     (files := folder.parent / "files").mkdir(exist_ok=True)
     more = tuple(str(files) if flag == "FILES" else flag for flag in more)
@@ -64,26 +77,33 @@ MOVING = ("action:kind=EVICT", "action:kind=PREFETCH")
 
 
 @pytest.mark.parametrize("name", OFTEN)
-def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, full: bool) -> None:
-    run_ranks(whole_run, 2, command(tmp_path / "whole", *LAYOUTS[name]))
-    expected = saved_tensors(tmp_path / "whole")
-    rng, killed = random.Random(name), 0
-    points = (*POINTS, *["opt_bucket"] * 2 * ("FILES" in LAYOUTS[name]), *MOVING * ("BUDGET" in LAYOUTS[name]))
+def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, full: bool, fresh: int) -> None:
+    for number in FORMATS if full else FORMATS[fresh % 3 :][:1]:
+        folder = tmp_path / number.strip("-")
+        folder.mkdir()
+        kill_and_compare(folder, (*LAYOUTS[name], number), random.Random(f"{name} {number}"), 10 if full else 1)
+
+
+def kill_and_compare(folder: Path, flags: Sequence[str], rng: random.Random, kills: int) -> None:
+    """Tensors of a run that is not stopped, and of as many that are killed at drawn places and started again."""
+    run_ranks(whole_run, 2, command(folder / "whole", *flags))
+    expected, killed = saved_tensors(folder / "whole"), 0
+    points = (*POINTS, *["opt_bucket"] * 2 * ("FILES" in flags), *MOVING * ("BUDGET" in flags))
     most = {"action": 120, "iteration": STEPS, "opt_bucket": 70, **dict.fromkeys(MOVING, 6)}
     for trial in count():
-        folder = tmp_path / f"killed{trial}"
+        again = folder / f"killed{trial}"
         point, rank = rng.choice(points), rng.randrange(2)
         hits = rng.randrange(1, most.get(point, 3))
         where = f":rank={rank}" if point.startswith(("save", "iteration")) else ""
         fault = f"kill@{point}{where}:after={hits}"
-        case = try_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"), faults=[fault])
+        case = try_ranks(whole_run, 2, command(again, *flags, "--auto-resume"), faults=[fault])
         killed += case.outcome.culprit is not None
-        run_ranks(whole_run, 2, command(folder, *LAYOUTS[name], "--auto-resume"))
-        found = saved_tensors(folder)
+        run_ranks(whole_run, 2, command(again, *flags, "--auto-resume"))
+        found = saved_tensors(again)
         assert found.keys() == expected.keys()
         for tensor, value in expected.items():
             assert torch.equal(found[tensor], value), f"{fault}: {tensor}"
-        if killed == (10 if full else 1):
+        if killed == kills:
             break
 
 

@@ -7,12 +7,14 @@ validator. 40 pairs with --full, a sample otherwise.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, assert_same_tensors, draw, train_body
+from equivalence.test_rounding import bounds_of
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, latest
@@ -25,16 +27,19 @@ from megalite.train.run import open_run
 BEFORE, AFTER = 2, 5
 
 
-def go_on(world: World, argv: list[str]) -> list[float]:
-    """Loads, saves at once what was loaded, trains on; returns the losses."""
-    losses = []
+def go_on(world: World, argv: list[str]) -> tuple[list[float], list[float | None]]:
+    """Loads, saves at once what was loaded, trains on; returns the losses and norms."""
+    losses: list[float] = []
+    norms: list[float | None] = []
     with open_run(parse(argv, world_size=world.size), world) as run:
         assert run.trainer.iteration == BEFORE
         run.state.save(run.trainer.progress)
         for step in range(AFTER):
-            losses.append(float(run.trainer.train_step(drain=step == AFTER - 1).lm_loss))
+            stats = run.trainer.train_step(drain=step == AFTER - 1)
+            losses.append(float(stats.lm_loss))
+            norms.append(None if stats.grad_norm is None else float(stats.grad_norm))
         run.state.save(run.trainer.progress)
-    return losses
+    return losses, norms
 
 
 def stored(path: Path | None) -> dict[str, Tensor]:
@@ -43,20 +48,29 @@ def stored(path: Path | None) -> dict[str, Tensor]:
     return {name: reader.read(name) for name in reader.names}
 
 
-def move(source: Layout, target: Layout, folder: Path) -> None:
-    """Asserts that what `source` saved is what `target` holds, and that training continues exactly."""
+def move(source: Layout, target: Layout, folder: Path, number: Sequence[str] = ("--fp64",)) -> None:
+    """Asserts that what `source` saved is what `target` holds, and that training continues: exactly in fp64, within the
+    bounds of the rounding model (`megalite/testing/rounding.py`) in fp32 and bf16. number: flags of the format."""
     first, second, cache = folder / "source", folder / "target", str(folder.parent / "cache")
-    common = [*TINY, *source.model, "--data-cache-path", cache]
+    tiny = [*(flag for flag in TINY if flag != "--fp64"), *number]
+    common = [*tiny, *source.model, "--data-cache-path", cache]
     run_ranks(train_body, source.world_size, [*common, *source.layout, "--save", str(first)], BEFORE, timeout=180)
     argv = [*common, *target.layout, "--load", str(first), "--save", str(second)]
-    losses = run_ranks(go_on, target.world_size, argv, timeout=180)[0]
+    losses, norms = run_ranks(go_on, target.world_size, argv, timeout=180)[0]
     before, moved = stored(latest(first)), stored(second / f"iter_{BEFORE:07d}")
     if (source.delay, source.stages) != (target.delay, target.stages):  # older weights exist on one side only
         before, moved = ({n: t for n, t in d.items() if not n.startswith("previous/")} for d in (before, moved))
     assert before.keys() == moved.keys()
     for name, values in before.items():
         assert torch.equal(moved[name], values), f"{name} differs after the move"
-    if (source.delay, source.stages, source.together) == (target.delay, target.stages, target.together):
+    if (source.delay, source.stages, source.together) != (target.delay, target.stages, target.together):
+        return
+    if "--fp64" not in number:
+        if "--num-experts" not in source.model:  # a token takes another expert for a rounding
+            bounds = bounds_of(source, number, BEFORE + AFTER)
+            problems = bounds.problems(losses, [] if source.stages else norms, begin=BEFORE)
+            assert not problems, problems
+    else:
         expected = source.expected(BEFORE + AFTER)
         assert_close(losses, expected.losses[BEFORE:], 1e-12 * expected.magnified, "loss")
         after = {name: values for name, values in stored(latest(second)).items() if name != "optimizer/step"}
@@ -98,13 +112,18 @@ def test_experts_and_their_biases_move(optimizer: str, tmp_path: Path) -> None:
     move(Layout(tuple(model), tuple(dealt), 4), Layout(tuple(model), tuple(cut), 2), tmp_path)
 
 
+FORMATS: dict[str, tuple[str, ...]] = {"fp64": ("--fp64",), "fp32": (), "bf16": ("--bf16",)}
+
+
 def test_random_pairs(tmp_path: Path, full: bool, fresh: int) -> None:
+    names = list(FORMATS)
     for seed, count in ((7, 40 if full else 0), (fresh, 10 if full else 1)):
         rng = random.Random(seed)
         for number in range(count):
             source, target = pair(rng)
+            name = names[(seed + number) % 3]
             try:
-                move(source, target, tmp_path / f"{seed}-{number}")
+                move(source, target, tmp_path / f"{seed}-{number}", FORMATS[name])
             except BaseException as error:
-                lines = (f"seed {seed}, pair {number}", f"save: {source.command}", f"load: {target.command}")
+                lines = (f"seed {seed}, pair {number}, in {name}", f"save: {source.command}", f"load: {target.command}")
                 raise AssertionError("\n".join([str(error), *lines])) from error
