@@ -31,10 +31,13 @@ RULES = (
 def _read(fields: Fields) -> ModelConfig:
     fields.only("attention_bias", True)
     positions = fields.integer("max_position_embeddings", 2048)
-    share = fields.section("rope_parameters").get("partial_rotary_factor") or fields.get("rotary_pct", 0.25)
-    share = Fields({"rotary_pct": share}, fields.where).number("rotary_pct")
+    newer = fields.section("rope_parameters")
+    stated = newer.get("partial_rotary_factor") is not None
+    share = newer.number("partial_rotary_factor") if stated else fields.number("rotary_pct", 0.25)
     width = fields.integer("hidden_size") // fields.integer("num_attention_heads")
-    if (turned := int(width * share)) % 2:
+    if share > 1:
+        raise fields.wrong("rotary_pct", share, "is not a part of a head's channels (at most 1)")
+    if (turned := int(width * share)) % 2 or not turned:
         raise fields.wrong("rotary_pct", share, f"turns {turned} of a head's {width} channels; only an even number is")
     return ModelConfig(
         model_type="gpt",

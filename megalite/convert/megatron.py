@@ -272,9 +272,9 @@ def _window(fields: Fields) -> int | None:
 
 def _pattern(fields: Fields, key: str) -> str | None:
     """A number, or a list of 0 and 1 for each layer; 0 is none."""
-    value = fields.get(key) or None
-    if value is None or (type(value) is int and value > 0):
-        return None if value is None else str(value)
+    value = fields.get(key)
+    if value is None or (type(value) is int and value >= 0):
+        return str(value) if value else None
     layers = fields.integer("num_layers")
     if not isinstance(value, list) or len(value) != layers or any(entry not in (0, 1) for entry in value):
         raise fields.wrong(key, value, f"is not a number, nor a list of {layers} of 0 and 1")

@@ -132,7 +132,7 @@ def extra_states(model: ModelConfig) -> tuple[str, ...]:
 def read_experts(fields: Fields, legacy: bool) -> Experts:
     """The entries of `args` about experts. Raises ConfigError for what we do not have."""
     number = fields.get("num_experts")
-    if not number:
+    if number is None or (type(number) is int and number == 0):
         return Experts()
     if legacy:
         raise fields.wrong("num_experts", number, "not supported with the names before megatron.core")

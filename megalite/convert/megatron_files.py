@@ -219,7 +219,8 @@ def _grid(
         what = f"tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}"
         raise CheckpointError(f"{directory}: {what} is missing ({ranks} x {stages} expected)")
     _check_sizes(said, (ranks, stages, experts), where)
-    within = (said.get("num_experts") and said.get("expert_tensor_parallel_size")) or ranks
+    within = said.get("expert_tensor_parallel_size") if said.get("num_experts") else None
+    within = ranks if within is None else within
     if within not in (1, ranks):
         raise CheckpointError(f"{directory}: expert_tensor_parallel_size {within} not supported (1 or {ranks})")
     sharing = []

@@ -20,11 +20,7 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     scaling = new if new.raw else old
     kind = scaling.choice("rope_type" if "rope_type" in scaling.raw else "type", KINDS, "default")
-    theta = new.get("rope_theta") or fields.get("rope_theta") or fields.get("rotary_emb_base", 10000.0)
-    found: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": Fields({"rope_theta": theta}, fields.where).number("rope_theta"),
-    }
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": _base(new, fields)}
     if kind == "linear":
         found["rope_scaling"] = RopeScaling(rotary_seq_len_interpolation_factor=scaling.number("factor"))
     if kind == "llama3":
@@ -49,6 +45,14 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
             rope_scaling_original_length=scaling.integer(LENGTH),
         )
     return found
+
+
+def _base(new: Fields, fields: Fields) -> float:
+    """The first that is there, be it 0, which is refused."""
+    for where, key in ((new, "rope_theta"), (fields, "rope_theta"), (fields, "rotary_emb_base")):
+        if where.get(key) is not None:
+            return where.number(key)
+    return 10000.0
 
 
 def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
