@@ -84,6 +84,16 @@ class RunDirectory:
         self.base = settle_base(self.config, start, self._world)
         return start
 
+    def _warn_of_random_weights(self) -> None:
+        """Adapters in a run that was to begin with a checkpoint and finds none: the flags alone did not tell that."""
+        rank, settings = self.config.model.lora.lora_rank, self.config.checkpoint
+        where = settings.load or (settings.save if settings.auto_resume else None)
+        if rank is not None and where is not None and self._world.is_first:
+            logger.warning(
+                "--lora-rank=%d: %s holds no checkpoint, and the model beside the adapters is random; add --load MODEL",
+                rank, where,
+            )  # fmt: skip
+
     def _start(self) -> StartingPoint | None:
         checkpoint = self.config.checkpoint
         path = self.checkpointer.decide_start(
@@ -93,6 +103,7 @@ class RunDirectory:
             ckpt_step=checkpoint.ckpt_step,
         )
         if path is None:
+            self._warn_of_random_weights()
             return None
         if self._goes_on(path):
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)

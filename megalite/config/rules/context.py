@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 
 from megalite.config.batch_size import LengthSchedule
@@ -57,15 +58,19 @@ def sequence_lengths(config: Config, world_size: int) -> Iterator[str]:
         return
     flag = f"--seq-length-schedule='{text}'"
     try:
-        lengths = LengthSchedule.parse(text, whole).lengths
+        lengths = [length for _, length in LengthSchedule.parse(text, whole).steps]
     except ValueError as error:
         yield f"{flag}: {error}; write it like '0:4096 500B:32768'"
+        return
+    falls = next((pair for pair in pairwise(lengths) if pair[0] > pair[1]), None)
+    if falls is not None:
+        yield f"{flag}: {falls[1]} comes after {falls[0]}; shorter sequences come first, give the lengths as they rise"
         return
     if max(lengths) != whole:
         yield f"{flag}: the longest is {max(lengths)}, --seq-length is {whole}; give --seq-length={max(lengths)}"
         return
     unit, parts = _sequence_unit(config)
-    for length in lengths:
+    for length in dict.fromkeys(lengths):
         if whole % length:
             legal = listed(d for d in reversed(divisors(whole)) if d % unit == 0)
             yield f"{flag}: {length} does not divide --seq-length={whole}, whose samples are cut; legal: {legal}"

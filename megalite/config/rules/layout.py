@@ -9,6 +9,8 @@ from megalite.config.batch_size import parse_step_schedule
 from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config
 from megalite.config.rules.context import context_warnings
+from megalite.config.rules.idle import idle_settings
+from megalite.config.rules.lora import lora_warnings
 from megalite.config.rules.text import CP, PP, TP, VPP, divisors, listed, multiples_around
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
@@ -245,32 +247,55 @@ def _step_schedule(config: Config, text: str, unit: int, rule: str) -> Iterator[
 
 def warnings(config: Config, world_size: int) -> list[str]:
     """What is legal but doubtful, for a configuration without problems."""
-    parallel, training = config.parallel, config.training
+    parallel = config.parallel
     lines = []
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
     lines += context_warnings(config)
     if config.model.module.tensor_parallel_globs and parallel.tensor_model_parallel_size == 1:
         lines.append(f"--tensor-parallel-globs: has no effect at {TP}=1; drop it, or raise {TP}")
-    if training.precision.fp16 and parallel.hardware.device == "cpu":
-        lines.append("--fp16: slow on a CPU; --bf16 needs no loss scaling")
-    name, lr = config.optimizer.optimizer, config.optimizer.lr
-    high = OPTIMIZER_SPECS[name].high_lr
-    if high is not None and lr > high:
-        lines.append(f"--lr={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common")
+    lines += [*_doubtful_numbers(config), *_random_weights(config), *lora_warnings(config.model)]
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
         size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         for count, _ in batches_in_micro_batches(config, world_size):
             pairs = parallel.chimera_pairs
             lines += schedules.schedule_warnings(parallel.schedule, size, count, chunks, num_pairs=pairs)
-    if config.model.lora.lora_rank is not None and config.checkpoint.load is None and not config.checkpoint.auto_resume:
-        lines.append(
-            f"--lora-rank={config.model.lora.lora_rank}: without --load the model beside the adapters is random"
-        )
     source = config.data
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
     if not any(named):
         lines.append("--data-path: not given; the text is the Python standard library's own sources")
     if source.split != type(source)().split and not source.data_path and source.data_args_path is None:
         lines.append(f"--split={source.split}: has no effect without --data-path; drop it, or give --data-path")
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys([*lines, *idle_settings(config, world_size)]))
+
+
+def _doubtful_numbers(config: Config) -> Iterator[str]:
+    """Precision, learning rate and weight decay."""
+    training, optimizer = config.training, config.optimizer
+    if training.float8.fp8_format is not None and training.precision.fp64:
+        yield (
+            f"--fp8-format={training.float8.fp8_format}: of the 16 digits of --fp64 its products keep one or two, which "
+            "only a test can want; use --bf16"
+        )
+    if training.precision.fp16 and config.parallel.hardware.device == "cpu":
+        yield "--fp16: slow on a CPU; --bf16 needs no loss scaling"
+    name, lr = optimizer.optimizer, optimizer.lr
+    high = OPTIMIZER_SPECS[name].high_lr
+    if high is not None and lr > high:
+        yield f"--lr={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common"
+    decay = max(optimizer.weight_decay, optimizer.weight_decay_ramp.end_weight_decay or 0.0)
+    if lr * decay >= 1:
+        yield f"--weight-decay={show(decay)}: times --lr={show(lr)} a step takes whole weights away; use 0.1"
+
+
+def _random_weights(config: Config) -> Iterator[str]:
+    """What nobody wants of a model that has learned nothing. (--auto-resume: the start says it, which looks.)"""
+    model, settings = config.model, config.checkpoint
+    if settings.load is not None or settings.auto_resume:
+        return
+    if model.lora.lora_rank is not None:
+        yield f"--lora-rank={model.lora.lora_rank}: without --load the model beside the adapters is random; add --load"
+    if config.training.skip_train:
+        yield "--skip-train: without --load a random model is evaluated; add --load"
+    if model.init_method_std == 0 and not model.is_foreign:
+        yield "--init-method-std=0: matrices that are all 0 pass no gradient on and stay 0; use 0.02"

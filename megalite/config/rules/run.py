@@ -17,6 +17,8 @@ def length(config: Config, world_size: int) -> Iterator[str]:
     """How long the training is, and what must fit into it."""
     if config.training.length == TrainingLength() and not config.training.skip_train:
         yield "--train-iters: required (or --train-samples, --train-tokens, or --skip-train to only evaluate)"
+    if config.training.skip_train and config.training.eval_iters == 0:
+        yield "--skip-train: with --eval-iters=0 there is nothing to do; drop one of them"
     window = config.logging.profiling
     if window.profile and window.profile_step_end <= window.profile_step_start:
         end, start = window.profile_step_end, window.profile_step_start
@@ -72,6 +74,32 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
         if end is not None and length and length >= end:
             yield f"--lr-warmup-{unit}={length}: not below {flag}={end}; use {end // 10}, or train longer"
     yield from _wsd(config)
+    yield from _in_samples(config, world_size)
+
+
+def _in_samples(config: Config, world_size: int) -> Iterator[str]:
+    """The same of lengths in other units: a warm-up or a last decay beside which no iteration has the whole rate."""
+    settings, length = config.optimizer, config.training.length
+    try:
+        batch, total = config.global_batch_size(world_size), config.total_train_samples(world_size)
+    except ValueError:  # of the ramp-up flags, which have a line of their own
+        return
+    if length == TrainingLength() or total == 0:
+        return
+    decay, warmup = settings.lr_decay.samples(batch, total), settings.lr_warmup
+    whole = f"the {decay:,} samples until the decay's end"
+    units = {"iters": warmup.lr_warmup_iters, "samples": warmup.lr_warmup_samples}
+    for unit, given in units.items():
+        alike = getattr(settings.lr_decay, f"lr_decay_{unit}"), getattr(length, f"train_{unit}")
+        told = given >= min((end for end in alike if end is not None), default=given + 1)
+        samples = given * (batch if unit == "iters" else 1)
+        if given and not told and samples >= decay:
+            yield f"--lr-warmup-{unit}={given}: {samples:,} samples, not below {whole}; warm up less, or train longer"
+    final = settings.lr_wsd_decay
+    if settings.lr_decay_style == "WSD" and (samples := final.samples(batch)) > decay:
+        flag = "iters" if final.lr_wsd_decay_samples is None else "samples"
+        number = final.lr_wsd_decay_iters if final.lr_wsd_decay_samples is None else final.lr_wsd_decay_samples
+        yield f"--lr-wsd-decay-{flag}={number}: {samples:,} samples, above {whole}; decay less, or train longer"
 
 
 def _wsd(config: Config) -> Iterator[str]:
