@@ -25,7 +25,11 @@ ZEROS = [
     (LLAMA, {"rope_parameters": {"rope_theta": 0}}, "rope_theta '0'"),
     (LLAMA, {"rope_parameters": {"rope_theta": 0}, "rope_theta": 1e4}, "rope_theta '0'"),
     (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor '0'"),
-    (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0}}, "original_max"),
+    (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 0}},
+        "original_max",
+    ),
     (LLAMA, {"rms_norm_eps": 0}, "rms_norm_eps '0'"),
     (LLAMA, {"head_dim": 0}, "head_dim '0'"),
     (LLAMA, {"num_key_value_heads": 0}, "num_key_value_heads '0'"),
