@@ -1,4 +1,4 @@
-"""Settings that mean nothing beside others: legal, ignored, and told. Values that no flag has changed are not spoken of.
+"""Settings that mean nothing beside others: legal, ignored, told. Of values that no flag has changed nothing is said.
 
 One table for what is switched off, and the points in time that a training never reaches. A check that makes a run
 impossible is a rule of its topic and no warning.
@@ -142,6 +142,7 @@ def _never_reached(config: Config, world_size: int, given: dict[str, Any]) -> It
         return
     sizes, total = config.batch_size_schedule(world_size), config.train_iterations(world_size)
     samples = sizes.samples_after(total)
+    ends = f"the training ends after {samples:,} samples"
     starts = {
         "profile_step_start": config.logging.profiling.profile,
         "sample_interval": True,
@@ -160,4 +161,4 @@ def _never_reached(config: Config, world_size: int, given: dict[str, Any]) -> It
     for name, steps in growing.items():
         never = [number for first, number in steps if first >= samples]
         if name in given and never:
-            yield f"{_typed(name, given[name])}: {never[0]} is never reached, the training ends after {samples:,} samples"
+            yield f"{_typed(name, given[name])}: {never[0]} is never reached, {ends}"

@@ -274,8 +274,8 @@ def _doubtful_numbers(config: Config) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
     if training.float8.fp8_format is not None and training.precision.fp64:
         yield (
-            f"--fp8-format={training.float8.fp8_format}: of the 16 digits of --fp64 its products keep one or two, which "
-            "only a test can want; use --bf16"
+            f"--fp8-format={training.float8.fp8_format}: of the 16 digits of --fp64 its products keep one or two, "
+            "which only a test can want; use --bf16"
         )
     if training.precision.fp16 and config.parallel.hardware.device == "cpu":
         yield "--fp16: slow on a CPU; --bf16 needs no loss scaling"
