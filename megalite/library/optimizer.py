@@ -85,7 +85,7 @@ class ShardedOptimizer:
             raise ConfigError(f"zero_stage={zero_stage}: 0, 1, 2 or 3")
         if pipeline.optimizer is not None:
             raise ConfigError("the pipeline has an optimizer already: make one for each")
-        _check_settings(rule, settings)
+        _check_settings(rule, name, settings)
         config = OptimizerConfig(
             optimizer=rule,
             lr=lr,
@@ -296,12 +296,12 @@ class ShardedOptimizer:
         return collected(self.weights(), self._pipeline.mesh.world, self._pipeline.device)
 
 
-def _check_settings(rule: str, settings: Mapping[str, float | str]) -> None:
-    """Raises ConfigError for a setting that the optimizer does not have."""
+def _check_settings(rule: str, name: str, settings: Mapping[str, float | str]) -> None:
+    """Raises ConfigError for a setting that the optimizer does not have, which the user calls `name`."""
     own = {o.name: o for o in options_of("optimizer", OptimizerArgs) if rule in o.facts["only_for"]}
     for setting, value in settings.items():
         if setting not in own:
-            raise ConfigError(f"{setting}: {rule} has no such setting; it has {', '.join(own)}")
+            raise ConfigError(f"{setting}: {name} has no such setting; it has {', '.join(own)}")
         if not isinstance(value, type(own[setting].default)) and not isinstance(value, int):
             raise ConfigError(f"{setting}={value!r}: one like {own[setting].default!r} is wanted")
         if problem := bounds_problem(own[setting], value):
