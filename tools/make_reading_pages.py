@@ -26,7 +26,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("which rectangle of its tensor a parameter is, and in which flat buffer it lies", "megalite/inventory",
      "parameter_placement buckets"),
     ("the model, as in a textbook", "megalite/nn",
-     "naming init embedding block attention attention_core rope mlp activation norm head stack"),
+     "naming init embedding block attention/layer attention/core attention/choose rope mlp activation norm head stack"),
     ("", "megalite/models", "families"),
     ("the layers that are cut over ranks", "megalite/parallel/tensor", "context linear embedding cross_entropy"),
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient"),

@@ -127,7 +127,7 @@ def _sees_everything(config: Config, model: ModelConfig) -> bool:
 
 
 def _blocked(config: Config, model: ModelConfig) -> bool:
-    """Whether a CPU attends over blocks of queries (`nn.attention_blocked`), which keeps half of the weights."""
+    """Whether a CPU attends over blocks of queries (`nn.attention.blocked`), which keeps half of the weights."""
     return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and model.recompute_granularity != "selective"
 
 

@@ -31,7 +31,7 @@ class Adapter:
 
 def adapters_of(model: ModelConfig, linear: str) -> list[Adapter]:
     """The adapters of a linear layer of a block, `attention.qkv` for example. The rows of queries, keys and values are
-    grouped by key/value head (`nn.attention`); those of each are in the order of heads."""
+    grouped by key/value head (`nn.attention.layer`); those of each are in the order of heads."""
     h, f, q, kv, d = model.hidden_size, model.ffn_size, model.query_size, model.kv_size, model.head_dim
     r = model.num_attention_heads // model.query_groups
     places: dict[str, dict[str, tuple[Shape, tuple[int, ...]]]] = {

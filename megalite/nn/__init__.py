@@ -8,19 +8,20 @@ layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); 
 only embedding and head transpose.
 
     naming.py, init.py     logical names; initial values from (seed, name)
-    embedding.py, block.py (attention.py, head_norm.py, mlp.py, norm.py), head.py       the layers
+    embedding.py, block.py (attention/layer.py, head_norm.py, mlp.py, norm.py), head.py       the layers
     experts.py, router.py       the MLP of a block with experts
-    rope.py, attention_core.py, attention_blocked.py, activation.py, dropout.py       what these are made of
+    attention/             the layer, which kernel computes it, and the kernels
+    rope.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
     halves.py              a stage in which two half-batches take turns
-    kv_cache.py, attention_cached.py    keys and values of generation, and attention to them
+    kv_cache.py            keys and values of generation
 
 A layer gets everything about the run from its `LayerContext` (`parallel.tensor`), calls collectives only through it,
 and computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
 """
 
-from megalite.nn.attention_context import context_attention
-from megalite.nn.attention_core import AttentionCore
+from megalite.nn.attention.context import context_attention
+from megalite.nn.attention.core import AttentionCore
 from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
-from megalite.nn.attention import Attention
-from megalite.nn.attention_blocked import register_operator
+from megalite.nn.attention.blocked import register_operator
+from megalite.nn.attention.layer import Attention
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.nn.experts import MoE
 from megalite.nn.kv_cache import LayerCache

@@ -2,7 +2,7 @@
 
 Recomputation (Chen et al., arXiv 1604.06174; granularity and methods as Megatron-LM names them, arXiv 2205.05198):
 
-    selective   inside attention only (`nn.attention_core`)
+    selective   inside attention only (`nn.attention.core`)
     full        whole blocks. uniform: every chunk of N blocks, from its input; block: the first N blocks of the stage,
                 each from its own
 

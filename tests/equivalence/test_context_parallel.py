@@ -14,8 +14,8 @@ import torch
 
 from equivalence.layouts import TINY, Layout, compare, train_body
 from megalite.comm.world import World
-from megalite.nn.attention_flash import FlashKernel
-from megalite.nn.attention_tiles import TileKernel
+from megalite.nn.attention.flash import FlashKernel
+from megalite.nn.attention.tiles import TileKernel
 from megalite.parallel.context import SequenceCut, ring
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference

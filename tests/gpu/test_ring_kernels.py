@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.nn.attention_flash import FlashKernel, flash_works, rectangles
-from megalite.nn.attention_tiles import tiled_attention
+from megalite.nn.attention.choose import flash_works
+from megalite.nn.attention.flash import FlashKernel, rectangles
+from megalite.nn.attention.tiles import tiled_attention
 from megalite.parallel.context import sequence_order
 from megalite.parallel.context.ring import empty_result
 from megalite.visibility import Visibility
@@ -75,9 +76,8 @@ def test_parts_are_the_whole(device: str, dtype: torch.dtype, tolerance: float, 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), PLACES)
 def test_it_is_found_to_work(device: str, dtype: torch.dtype, tolerance: float) -> None:
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    assert flash_works(place, dtype, 64)
-    assert not flash_works(place, dtype, 60)
-    assert not flash_works(place, torch.int32, 64)
+    assert flash_works(place, dtype)
+    assert not flash_works(place, torch.int32)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

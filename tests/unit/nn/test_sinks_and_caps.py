@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.nn import attention_tiles
-from megalite.nn.attention_core import AttentionCore
+from megalite.nn.attention import tiles as attention_tiles
+from megalite.nn.attention.core import AttentionCore
 from megalite.parallel.context import ring
 
 

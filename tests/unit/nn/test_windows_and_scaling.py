@@ -13,7 +13,7 @@ from megalite.config.model import ModelConfig
 from megalite.inventory.tiling import BLOCKED_FROM
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.attention_core import AttentionCore
+from megalite.nn.attention.core import AttentionCore
 from megalite.nn.kv_cache import KeyValueCache
 from megalite.nn.rope import slow_down
 from megalite.nn.stack import LayerStack

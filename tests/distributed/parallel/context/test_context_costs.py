@@ -11,7 +11,7 @@ import torch
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.inventory import context_bytes, model_layers
-from megalite.nn.attention_tiles import tiles
+from megalite.nn.attention.tiles import tiles
 from megalite.parallel.context import gathered, heads, ring, sequence_order
 from megalite.planner.activations import stage_activations
 from megalite.testing import run_ranks, run_single

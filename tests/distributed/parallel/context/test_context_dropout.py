@@ -12,7 +12,7 @@ from megalite.comm import ContextAxes, ParallelMesh
 from megalite.comm.world import World
 from megalite.microbatch import Microbatch
 from megalite.nn import AttentionCore
-from megalite.nn.attention_context import context_attention
+from megalite.nn.attention.context import context_attention
 from megalite.parallel.context import SequenceCut
 from megalite.testing import run_ranks, run_single
 

@@ -1,12 +1,4 @@
-"""Scaled dot-product attention of the heads on this rank, computed in one of several ways with the same result.
-
-    fused     `F.scaled_dot_product_attention`: flash attention on CUDA, a blocked kernel on CPU; stores nothing of size
-              s x s
-    blocked   `nn.attention_blocked`: GEMMs over blocks of queries, for sequences of up to 1,024 tokens on CPU
-    tiled     `nn.attention_tiles`: packed documents and sliding windows on CPU, skips masked tiles; dropout of
-              attention weights (the library's kernels have no key), and scores in fp32 on request; soft caps and
-              sinks, on every device
-    device    `nn.attention_device`: documents and windows on a GPU, by the library's kernels
+"""Scaled dot-product attention of the heads on this rank, by one of several kernels with the same result (`choose`).
 
 Which keys a query sees is a value that all of them read (`megalite.visibility`).
 
@@ -19,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
-from megalite.nn.attention_blocked import blocked_attention
-from megalite.nn.attention_device import device_attention
-from megalite.nn.attention_tiles import WeightDropout, tiled_attention
+from megalite.nn.attention.blocked import blocked_attention
+from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
+from megalite.nn.attention.fused import fused_attention
+from megalite.nn.attention.masked import MASKED
+from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.dropout import combine
 from megalite.visibility import Visibility
 
@@ -73,18 +65,28 @@ class AttentionCore:
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
         drops = self.dropout > 0.0 and training
-        window = self.window if self.window is not None and self.window < k.shape[0] else None
-        whole = window is None and document_starts is None
-        exact = drops or self._wants_fp32(q) or self.softcap is not None or sinks is not None
-        if whole and not exact and self._prefers_blocked(q, k):
+        window = self.window if self.window is not None and self.window < len(k) else None
+        name = choose(
+            Need(
+                device=q.device,
+                dtype=wide,
+                queries=len(q),
+                keys=len(k),
+                channels=q.shape[-1],
+                hides=window is not None or document_starts is not None,
+                rewrites=drops or self._wants_fp32(q) or self.softcap is not None or sinks is not None,
+                keeps_weights=not self.recompute,
+            )
+        )
+        if name == BLOCKED:
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
             return blocked_attention(packed.to(wide)).to(narrow)
-        if whole and not exact and not _compiler_narrows(q.to(wide)) and len(q) in (1, len(k)):
+        if name == FUSED:
             return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(narrow)
         keys = torch.arange(len(k), device=k.device)
         sight = Visibility.of(keys[-len(q) :], keys, window=window, document_starts=document_starts)
-        if not exact and q.device.type != "cpu":
-            y: Tensor = device_attention(q.to(wide), k.to(wide), v.to(wide), sight)
+        if name in MASKED:
+            y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight)
             return y.to(narrow)
         drop = None
         if drops:
@@ -94,15 +96,9 @@ class AttentionCore:
         y = tiled_attention(q, k, v, sight, drop, softcap=self.softcap, sinks=sinks)
         return y.to(narrow)
 
-    def _prefers_blocked(self, q: Tensor, k: Tensor) -> bool:
-        s, length = q.shape[0], k.shape[0]
-        suits = s == length and BLOCKED_FROM <= s <= BLOCKED_UP_TO
-        return q.device.type == "cpu" and suits and not self.recompute
-
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores need extra work: on CUDA the fused kernels compute them, and so does a widened
         product."""
-
         narrow = (self.product_dtype or q.dtype).itemsize < 4
         return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
@@ -118,23 +114,3 @@ class AttentionCore:
         keys = combine(0, combine(self.key, sample_ids)[:, None] ^ combine(1, heads)[None])
         keys = combine(2, keys[..., None] ^ combine(3, queries))  # [b, g * r, s]
         return keys.view(len(sample_ids) * g, r, -1).transpose(1, 2).flatten(1)
-
-
-def _compiler_narrows(q: Tensor) -> bool:
-    """Before torch 2.13 the compiler took the CPU kernel's log-sums for fp32 in fp64 too, and its backward failed."""
-    compiled = torch.compiler.is_compiling() and q.dtype == torch.float64 and q.device.type == "cpu"
-    return compiled and torch.__version__ < "2.13"  # compared as versions
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The library's kernel, causal, for the whole sequence or its last token; shapes as `AttentionCore.__call__`."""
-    s, b, g, r, d = q.shape
-    length = k.shape[0]
-    grouped = r > 1
-    q = q.permute(1, 2, 3, 0, 4).reshape(b, g * r, s, d)
-    k, v = (t.permute(1, 2, 0, 3) for t in (k, v))
-    if grouped and q.device.type == "cpu":  # the CPU kernel wants as many key heads as query heads
-        k, v = (t[:, :, None].expand(b, g, r, length, d).reshape(b, g * r, length, d) for t in (k, v))
-        grouped = False
-    context = F.scaled_dot_product_attention(q, k, v, is_causal=s == length, enable_gqa=grouped)
-    return context.permute(2, 0, 1, 3).reshape(s, b, g * r * d)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megalite.comm import ContextAxes, all_reduce_
 from megalite.microbatch import Microbatch
-from megalite.nn.attention_context import context_attention
-from megalite.nn.attention_core import AttentionCore
+from megalite.nn.attention.context import context_attention
+from megalite.nn.attention.core import AttentionCore
 from megalite.nn.kv_cache import LayerCache
 from megalite.visibility import Visibility
 

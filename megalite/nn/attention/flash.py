@@ -13,22 +13,17 @@ and result it gives each rectangle's share of the gradient (FlashAttention-2, ar
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.nn.attention_tiles import TileKernel, heads_first, runs
-from megalite.parallel.context import Operands, empty_result
+from megalite.nn.attention.tiles import TileKernel, heads_first, runs
+from megalite.parallel.context import Operands
 from megalite.visibility import Visibility
 
-logger = logging.getLogger(__name__)
-
 aten = torch.ops.aten
-WIDEST_HEAD = 256
 
 
 def rectangles(sight: Visibility) -> Iterator[tuple[slice, slice, bool]]:
@@ -129,41 +124,3 @@ def _attend_backward(
         lengths = (None, None, q.shape[2], k.shape[2])
         found = backward(dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, seed, seed[0].clone(), scale=1.0)
     return found[0], found[1], found[2]
-
-
-def flash_works(device: torch.device, dtype: torch.dtype, d: int) -> bool:
-    """Whether the library has such kernels for heads of `d` channels, found out once by comparing them with tiles."""
-    return d % 8 == 0 and d <= WIDEST_HEAD and _gives_what_tiles_give(device, dtype)
-
-
-@functools.cache
-def _gives_what_tiles_give(device: torch.device, dtype: torch.dtype) -> bool:
-    """In the second quarter and the last of a sequence: squares on the diagonal and whole rectangles, merged."""
-    at = torch.arange(256)
-    queries = torch.cat((at[64:128], at[192:]))
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256))
-    case = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    try:
-        found = _gradients(FlashKernel(2), Visibility(queries, at), *case)
-        expected = _gradients(TileKernel(2), Visibility(queries.to(device), at.to(device)), *case)
-        worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
-    except Exception as error:  # whatever a library that cannot do it raises
-        logger.debug("attention kernel with log-sums: %s", error)
-        return False
-    return worst < 0.02
-
-
-@torch.no_grad()
-def _gradients(
-    kernel: TileKernel, sight: Visibility, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
-) -> tuple[Tensor, ...]:
-    """(result, dq, dk, dv)."""
-    operands = kernel.operands(q, k, v)
-    out, lse = empty_result(operands[0])
-    kernel.forward(out, lse, operands, sight)
-    y = kernel.result(out, q)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in operands)
-    grads = (dq, dk, dv)
-    kernel.backward(grads, *kernel.output_gradient(dy, y, q), lse, operands, sight)
-    return y, *kernel.input_gradients(grads, (q, k, v))

@@ -2,70 +2,25 @@
 
 varlen    `torch.nn.attention.varlen`: documents as sequences of their own, windows as the kernel's; 16 bits
 flex      `torch.nn.attention.flex_attention`: compiled, whole blocks that nobody sees are left out
-tiled     products of tiles (`attention_tiles`): always there
 
-Which of them works is found out once for each dtype, by computing a small case and its gradient and comparing it with
-the tiles; the choice is printed.
+`choose` tries them once for each dtype, against tiles.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.nn.attention_tiles import tiled_attention
 from megalite.visibility import Visibility
-
-logger = logging.getLogger(__name__)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Visibility], Tensor]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
-def device_attention(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
-    """As `tiled_attention`, for the last s of k tokens."""
-    name = kernel_of(q.device, q.dtype) if len(q) == len(k) else "tiled"
-    return KERNELS[name](q, k, v, sight)
-
-
-@functools.cache
-def kernel_of(device: torch.device, dtype: torch.dtype) -> str:
-    """The first of the kernels that gives what the tiles give."""
-    chosen = next(name for name, attend in KERNELS.items() if name == "tiled" or _works(attend, device, dtype))
-    logger.info("attention to documents and windows in %s on %s: %s", str(dtype).rpartition(".")[2], device, chosen)
-    return chosen
-
-
-def _works(attend: Attend, device: torch.device, dtype: torch.dtype) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dy = (
-        torch.randn(shape, generator=generator).to(device, dtype)
-        for shape in ((256, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (256, 2, 256))
-    )
-    at = torch.arange(256, device=device)
-    starts = torch.stack((at // 100 * 100, at * 0))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    try:
-        for window in (None, 70):
-            sight = Visibility.of(at, at, window=window, document_starts=starts)
-            found, expected = (
-                (y, *torch.autograd.grad(y, inputs, dy))
-                for y in (way(q, k, v, sight) for way in (attend, tiled_attention))
-            )
-            worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
-            if not worst < 0.02:
-                return False
-    except Exception as error:  # whatever a library that cannot do it raises
-        logger.debug("attention kernel: %s", error)
-        return False
-    return True
-
-
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     """Every document a sequence: a query's distance to the first that it sees is told by documents or the window."""
     from torch.nn.attention.varlen import varlen_attn
@@ -92,6 +47,7 @@ def _flex() -> tuple[Any, Any]:
     return torch.compile(flex_attention), create_block_mask
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
 def _flexible(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     attend, block_mask = _flex()
     s, b, g, r, d = q.shape
@@ -108,4 +64,4 @@ def _flexible(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     return y.permute(2, 0, 1, 3).reshape(s, b, g * r * d)
 
 
-KERNELS: dict[str, Attend] = {"varlen": _varlen, "flex": _flexible, "tiled": tiled_attention}
+MASKED: dict[str, Attend] = {"varlen": _varlen, "flex": _flexible}

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
-from megalite.nn.attention_cached import cached_attention
-from megalite.nn.attention_context import context_attention
-from megalite.nn.attention_core import AttentionCore
+from megalite.nn.attention.cached import cached_attention
+from megalite.nn.attention.context import context_attention
+from megalite.nn.attention.core import AttentionCore
 from megalite.nn.dropout import site_key
 from megalite.nn.head_norm import head_norm
 from megalite.nn.kv_cache import LayerCache

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
-from megalite.nn.attention_core import AttentionCore
-from megalite.nn.attention_flash import FlashKernel, flash_works
-from megalite.nn.attention_tiles import TileKernel, WeightDropout, sinks_by_query
+from megalite.nn.attention.choose import FLASH, Need, choose
+from megalite.nn.attention.core import AttentionCore
+from megalite.nn.attention.flash import FlashKernel
+from megalite.nn.attention.tiles import TileKernel, WeightDropout, sinks_by_query
 from megalite.parallel.context import (
     gathered_attention,
     ring_attention,
@@ -64,13 +65,21 @@ def _over_ring(
     order, starts = microbatch.order, microbatch.document_starts
     q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
     drops = core.dropout > 0.0 and training
-    whole = starts is None and (core.window is None or core.window >= len(order))
-    plain = core.softcap is None and sinks is None
+    need = Need(
+        device=q.device,
+        dtype=q.dtype,
+        queries=len(q),
+        keys=len(order),
+        channels=q.shape[-1],
+        hides=starts is not None or (core.window is not None and core.window < len(order)),
+        rewrites=drops or core.softcap is not None or sinks is not None,
+        in_parts=True,
+    )
     kernel = TileKernel(q.shape[2], softcap=core.softcap)
     if drops:
         words = core.words(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q.shape[2], q.shape[3])
         kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words), core.softcap)
-    elif whole and plain and flash_works(q.device, q.dtype, q.shape[-1]):
+    elif choose(need) == FLASH:
         kernel = FlashKernel(q.shape[2])
         order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are told
     places = order.chunk(ring.size)

@@ -1,0 +1,179 @@
+"""Which kernel computes an attention: the first of the table that can do what is needed, and works on this device.
+
+    kernel     where      what it can                                          limits
+    flash      anywhere   parts of a ring, causal, with the queries' log-sums  heads of 8 n <= 256 channels; tried
+    blocked    CPU        plain causal attention; keeps half of the weights    as many queries as keys, not too many
+    fused      anywhere   plain causal attention; keeps nothing of size s x s  all queries, or the last one
+    varlen     GPU        documents and windows                                as many queries as keys; 16 bits; tried
+    flex       GPU        documents and windows; compiled                      as many queries as keys; tried
+    tiled      anywhere   everything: caps, sinks, dropout of weights, fp32 scores, parts of a ring
+
+What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
+with tiles. The choice is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
+from megalite.nn.attention.flash import FlashKernel
+from megalite.nn.attention.masked import MASKED, Attend
+from megalite.nn.attention.tiles import TileKernel, tiled_attention
+from megalite.parallel.context import empty_result
+from megalite.visibility import Visibility
+
+logger = logging.getLogger(__name__)
+
+FLASH, BLOCKED, FUSED, VARLEN, FLEX, TILED = "flash", "blocked", "fused", "varlen", "flex", "tiled"
+WIDEST_HEAD = 256
+CLOSE = 0.02
+"""Largest difference to tiles, in those of the largest value: 16 bits round more than this never."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an attention has to do.
+
+    dtype: of the matrix products.
+    queries, keys: tokens. channels: of a head.
+    hides: documents or a window hide keys that causality shows.
+    rewrites: scores or weights are changed (caps, sinks, dropout), or wanted in fp32 where the kernels narrow them.
+    in_parts: the keys come in parts, whose log-sums are wanted.
+    keeps_weights: what is of size s x s may be kept for the backward.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    channels: int
+    hides: bool
+    rewrites: bool
+    in_parts: bool = False
+    keeps_weights: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """Causal attention and nothing else, to keys that are all there."""
+        return not (self.hides or self.rewrites or self.in_parts)
+
+
+class Kernel(NamedTuple):
+    """can: whether it does what is needed. works: (device, dtype) -> whether the library has it there."""
+
+    name: str
+    can: Callable[[Need], bool]
+    works: Callable[[torch.device, torch.dtype], bool] | None = None
+
+
+def choose(need: Need) -> str:
+    """The name of the kernel."""
+    for kernel in KERNELS:
+        if kernel.can(need) and (kernel.works is None or kernel.works(need.device, need.dtype)):
+            return kernel.name
+    raise AssertionError("tiles can do everything")
+
+
+def _in_blocks(need: Need) -> bool:
+    fits = need.queries == need.keys and BLOCKED_FROM <= need.keys <= BLOCKED_UP_TO
+    return need.plain and need.device.type == "cpu" and fits and need.keeps_weights
+
+
+def _fused(need: Need) -> bool:
+    # Before torch 2.13 the compiler took the CPU kernel's log-sums for fp32 in fp64 too, and its backward failed.
+    doubles = need.dtype == torch.float64 and need.device.type == "cpu"
+    narrowed = doubles and torch.compiler.is_compiling() and torch.__version__ < "2.13"  # compared as versions
+    return need.plain and need.queries in (1, need.keys) and not narrowed
+
+
+def _masked(need: Need) -> bool:
+    alone = need.hides and not need.rewrites and not need.in_parts
+    return alone and need.device.type != "cpu" and need.queries == need.keys
+
+
+def _by_flash(need: Need) -> bool:
+    plain = need.in_parts and not need.hides and not need.rewrites
+    return plain and need.channels % 8 == 0 and need.channels <= WIDEST_HEAD
+
+
+@functools.cache
+def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """In the second quarter and the last of a sequence: squares on the diagonal and whole rectangles, merged."""
+    at = torch.arange(256)
+    queries = torch.cat((at[64:128], at[192:]))
+    shapes = ((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256))
+    case = _drawn(shapes, device, dtype)
+    try:
+        found = _gradients(FlashKernel(2), Visibility(queries, at), *case)
+        expected = _gradients(TileKernel(2), Visibility(queries.to(device), at.to(device)), *case)
+        return _worst(found, expected) < CLOSE
+    except Exception as error:  # whatever a library that cannot do it raises
+        logger.debug("attention kernel with log-sums: %s", error)
+        return False
+
+
+@functools.cache
+def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """With documents, with and without a window."""
+    q, k, v, dy = _drawn(((256, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (256, 2, 256)), device, dtype)
+    at = torch.arange(256, device=device)
+    starts = torch.stack((at // 100 * 100, at * 0))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def result(attend: Attend, sight: Visibility) -> tuple[Tensor, ...]:
+        y = attend(q, k, v, sight)
+        return y, *torch.autograd.grad(y, inputs, dy)
+
+    try:
+        sights = [Visibility.of(at, at, window=window, document_starts=starts) for window in (None, 70)]
+        fits = all(_worst(result(MASKED[name], sight), result(tiled_attention, sight)) < CLOSE for sight in sights)
+    except Exception as error:  # whatever a library that cannot do it raises
+        logger.debug("attention kernel: %s", error)
+        return False
+    if fits:
+        logger.info("attention to documents and windows in %s on %s: %s", str(dtype)[6:], device, name)
+    return fits
+
+
+def _drawn(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+
+
+def _worst(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest difference, in those of each tensor's largest value; a difference that is no number is infinite."""
+    each = [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(found, expected, strict=True)]
+    return max(x if x == x else float("inf") for x in each)
+
+
+@torch.no_grad()
+def _gradients(
+    kernel: TileKernel, sight: Visibility, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
+) -> tuple[Tensor, ...]:
+    """(result, dq, dk, dv)."""
+    operands = kernel.operands(q, k, v)
+    out, lse = empty_result(operands[0])
+    kernel.forward(out, lse, operands, sight)
+    y = kernel.result(out, q)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in operands)
+    grads = (dq, dk, dv)
+    kernel.backward(grads, *kernel.output_gradient(dy, y, q), lse, operands, sight)
+    return y, *kernel.input_gradients(grads, (q, k, v))
+
+
+KERNELS = (
+    Kernel(FLASH, _by_flash, flash_works),
+    Kernel(BLOCKED, _in_blocks),
+    Kernel(FUSED, _fused),
+    Kernel(VARLEN, _masked, functools.partial(masked_works, VARLEN)),
+    Kernel(FLEX, _masked, functools.partial(masked_works, FLEX)),
+    Kernel(TILED, lambda need: True),
+)
