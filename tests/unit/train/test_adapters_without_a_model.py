@@ -1,4 +1,4 @@
-"""Adapters of a run that was to go on, where there is nothing yet to go on from: the model beside them is random."""
+"""Adapters of a run that resumes where nothing was saved yet: the model beside them is random."""
 
 from __future__ import annotations
 
