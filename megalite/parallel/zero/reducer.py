@@ -68,13 +68,13 @@ class ReductionOrder:
     def start(self, bucket: Bucket) -> None:
         """Starts the reduction of one bucket, whether or not it is its turn."""
         gradient = bucket.gradient
-        if not gradient.streams and bucket.sharded:  # each reduce-scatter in flight needs a receive buffer
-            while len(self._in_flight) >= MOST_IN_FLIGHT:
-                self._in_flight.popleft().wait()
+        bounded = not gradient.streams and bucket.sharded  # each reduce-scatter in flight needs a receive buffer
+        while bounded and len(self._in_flight) >= MOST_IN_FLIGHT:
+            self._in_flight.popleft().wait()
         gradient.launch(async_op=self._overlap)
         if not self._overlap:
             gradient.finish()
-        elif not gradient.streams and gradient.handle is not None:
+        elif bounded and gradient.handle is not None:
             self._in_flight.append(gradient.handle)
 
 
