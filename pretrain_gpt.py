@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,7 +17,16 @@ require_core()
 
 from megalite.config import Config, Parsed, parse_with_origins
 from megalite.errors import MegaliteError
-from megalite.launch import INTERRUPTED, LaunchEnvironment, launch, print_error, print_interrupted, read_environment
+from megalite.launch import (
+    INTERRUPTED,
+    EndAtOnce,
+    LaunchEnvironment,
+    launch,
+    print_error,
+    print_interrupted,
+    read_environment,
+    replace_handlers,
+)
 from megalite.streams import keep_streams
 
 if TYPE_CHECKING:
@@ -34,6 +44,8 @@ def main(argv: list[str]) -> int:
         if place.rank == 0:
             print_error(error)
         return error.exit_code
+    if not parsed.config.training.exit_signal_handler:
+        replace_handlers(signal.SIG_DFL)
     configure_logging(place.rank)
     for warning in parsed.warnings:
         logging.getLogger("megalite").warning(warning)
@@ -91,6 +103,7 @@ def exit_now(status: int) -> NoReturn:
 
 if __name__ == "__main__":
     keep_streams()
+    EndAtOnce().install()
     try:
         exit_now(main(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@
     environment.py  who started this process, and as which rank (pure)
     supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
     watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
+    signals.py      what SIGTERM and its like do before training begins
     self_test.py    at start: who is missing, whose configuration differs, is a sum right
 
 Nothing here imports torch before a rank needs it: the launcher's own process stays small and single-threaded, so that
@@ -20,4 +21,5 @@ from megalite.launch.launcher import (
     read_environment,
 )
 from megalite.launch.rank_page import RankPage
+from megalite.launch.signals import EndAtOnce, replace_handlers
 from megalite.launch.supervisor import Outcome, die_with_parent, supervise

@@ -29,6 +29,7 @@ from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure
 from megalite.launch import environment
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.rank_page import RankError, RankPage
+from megalite.launch.signals import EndAtOnce, ends_at_once, ignored, interrupted_line
 from megalite.launch.supervisor import INTERRUPTED, Outcome, supervise
 from megalite.launch.watch import RankWatch
 from megalite.scratch import scratch_folder
@@ -75,6 +76,8 @@ def launch(config: Settings, main: Main[Settings], place: LaunchEnvironment = SO
     rank that failed first is named. In a world of one process other exceptions pass through to the caller.
     """
     nprocs, page = config.parallel.nprocs, RankPage()
+    if ends_at_once():
+        EndAtOnce(lambda: page.phase, tells=place.rank == 0).install()
     watch: RankWatch | None = None
     try:
         if place.launcher and nprocs is not None:
@@ -135,10 +138,9 @@ def _print_lines(text: str) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def print_interrupted(phase: str = "") -> None:
-    """The line of a process that was ended by SIGINT (Ctrl-C); its exit status is `INTERRUPTED`."""
-    where = f" in phase '{phase}'" if phase else ""
-    _print_lines(f"interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first")
+def print_interrupted(phase: str = "", number: int = signal.SIGINT) -> None:
+    """The line of a process that was ended by a signal."""
+    print(interrupted_line(phase, number), file=sys.stderr, flush=True)
 
 
 def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> int:
@@ -170,8 +172,8 @@ def _report(outcome: Outcome) -> None:
     culprit = outcome.culprit
     if culprit is None:
         return
-    if culprit.status == -signal.SIGINT:
-        print_interrupted(culprit.phase)
+    if outcome.ended_by is not None:
+        print_interrupted(culprit.phase, outcome.ended_by)
         return
     if culprit.error is not None and culprit.error.exit_code == 2:
         _print_lines(culprit.error.text)
@@ -218,11 +220,12 @@ def _run_rank(
     _join(config, world, place, rendezvous, watch)
     status = main(config, world) or 0
     set_phase("leaving")
-    if watch is not None:
-        watch.leave()
-    # No rank tears connections down while a peer still needs them.
-    dist.all_reduce(torch.zeros(1, device="cpu"))
-    dist.destroy_process_group()
+    with ignored():
+        if watch is not None:
+            watch.leave()
+        # No rank tears connections down while a peer still needs them.
+        dist.all_reduce(torch.zeros(1, device="cpu"))
+        dist.destroy_process_group()
     return status
 
 

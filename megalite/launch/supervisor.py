@@ -71,12 +71,22 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How all ranks ended. `culprit` is the one that failed first, None if all ended with status 0."""
+    """How all ranks ended. `culprit` is the one that failed first, None if all ended with status 0.
+
+    signals: those that the supervisor has passed on to the ranks.
+    """
 
     ends: tuple[RankEnd, ...]
     culprit: RankEnd | None
     timed_out: bool
     seconds: float
+    signals: frozenset[int] = frozenset()
+
+    @property
+    def ended_by(self) -> int | None:
+        """The signal that ended all ranks because the supervisor passed it on; Ctrl-C reaches them without it."""
+        number = 0 if self.culprit is None else -self.culprit.status
+        return number if number in {*self.signals, signal.SIGINT} else None
 
     @property
     def exit_code(self) -> int:
@@ -85,7 +95,7 @@ class Outcome:
             return 0
         if self.culprit.error is not None:
             return self.culprit.error.exit_code
-        return INTERRUPTED if self.culprit.status == -signal.SIGINT else max(1, self.culprit.status)
+        return max(1, self.culprit.status) if self.ended_by is None else 128 + self.ended_by
 
     def describe(self) -> str:
         """The culprit's line, then one line for every other rank that did not end well."""
@@ -173,13 +183,15 @@ def supervise(
     parent = os.getpid()
     ranks: list[_Rank] = []
     timed_out = False
-    with _forwarding(forward, ranks):
+    with _forwarding(forward, ranks) as passed_on:
+        signal.pthread_sigmask(signal.SIG_BLOCK, forward)  # what comes while ranks are made reaches all of them
         for number in range(size):
             page = RankPage()
             pid = os.fork()
             if pid == 0:
                 _be_rank(number, page, body, parent, forward)
             ranks.append(_Rank(number, pid, page))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forward)
         failed_at = float("inf")
         while not all([rank.reap() for rank in ranks]):
             now = time.monotonic()
@@ -194,7 +206,7 @@ def supervise(
     for rank in ranks:  # What a dead rank had started must not outlive the run.
         rank.kill()
     ends = tuple(rank.end for rank in ranks if rank.end is not None)
-    return Outcome(ends, find_culprit(ends), timed_out, time.monotonic() - start)
+    return Outcome(ends, find_culprit(ends), timed_out, time.monotonic() - start, frozenset(passed_on))
 
 
 def find_culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -243,16 +255,18 @@ def _end(ranks: Sequence[_Rank], *, show_stacks: bool) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(signals: Sequence[int], ranks: Sequence[_Rank]) -> Iterator[None]:
-    """While active, the given signals of this process go to every rank instead."""
+def _forwarding(signals: Sequence[int], ranks: Sequence[_Rank]) -> Iterator[set[int]]:
+    """While active, the given signals of this process go to every rank instead. Yields those that did."""
+    passed_on: set[int] = set()
 
     def forward(signum: int, _frame: object) -> None:
+        passed_on.add(signum)
         for rank in ranks:
             rank.send(signum)
 
     previous = {signum: signal.signal(signum, forward) for signum in signals}
     try:
-        yield
+        yield passed_on
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
@@ -268,6 +282,7 @@ def _be_rank(
         die_with_parent(parent)
         for signum in forwarded:
             signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         page.start_beating()
         status = body(rank, page) or 0

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.rank_page import BEAT_SECONDS, RankPage
+from megalite.launch.signals import ear, ends_at_once
 from megalite.launch.supervisor import die_with_parent
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class RankWatch:
         page.beat()
         if os.fork() == 0:
             _guard(page, parent, self._me, hang_seconds)
-        page.start_beating(self._check_launcher)
+        self._listen_to_signals = ear() if ends_at_once() else None
+        page.start_beating(self._on_beat)
 
     def meet(self, store: dist.Store) -> None:
         """The ranks have met in `store`: from now on it is asked whether one of them has failed."""
@@ -135,7 +137,9 @@ class RankWatch:
                     return
                 self._end(f"{self._me} did not finish{self._where()} though another rank has ended", stacks=True)
 
-    def _check_launcher(self) -> None:
+    def _on_beat(self) -> None:
+        if self._listen_to_signals is not None:
+            self._listen_to_signals()
         if self._launcher is not None and os.getppid() != self._launcher:
             self._end(f"{self._me} ends{self._where()}: its launcher ({self._place.launcher}) is gone")
 

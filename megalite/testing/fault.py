@@ -31,6 +31,7 @@ ACTIONS: Mapping[str, Callable[[], object]] = {
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": _fail,
     "sleep": lambda: time.sleep(3600),
+    "pause": lambda: time.sleep(1.0),
     "hold-gil": _hold_interpreter,
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megalite.comm import Axis, agree_max, all_reduce_
+from megalite.comm import Axis, Handle, agree_max, all_reduce_
 from megalite.config import TrainingConfig
 from megalite.engine import LateReading
 
@@ -69,7 +69,7 @@ class ExitPolicy:
         clock: Callable[[], float] = time.monotonic,
         save_has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._config = config
+        self._config, self._world, self._device = config, world, device
         self._save_has_failed = save_has_failed
         self._clock = clock
         self._began = clock()
@@ -103,6 +103,10 @@ class ExitPolicy:
                 logger.warning("received %s: this run ends after iteration %d", name, iteration)
             return agreed
         return ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
+
+    def interruption(self) -> Interruption:
+        """What an evaluation asks before each of its batches."""
+        return Interruption(self._world, self._device, (lambda: self._received is not None) if self._previous else None)
 
     def _wish(self) -> ExitReason | None:
         if self._save_has_failed():
@@ -151,3 +155,31 @@ class _DeferredBallot(_Ballot):
             all_reduce_(ballot, self._world, op="max")
             self._reading = LateReading(ballot)
         return _REASONS[result]
+
+
+class Interruption:
+    """Whether an evaluation is to stop, because a rank has got a signal (`received`; None: no signals are heard).
+
+    The answer is one question old: no stage of a pipeline waits for the others to come to the same batch.
+    """
+
+    def __init__(self, world: Axis, device: torch.device, received: Callable[[], bool] | None) -> None:
+        self._world, self._device, self._received = world, device, received
+        self._pending: tuple[torch.Tensor, Handle] | None = None
+
+    def __call__(self) -> bool:
+        """The answer, the same on all ranks. Collective over the world."""
+        if self._received is None:
+            return False
+        before = self.close()
+        vote = torch.tensor([self._received()], dtype=torch.int32, device=self._device)
+        self._pending = vote, all_reduce_(vote, self._world, op="max", async_op=True)
+        return before
+
+    def close(self) -> bool:
+        """Waits for the last answer and returns it."""
+        if self._pending is None:
+            return False
+        (vote, handle), self._pending = self._pending, None
+        handle.wait()
+        return bool(vote)

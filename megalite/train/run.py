@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +50,14 @@ logger = logging.getLogger(__name__)
 
 def run_training(config: Config, world: World) -> int:
     """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError."""
-    with open_run(config, world) as opened:
+    with ExitStack() as last, open_run(config, world) as opened:
         trainer = opened.trainer
         if config.training.skip_train:
             return trainer.only_evaluate()
         if trainer.iteration < trainer.train_iters:
             opened.state.check_room(trainer.progress)
         opened.directory.begin(trainer.iteration)
+        last.enter_context(trainer.exits)  # left after everything else: a second signal must not tear the last save
         status = trainer.train()
         opened.directory.end(trainer.iteration, completed=status == COMPLETED)
     return 0
@@ -209,6 +210,7 @@ def assemble_trainer(
     synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
     executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
     train_iters = config.train_iterations(world.size)
+    exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
     traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
     return Trainer(
         progress=progress,
@@ -224,12 +226,14 @@ def assemble_trainer(
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank, start_facts, flops, first=traffic_hooks(config, model.rows)),
-        exits=ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed),
+        exits=exits,
         experts=ExpertReport(config, model, mesh, world.device),
         finish_save=state.checkpointer.wait,
         sample=sample_writer(config, mesh, model, channel, state.tokenizer, updater.newest_version, world.device),
         evaluate=Validator(
-            data, model, channel, updater.newest_version, lambda: data.evaluation_length(progress.consumed_samples)
+            *(data, model, channel, updater.newest_version),
+            length=lambda: data.evaluation_length(progress.consumed_samples),
+            interruption=exits.interruption,
         ),
         save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,

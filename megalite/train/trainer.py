@@ -71,7 +71,7 @@ class Trainer:
 
     program: (micro-batches per replica, iteration) -> the schedule of that iteration.
     train_iters: number of the last iteration.
-    evaluate: (iteration, whether it is the last) -> records.
+    evaluate: (iteration, whether it is the last) -> records; None: a signal has cut it short.
     save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
     report_phase: records what this rank is doing, for its supervisor.
     finish_save: waits for a save in the background.
@@ -92,7 +92,7 @@ class Trainer:
     train_iters: int
     hooks: Hooks
     exits: ExitPolicy
-    evaluate: Callable[[int, bool], list[Record]]
+    evaluate: Callable[[int, bool], list[Record] | None]
     save: Callable[[TrainingProgress], str] | None
     report_phase: Callable[[str], None]
     finish_save: Callable[[], None] | None = None
@@ -127,10 +127,10 @@ class Trainer:
         hooks, status = self.hooks, FAILED
         hooks.on_start(self)
         try:
-            with self.exits as exits, quiet_collector():
-                status = self._loop(exits)
-            if status == COMPLETED:
-                self._evaluate(final=True)
+            with quiet_collector():
+                status = self._loop(self.exits)
+            if status == COMPLETED and not self._evaluate(final=True):
+                status = str(ExitReason.SIGNAL.value)
         finally:
             hooks.on_end(self, status)
         return status
@@ -159,8 +159,8 @@ class Trainer:
                 self.updater.resolve_pending()
             self.hooks.after_step(self, stats)
             gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
-            if evaluates and number < self.train_iters:
-                self._evaluate(final=False)
+            if evaluates and number < self.train_iters and not self._evaluate(final=False):
+                reason, stops = ExitReason.SIGNAL, True
             if samples and self.sample is not None:
                 self.report_phase(f"samples after iteration {number}")
                 self.hooks.on_samples(self, self.sample(number))
@@ -287,10 +287,15 @@ class Trainer:
         if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
             raise RuntimeFailure(f"iteration {number}: {self.updater.describe_skips()}")
 
-    def _evaluate(self, *, final: bool) -> None:
+    def _evaluate(self, *, final: bool) -> bool:
+        """Whether the evaluation has come to its end: a signal cuts it short, the time that is left is for a save."""
         self.report_phase(f"evaluation after iteration {self.iteration}")
-        for record in self.evaluate(self.iteration, final):
+        records = self.evaluate(self.iteration, final)
+        for record in records or ():
             self.hooks.on_evaluation(self, record)
+        if records is None and self.mesh.world.is_first:
+            logger.warning("received a signal: the evaluation after iteration %d is cut short", self.iteration)
+        return records is not None
 
     def _save(self) -> None:
         if self.save is None or self._last_saved == self.iteration:

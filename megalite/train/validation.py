@@ -17,6 +17,7 @@ from megalite.parallel.pipeline import ForwardOnly
 from megalite.progress import LINES, ProgressBar
 from megalite.schedule import forward_program
 from megalite.train.build import Model
+from megalite.train.exits import Interruption
 from megalite.train.run_data import RunData
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,10 @@ not there has a loss mask of zeros."""
 
 
 class Validator:
-    """Evaluates splits. newest_version: which weight version to use. length: tokens of the sequences."""
+    """Evaluates splits. newest_version: which weight version to use. length: tokens of the sequences.
+
+    interruption: makes what is asked before each batch.
+    """
 
     def __init__(
         self,
@@ -37,28 +41,33 @@ class Validator:
         channel: Channel,
         newest_version: Callable[[], int],
         length: Callable[[], int],
+        interruption: Callable[[], Interruption],
     ) -> None:
         self._data, self._model, self._channel, self._newest_version = data, model, channel, newest_version
-        self._length = length
+        self._length, self._interruption = length, interruption
         self._mesh, self._device = data.mesh, data.device
         spelled = data.token_bytes()
         self._token_bytes = None if spelled is None else spelled.to(data.device)
 
-    def __call__(self, iteration: int, final: bool) -> list[Record]:
-        """Records of the validation split, at the end also of the test split. Collective over the world."""
-        length = self._length()
+    def __call__(self, iteration: int, final: bool) -> list[Record] | None:
+        """Records of the validation split, at the end also of the test split; None where it was interrupted.
+        Collective over the world."""
+        length, records = self._length(), []
         splits = {"valid": self._data.datasets.valid, "test": self._data.datasets.test if final else None}
-        return [
-            self.evaluate(
-                kind, iteration, self._data.evaluation(dataset, length), self._data.evaluation_batches(dataset)
-            )
-            | ({} if self._data.config.training.seq_length_schedule is None else {"seq_length": length})
-            for kind, dataset in splits.items()
-            if dataset is not None and self._data.config.training.eval_iters > 0
-        ]
+        for kind, dataset in splits.items():
+            if dataset is None or self._data.config.training.eval_iters == 0:
+                continue
+            batches = self._data.evaluation(dataset, length)
+            record = self.evaluate(kind, iteration, batches, self._data.evaluation_batches(dataset))
+            if record is None:
+                return None
+            scheduled = self._data.config.training.seq_length_schedule is not None
+            records.append(record | ({"seq_length": length} if scheduled else {}))
+        return records
 
-    def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int) -> Record:
-        """A `"valid"` or `"test"` record of all batches."""
+    def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int) -> Record | None:
+        """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""
+        interrupted = self._interruption()
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._train(False)
@@ -66,11 +75,15 @@ class Validator:
         try:
             with self._model.optimizer.masters_as_weights(self._newest_version()):
                 for number, microbatches in enumerate(batches):
+                    if interrupted():
+                        interrupted.close()
+                        return None
                     bar(number, num_batches)
                     local = [self._data.cut(mb.to(self._device)) for mb in microbatches]
                     losses = self._losses(local)
                     if self._mesh.coordinate("tp") == 0 and losses:
                         total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
+                interrupted.close()
         finally:
             bar.close()
             self._train(True)

@@ -1,0 +1,155 @@
+"""SIGTERM and its like at every moment of a run: before training one line, then a checkpoint and status 0."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_run_ends import command, records, saved
+
+from megalite.comm.world import World
+from megalite.config import Config
+from megalite.config.cli import parse
+from megalite.launch import EndAtOnce
+from megalite.launch.launcher import LaunchEnvironment, launch
+from megalite.launch.signals import ear, ends_at_once
+from megalite.testing import run_ranks, run_single
+from megalite.train.run import run_training
+from megalite.train.trainer import Trainer
+from megalite.train.validation import Validator
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 "
+    "--lr 1e-3 --mock-data --vocab-size 64"
+).split()
+
+
+def main_starts_up(config: Config, world: World) -> None:
+    """The last rank asks for the end of all: of their launcher, where there is one."""
+    world.report_phase("start-up: model")
+    if world.size > 1:
+        dist.barrier()
+    if world.rank == world.size - 1:
+        os.kill(os.getppid() if world.size > 1 else os.getpid(), int(os.environ["MEGALITE_TEST_SIGNAL"]))
+    time.sleep(60)
+
+
+def body_launch(world: World, *flags: str) -> int:
+    EndAtOnce().install()
+    return launch(parse([*FLAGS, *flags]), main_starts_up, LaunchEnvironment())
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_before_training_all_ranks_end_with_one_line(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    number = int(getattr(signal, name))
+    environment = {"MEGALITE_TEST_SIGNAL": str(number), "OMP_NUM_THREADS": None}
+    assert run_single(body_launch, "--nprocs", "3", env=environment) == 128 + number
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
+    assert lines == [f"error: ended by {name} in phase 'start-up: model'; nothing was saved"]
+
+
+def test_the_programs_own_start_is_ended_by_one_line(tmp_path: Path) -> None:
+    """One process, which imports torch: an exception raised there would be lost, and the run go on."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGTERM)\nexcept BaseException:\n    pass\n"
+    )
+    argv = [sys.executable, "pretrain_gpt.py", *FLAGS]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert done.stderr == "error: ended by SIGTERM; nothing was saved\n"
+
+
+def body_waits_in_a_library(world: World) -> None:
+    """The main thread is inside a lock of C's and runs no Python when the signal comes."""
+    EndAtOnce(lambda: "start-up self-test").install()
+    assert ends_at_once()
+    listen = ear()
+
+    def beat() -> None:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            listen()
+            time.sleep(0.05)
+
+    threading.Thread(target=beat, daemon=True).start()
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def test_a_rank_that_waits_in_a_library_hears() -> None:
+    run_ranks(body_waits_in_a_library, 1, expect="exited with status 143", timeout=30)
+
+
+def whole_run(world: World, argv: list[str], at: str = "") -> int:
+    """A training. at: where rank 1 gets SIGTERM: at the second batch of an evaluation, or after the loop."""
+    if world.rank == 1 and at == "evaluation":
+        losses, calls = Validator._losses, iter(range(1000))
+
+        def evaluated(self: Validator, microbatches: Any) -> Any:
+            if next(calls) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return losses(self, microbatches)
+
+        Validator._losses = evaluated  # type: ignore[method-assign]
+    if at == "after":
+        train = Trainer.train
+
+        def trained(self: Trainer) -> str:
+            status = train(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return status
+
+        Trainer.train = trained  # type: ignore[method-assign]
+    return run_training(parse(argv, world_size=world.size), world)
+
+
+EVALUATES = ("--eval-iters", "50", "--tensor-model-parallel-size")
+
+
+@pytest.mark.parametrize("layout", ["1", pytest.param("2", marks=pytest.mark.full)])
+def test_an_evaluation_is_cut_short_and_the_state_before_it_saved(tmp_path: Path, layout: str) -> None:
+    argv = command(tmp_path, *EVALUATES, layout, "--eval-interval", "2")
+    assert run_ranks(whole_run, 2, argv, "evaluation") == [0, 0]
+    assert saved(tmp_path) == ["iter_0000002"], "not one iteration more"
+    assert records(tmp_path, "summary")[-1]["status"] == "exit_signal" and not records(tmp_path, "valid")
+
+
+def test_the_last_evaluation_is_cut_short_and_made_up_for(tmp_path: Path) -> None:
+    argv = command(tmp_path, *EVALUATES, "1", "--auto-resume", steps=2)
+    assert run_ranks(whole_run, 2, argv, "evaluation") == [0, 0]
+    assert saved(tmp_path) == ["iter_0000002"] and not (tmp_path / "COMPLETED").exists()
+    assert run_ranks(whole_run, 2, argv) == [0, 0]
+    assert (tmp_path / "COMPLETED").exists() and len(records(tmp_path, "valid")) == 1
+
+
+def test_a_second_signal_does_not_tear_a_save_in_the_background(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--async-save", "--exit-interval", "2")
+    faults = ["pause@save.before_rename:rank=0"]
+    assert run_ranks(whole_run, 2, argv, "after", faults=faults) == [0, 0]
+    assert saved(tmp_path) == ["iter_0000002"] and not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_without_its_handler_a_run_leaves_signals_to_the_system(tmp_path: Path) -> None:
+    argv = [sys.executable, "pretrain_gpt.py", *command(tmp_path, "--no-exit-signal-handler", steps=100_000)]
+    running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    next(line for line in running.stdout if re.search(r"iteration +3/", line))
+    running.terminate()
+    running.stdout.read()
+    assert running.wait(60) == -signal.SIGTERM
