@@ -12,8 +12,8 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -64,8 +64,13 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
     resumes: `build` continues with what an earlier one has left in its folder, which is kept for that for a day.
     """
     target = root / name
-    if (target / COMPLETE).is_file():
-        return target
+    try:
+        if (target / COMPLETE).is_file():
+            return target
+    except PermissionError:
+        raise DataError(
+            f"--data-cache-path={root}: {name} is another user's and not readable; make it so, or name another folder"
+        ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{name}.lock") as alone:
@@ -111,7 +116,8 @@ def _build(root: Path, target: Path, build: Callable[[Path], None], *, resumes: 
         stage = root / f"{target.name}{PARTIAL}"
         stage.mkdir(exist_ok=True)
     else:
-        stage = Path(tempfile.mkdtemp(prefix=f"{target.name}.tmp-", dir=root))
+        stage = root / f"{target.name}.tmp-{uuid.uuid4().hex}"
+        stage.mkdir()  # not `mkdtemp`, whose folders are for nobody else: the umask says who may use the cache
     try:
         build(stage)
         (stage / COMPLETE).touch()
