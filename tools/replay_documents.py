@@ -20,7 +20,7 @@ from replay_outliers import Sample, outliers
 
 SHOWN = 48
 ONE_TOKEN, AT_LEAST = 0.9, 32
-"""A document stands out, however cheap, that is one token for so much of at least so many tokens: no text is."""
+"""A document stands out, however cheap, if it has this many tokens and so much of it is one of them: no text is."""
 
 
 @dataclass(frozen=True)
