@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class Numbers(NamedTuple):
     loss: float | None
     norm: float | None
     counts: bool = True
-    told: Mapping[str, float] = {}
+    told: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

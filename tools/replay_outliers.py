@@ -26,8 +26,8 @@ FEWEST = 12
 """Documents without which nothing is known of how they scatter."""
 LEVEL_FROM = 8
 """Documents of an iteration whose median is its level; with fewer it is that of all."""
-RATIOS = (0.0, *(2.0**k for k in range(-2, 13)), math.inf)
-"""s^2 / t^2 that are tried."""
+LEAST_RATIO, MOST_RATIO = -2, 12
+"""Powers of two between which s^2 / t^2 is tried, beside 0 and infinity."""
 ROUNDS = 20
 
 
@@ -78,7 +78,8 @@ def scatter_of(looked_at: Sequence[Sample], beside: Mapping[int, Sequence[Sample
     losses = [one.loss - level for group, level in zip(groups, levels, strict=True) for one in group]
     y = torch.tensor(losses, dtype=torch.float64)
     n = torch.tensor([one.tokens for one in everyone], dtype=torch.float64)
-    fits = [_fitted(y, n, ratio) for ratio in RATIOS]
+    ratios = (0.0, *(2.0**k for k in range(LEAST_RATIO, MOST_RATIO + 1)), math.inf)
+    fits = [_fitted(y, n, ratio) for ratio in ratios]
     _, fit = max(fits, key=lambda one: one[0])
     return fit._replace(level=fit.level + levels[0])
 
