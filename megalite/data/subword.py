@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.byte_level import WordTable
+from megalite.data.hostile_tokenizer import MOST_BYTES, check_growth, check_ids, probe, within
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
 from megalite.extras import optional_package
+from megalite.strangers import read_limited
 
 # What ends a document in the public families, in the order of the search where a tokenizer.json comes alone.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eos|>")
@@ -25,12 +27,7 @@ EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", 
 
 def read_file(path: str | Path, flag: str) -> bytes:
     """Content of a file that `flag` names. Raises DataError."""
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{flag}={path}: no such file") from None
-    except OSError as error:
-        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
+    return read_limited(path, flag, MOST_BYTES)
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -43,14 +40,18 @@ def byte_level_alphabet() -> dict[str, int]:
 class _FastTokenizer(Tokenizer):
     """Shared by the two kinds that run on a `tokenizers.Tokenizer`, the `backend`."""
 
-    def __init__(self, backend: Any, eod_id: int | None) -> None:
+    def __init__(self, backend: Any, eod_id: int | None, origin: str) -> None:
         self.backend = backend
         self.eod_id = eod_id
+        self._origin = origin
         # Ids may have holes (added tokens far above the model's): the vocabulary ends after the largest.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size == 0:
             raise DataError(f"--tokenizer-type={self.kind}: the vocabulary is empty (0 tokens)")
+        check_ids(self.vocab_size - 1, origin)
         self.definition = json.loads(backend.to_str())
+        check_growth(self.definition, origin)
+        probe(backend, origin)
         self.splits_at_newline = self._is_byte_level()
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         self._table = WordTable(self.encode, added) if self.splits_at_newline else None
@@ -63,7 +64,8 @@ class _FastTokenizer(Tokenizer):
         return bool(plain and deterministic and not self.definition.get("normalizer"))
 
     def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        with within(self._origin, "fails on a text"):
+            return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         if self._table is not None:
@@ -71,11 +73,13 @@ class _FastTokenizer(Tokenizer):
         return self._library_batch(texts)
 
     def _library_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with within(self._origin, "fails on a text"):
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self.backend.decode([i for i in ids if i != self.eod_id], skip_special_tokens=False))
+        with within(self._origin, "fails on its own ids"):
+            return str(self.backend.decode([i for i in ids if i != self.eod_id], skip_special_tokens=False))
 
     def token_bytes(self) -> NDArray[np.int32] | None:
         if not _keeps_text(self):
@@ -99,7 +103,10 @@ PROBE = "An  \uff21\ufb01\u00a0\u2460 Cafe\u0301 B.\tc\nd \U00010348, e"
 
 def _keeps_text(tokenizer: Tokenizer) -> bool:
     """Whether the ids of a text spell all of it: where they do not, its bytes cannot be counted from them."""
-    return tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
+    try:
+        return tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
+    except DataError:  # a character that its vocabulary does not have
+        return False
 
 
 def _decodes_bytes(decoder: dict[str, Any] | None) -> bool:
@@ -128,20 +135,18 @@ class GPT2BPETokenizer(_FastTokenizer):
         self._vocab, self._merges = vocab, merges
         try:
             table = {str(token): int(index) for token, index in json.loads(vocab).items()}
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(f"--vocab-file={vocab_name}: not a JSON object of token to id ({error})") from None
-        try:
-            pairs = _parse_merges(merges.decode())
-            model = tokenizers.models.BPE(table, pairs)
-        except Exception as error:  # the package raises bare Exception
-            raise DataError(f"--merge-file={merges_name}: does not fit the vocabulary ({error})") from None
+        check_ids(max(table.values(), default=0), f"--vocab-file={vocab_name}")
+        with within(f"--merge-file={merges_name}", "does not fit the vocabulary"):
+            model = tokenizers.models.BPE(table, _parse_merges(merges.decode()))
         backend = tokenizers.Tokenizer(model)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = tokenizers.decoders.ByteLevel()
         eod = "<|endoftext|>"
         if eod in table:
             backend.add_special_tokens([tokenizers.AddedToken(eod, special=True, normalized=True)])
-        super().__init__(backend, table.get(eod))
+        super().__init__(backend, table.get(eod), f"--vocab-file={vocab_name}")
 
     def files(self) -> dict[str, bytes]:
         return {"vocab.json": self._vocab, "merges.txt": self._merges}
@@ -173,13 +178,11 @@ class HuggingFaceTokenizer(_FastTokenizer):
         import tokenizers
 
         self._json, self._config = definition, config
-        try:
+        with within(f"--tokenizer-model={origin}", "not a tokenizer.json"):
             backend = tokenizers.Tokenizer.from_str(definition.decode())
-        except Exception as error:  # the package raises bare Exception
-            raise DataError(f"--tokenizer-model={origin}: not a tokenizer.json ({str(error)[:120]})") from None
         backend.no_truncation()
         backend.no_padding()
-        super().__init__(backend, _find_eod(backend, config, origin))
+        super().__init__(backend, _find_eod(backend, config, origin), f"--tokenizer-model={origin}")
 
     @classmethod
     def from_path(cls, path: str | Path) -> HuggingFaceTokenizer:
@@ -192,7 +195,7 @@ class HuggingFaceTokenizer(_FastTokenizer):
                 "fast form"
             )
         beside = file.parent / "tokenizer_config.json"
-        config = beside.read_bytes() if beside.is_file() else None
+        config = read_file(beside, "--tokenizer-model") if beside.is_file() else None
         return cls(read_file(file, "--tokenizer-model"), config, origin=str(path))
 
     def files(self) -> dict[str, bytes]:
@@ -204,13 +207,14 @@ def _find_eod(backend: Any, config: bytes | None, origin: str) -> int | None:
     if config is not None:
         try:
             named = json.loads(config).get("eos_token")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"--tokenizer-model={origin}: tokenizer_config.json beside it is not a JSON object ({error})"
             ) from None
         content = named.get("content") if isinstance(named, dict) else named
         if isinstance(content, str):
-            index = backend.token_to_id(content)
+            with within(f"--tokenizer-model={origin}", "tokenizer_config.json beside it: eos_token is no text"):
+                index = backend.token_to_id(content)
             if index is not None:
                 return int(index)
     return next((int(i) for i in map(backend.token_to_id, EOD_NAMES) if i is not None), None)
@@ -231,10 +235,8 @@ class SentencePieceTokenizer(Tokenizer):
         sentencepiece = optional_package(flag or f"--tokenizer-type={self.kind}", "sentencepiece")
         self._model = model
         self._backend = sentencepiece.SentencePieceProcessor()
-        try:
+        with within(f"--tokenizer-model={origin}", "not a sentencepiece model"):
             self._backend.LoadFromSerializedProto(model)
-        except Exception as error:  # the package raises RuntimeError of many texts
-            raise DataError(f"--tokenizer-model={origin}: not a sentencepiece model ({str(error)[:80]})") from None
         self.vocab_size = int(self._backend.GetPieceSize())
         eos = int(self._backend.eos_id())
         self.eod_id = eos if eos >= 0 else None

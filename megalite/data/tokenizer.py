@@ -139,9 +139,9 @@ class CharTokenizer(Tokenizer):
         """Read what `files` wrote; `origin` names the file in an error."""
         try:
             characters = json.loads(content)["characters"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"--tokenizer-model={origin}: not a character vocabulary ({error})") from error
-        if not isinstance(characters, str):
+        if not isinstance(characters, str) or any("\ud800" <= char <= "\udfff" for char in characters):
             raise DataError(f"--tokenizer-model={origin}: not a character vocabulary ('characters' must be text)")
         return cls(characters)
 
