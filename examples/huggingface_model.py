@@ -45,7 +45,7 @@ def train(world: megalite.World) -> None:
         fresh = GPT2LMHeadModel(model.config)
         fresh.load_state_dict(weights, strict=True)  # fresh.save_pretrained(...) writes it
         written = fresh.generate(TEXT[None, :16], max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 16:]
-        print(f"transformers continues: {bytes(written.tolist()).decode(errors='replace')!r}")
+        print(f"transformers continues: {bytes(written.tolist()).decode(errors='replace')!a}")
 
 
 if __name__ == "__main__":

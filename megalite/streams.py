@@ -2,7 +2,8 @@
 
 A reader that has gone (`| head`), a full disk behind `> log`, a terminal that was lost with its ssh: what is written
 there is lost, what is computed is not. The first failure is said once, on the other of the two streams; from then on
-the null device replaces the one that failed, for Python and for libraries alike.
+the null device replaces the one that failed, for Python and for libraries alike. What a stream's encoding lacks is
+escaped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 
@@ -57,6 +59,15 @@ class Stream:
         return getattr(self._stream, name)
 
 
+def escape_unsayable() -> None:
+    """Makes the standard streams write `\\xe9` for a character that their encoding lacks, in place of an error: a text
+    may hold any, and where it is shown is no reason to end what it is shown of.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def keep_streams() -> None:
     """Makes this process's standard streams outlive their readers. Call it first: closed ones become the null device,
     lest the next file that is opened takes their number and is written into by the next print.
@@ -66,6 +77,7 @@ def keep_streams() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    escape_unsayable()
     out = sys.stdout or open(os.devnull, "w", encoding="utf-8")
     err = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     if not isinstance(out, Stream):

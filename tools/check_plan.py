@@ -46,6 +46,7 @@ from megalite.planner import (
     mean_profile,
     predict,
 )
+from megalite.streams import escape_unsayable
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = (
@@ -119,7 +120,7 @@ def run(config: Config, world_size: int, wanted: int, watch: Watch) -> Measured:
             checkpoint=replace(config.checkpoint, save=str(folder / "run")),
         )
         path = folder / "config.yaml"
-        path.write_text(dump_yaml(whole))
+        path.write_text(dump_yaml(whole), encoding="utf-8")
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--config", str(path)]
         with (folder / "output").open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True)
@@ -262,6 +263,7 @@ def _figures(times: Sequence[tuple[float, float]], sizes: Sequence[float], chose
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
+    escape_unsayable()
     args, rest = parser().parse_known_args(argv)
     require_core()  # the layouts that it measures need torch
     world = args.num_devices

@@ -15,6 +15,7 @@ require_core(torch=False)
 
 from megalite.errors import ConfigError, MegaliteError
 from megalite.launch import INTERRUPTED
+from megalite.streams import escape_unsayable
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -50,6 +51,7 @@ class ToolParser(argparse.ArgumentParser):
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
     """Run `main` with `argv` (the command line); returns the exit status, that of `main` if it has one. Errors become
     lines on standard error."""
+    escape_unsayable()
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except MegaliteError as error:

@@ -58,6 +58,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
+from megalite.streams import escape_unsayable
 from megalite.train import open_run, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 
 #: Blocks of the stage that is timed: with one alone a CPU would have its weights in the cache.
@@ -345,6 +346,7 @@ def measure(config: Config, world: World, micro_batches: Sequence[int], repeats:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
+    escape_unsayable()
     args, rest = parser().parse_known_args(argv)
     try:
         config, _ = read_unjudged(rest, optional=["micro_batch_size"])

@@ -61,7 +61,7 @@ def record(
 def _write(config: Config, world_size: int, steps: int, folder: str, branches: Branches) -> list[float]:
     """One run; the norms of the updates that are taken."""
     alone = Path(folder) / "alone.yaml"
-    alone.write_text(dump_yaml(_alone(config, world_size)))
+    alone.write_text(dump_yaml(_alone(config, world_size)), encoding="utf-8")
     pupil = Pupil(("--config", str(alone)))
     pupil.whole = config.total_train_samples(world_size)
     pupil.samples = config.global_batch_size(world_size)

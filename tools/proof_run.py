@@ -98,7 +98,7 @@ def _recorded(small: Small, steps: int, folder: Path) -> Small:
     """With the bound of the norm at which the one process, whose numbers are in `folder` from now on, clips some
     updates and not others."""
     given, asked = folder / "asked.yaml", small.branches
-    given.write_text(dump_yaml(_cached(small.config, folder)))
+    given.write_text(dump_yaml(_cached(small.config, folder)), encoding="utf-8")
     with redirect_stdout(StringIO()):
         bound, clipped, updates = run_single(
             record, str(given), small.world_size, steps, str(folder), asked, timeout=PATIENCE_SECONDS
@@ -125,7 +125,7 @@ def _parts(small: Small, steps: int, folder: Path, rank: Rank) -> Any:
     here = folder / "here.yaml"
     save_after = steps // 2
     config = replace(small.config, checkpoint=replace(small.config.checkpoint, save=str(folder / "run")))
-    here.write_text(dump_yaml(_cached(config, folder)))
+    here.write_text(dump_yaml(_cached(config, folder)), encoding="utf-8")
     reference = Reference(folder)
     whole = range(1, steps + 1)
     yield _part("the layout", rank, small.world_size, here, folder / "a", reference, whole, (steps, save_after))
@@ -133,7 +133,7 @@ def _parts(small: Small, steps: int, folder: Path, rank: Rank) -> Any:
     there = folder / "there.yaml"
     newest = sorted((folder / "run").glob("iter_*"))[0]
     moved = replace(other.checkpoint, load=str(newest.parent), ckpt_step=save_after)
-    there.write_text(dump_yaml(_cached(replace(other, checkpoint=moved), folder)))
+    there.write_text(dump_yaml(_cached(replace(other, checkpoint=moved), folder)), encoding="utf-8")
     rest = range(save_after + 1, steps + 1)
     name = f"its checkpoint at {_describe(other, ranks)}"
     yield _part(name, rank, ranks, there, folder / "b", reference, rest, (steps, 0))
@@ -198,7 +198,7 @@ def _in_own_format(small: Small, steps: int, folder: Path) -> str:
     alone = small.by_microbatch and ranks == small.world_size
 
     def trained(file: str, config: Config, size: int, *seed: int) -> Trained:
-        (folder / file).write_text(dump_yaml(_cached(config, folder)))
+        (folder / file).write_text(dump_yaml(_cached(config, folder)), encoding="utf-8")
         case = _run(losses, size, str(folder / file), steps, *seed)
         if case.outcome.culprit is not None:
             raise _Died(_death(case))

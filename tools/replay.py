@@ -68,7 +68,7 @@ def _run(argv: list[str]) -> int:
         body = Replay(past, documents=args.documents, passes=passes, verdict=verdict)
         status = launch(config, body, place)
         if status == 0 and verdict.is_file():
-            code, _, text = verdict.read_text().partition(" ")
+            code, _, text = verdict.read_text(encoding="utf-8").partition(" ")
             print(f"verdict: {text}", flush=True)
             return int(code)
     return status

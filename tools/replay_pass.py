@@ -79,7 +79,8 @@ class Replay:
         if world.is_first:
             print("\n".join(self._account(found[0], config, world)), flush=True)
             status = NUMBERS if trouble is not None else ROUNDING if apart is not None else 0
-            self.verdict.write_text(f"{status} {trouble or self._verdict(found[0], apart)}")
+            text = f"{status} {trouble or self._verdict(found[0], apart)}"
+            self.verdict.write_text(text, encoding="utf-8", errors="backslashreplace")
         return 0
 
     def _as_it_computed(self, config: Config, world: World) -> Config:

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     runs = [(Path(directory).name or directory, read_run(directory)) for directory in flags.load]
     page = render_report(" and ".join(name for name, _ in runs), runs)
     try:
-        Path(flags.output).write_text(page, encoding="utf-8")
+        Path(flags.output).write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--output={flags.output}: cannot be written ({error.strerror})") from None
     print(f" wrote {flags.output}")

@@ -53,6 +53,7 @@ from megalite.schedule import (
     validate,
     with_chunks,
 )
+from megalite.streams import escape_unsayable
 from schedule_figures import comparison, figures, summary
 
 ASYNCHRONOUS_BATCHES = 4
@@ -279,6 +280,7 @@ def _own_flags(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print or write what is asked for; 2 and one line per problem on standard error if it is illegal."""
+    escape_unsayable()
     try:
         args = parser().parse_args(argv)
         text = _compare(args) if args.compare else _show(args)

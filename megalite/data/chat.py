@@ -23,7 +23,7 @@ import numpy as np
 
 from megalite.data.cache import digest_of
 from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
-from megalite.data.corpus import JSONL_SUFFIXES
+from megalite.data.corpus import JSONL_SUFFIXES, check_characters
 from megalite.data.file_chunks import (
     InputUnit,
     input_size,
@@ -157,6 +157,8 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
         texts = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{where}: message {number} is not an object with a role and a content that are texts")
+        for name in ("role", "content"):
+            check_characters(message[name], f"{where}: {name} of message {number}")
     if record.get("tools"):
         raise DataError(f"{where}: has tools, which are not supported; leave them out, or --skip-bad-lines drops it")
     return [messages]

@@ -191,4 +191,18 @@ def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str
             )
         if not isinstance(record[key], str):
             raise DataError(f"{where}: field '{key}' is not text but {type(record[key]).__name__}")
+        check_characters(record[key], f"{where}: field '{key}'")
     return [record[key] for key in keys]
+
+
+def check_characters(text: str, where: str) -> None:
+    """Raises DataError for half a character (a lone surrogate), which no encoding has: JSON can spell it."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has half a character (\\u{ord(text[error.start]):04x}, a lone surrogate, at character "
+            f"{error.start}); repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
+        ) from None

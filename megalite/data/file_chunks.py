@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.cache import digest_of
-from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_fields
+from megalite.data.corpus import JSONL_SUFFIXES, check_characters, open_text, parse_fields
 from megalite.errors import DataError
 from megalite.extras import optional_package
 from megalite.strangers import open_hub_dataset, open_saved_dataset
@@ -203,6 +203,7 @@ def _texts(path: str, key: str, values: list[Any]) -> list[str]:
     for value in values:
         if value is not None and not isinstance(value, str):
             raise DataError(f"--input={path}: column '{key}' is not text but {type(value).__name__}; use --json-keys")
+        check_characters(value or "", f"--input={path}: column '{key}'")
     return [value or "" for value in values]
 
 

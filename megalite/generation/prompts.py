@@ -30,6 +30,11 @@ def read_prompts(path: str, flag: str) -> list[str]:
 
 def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], flag: str) -> list[list[int]]:
     """An empty text begins a document. Raises ConfigError where there is no token for that."""
+    for text in texts:
+        if not text.isascii() and text != text.encode(errors="replace").decode():
+            raise ConfigError(
+                f"{flag}={ascii(text)[:60]}: has half a character, or bytes that are not UTF-8; repair it"
+            )
     found = [tokenizer.encode(text) for text in texts]
     if tokenizer.eod_id is None and not all(found):
         raise ConfigError(f"{flag}: is empty, and this tokenizer has no end-of-document token to begin after")

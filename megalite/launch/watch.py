@@ -75,7 +75,7 @@ class RankWatch:
         """
         if self._store is None:
             return None
-        store, key = self._store, "told/" + hashlib.sha256(text.encode()).hexdigest()
+        store, key = self._store, "told/" + hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
         return _within(ANSWER_SECONDS, lambda: store.add(key, 1)) == 1
 
     def leave_word(self, cause: str) -> None:

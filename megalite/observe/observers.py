@@ -131,7 +131,8 @@ class SamplesHook(Hook):
     def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _end_torn_line(self._path)
-        with self._path.open("a", encoding="utf-8") as file:
+        # A lone surrogate becomes `\ud800`, which is how JSON spells it.
+        with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 

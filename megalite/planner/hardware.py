@@ -111,7 +111,7 @@ def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> 
             f"--hardware={name_or_file}: no such hardware; one of {', '.join(available())}, or a YAML file like theirs"
         )
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hardware={name_or_file}: not a YAML file ({str(error).splitlines()[0]})") from error
     hardware = parse_hardware(data, name_or_file)
@@ -124,7 +124,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s that one device could do at best in bf16 or fp16: what MFU, the share of the possible that a run reaches,
     is measured against. None where that is not known (other precisions; a CPU, whose peak depends on clocks and
     instruction sets that its name does not tell)."""
-    known = yaml.safe_load((Path(__file__).parent / "devices.yaml").read_text())
+    known = yaml.safe_load((Path(__file__).parent / "devices.yaml").read_text(encoding="utf-8"))
     found = next((entry for name, entry in known.items() if name in device_name), None)
     if found is None or precision not in ("bf16", "fp16"):
         return None

@@ -73,7 +73,7 @@ def _scaled(measured: LayerTimes, here: LayerTimes, there: LayerTimes) -> LayerT
 def load_profile(path: str, hardware: Hardware) -> Profile:
     """Read a profile. Raises ConfigError where it is not one."""
     try:
-        data: Any = json.loads(Path(path).read_text())
+        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         points = {
             (
                 int(point["tensor_model_parallel_size"]),
