@@ -7,7 +7,7 @@ A rule of a family names what a linear layer is there (`family.py`). An adapter 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,6 +47,11 @@ class AdaptedSource:
         self.base_model = BaseModel.of_meta(meta, where).found(where, Axis.single("world"), base)
         self._base = self.base_model.open()
         self._tokenizer = CheckpointSource.tokenizer_of(self._reader)
+        for name in self._reader.manifest.tensors:
+            rest = name.split(".", 2)[-1]
+            known = adapters_of(self.adapted, rest.partition(".adapters.")[0])
+            if name.startswith("layers.") and not any(rest in (adapter.a.name, adapter.b.name) for adapter in known):
+                raise CheckpointError(f"{where}: {name} is no adapter of its lora_targets; it is damaged")
 
     @property
     def origin(self) -> Origin:
@@ -60,8 +65,15 @@ class AdaptedSource:
         """Those of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
         _, index, linear = layer.split(".", 2)
         for adapter in adapters_of(self.adapted, linear):
-            a, b = (self._reader.read(f"layers.{index}.{p.name}") for p in (adapter.a, adapter.b))
+            a, b = (self._stored(f"layers.{index}.{p.name}", p.shape) for p in (adapter.a, adapter.b))
             yield adapter, a, b
+
+    def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
+        values = self._reader.read(name)
+        if tuple(values.shape) != tuple(shape):
+            there, path = list(values.shape), self._reader.path
+            raise CheckpointError(f"{path}: {name} is {there}, {list(shape)} by its configuration; it is damaged")
+        return values
 
     def read(self, name: str) -> Tensor:
         values, (layer, _, kind) = self._base.read(name), name.rpartition(".")

@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from megalite.convert.source import ModelSource
 from megalite.errors import CheckpointError, MegaliteError
 
 BASE_META = "base"
+LONGEST_PATH = 4096  # characters; systems allow no more
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class BaseModel:
         """What a checkpoint of adapters says. Raises CheckpointError."""
         told = Meta(meta, where).section(BASE_META)
         path, digest = told.raw.get("path"), told.raw.get("digest", "")
-        if not isinstance(path, str | None) or not isinstance(digest, str):
+        if not isinstance(path, str | None) or len(path or "") > LONGEST_PATH or not isinstance(digest, str):
             raise told.wrong("path", "the place of a model")
         return cls(None if path is None else Path(path), digest, told.integer("seed", 0))
 
@@ -57,7 +59,7 @@ class BaseModel:
         path = elsewhere or self.path
         if path is None:
             raise CheckpointError(f"{where}: adapters of a model with random weights, which is stored nowhere")
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise CheckpointError(
                 f"{where}: adapters of the model {path}, which is not there; bring it back, or name its place: --load "
                 "to train (beside --auto-resume), --base to convert"

@@ -81,7 +81,7 @@ def test_a_training_whose_output_is_ascii_trains_and_saves(environment: dict[str
     assert [sample["prompt"] for sample in samples] == ["café au lait"] * 2
 
 
-#: Spellings of half a character in JSON, and where it stands.
+#: Spellings of half a character in JSON, and its place in the text.
 HALVES = {
     '"\\ud800"': 0,
     '"\\udfff"': 0,
