@@ -5,26 +5,25 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
+SEED = 1
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the large matrices too (scripts/test.sh --full)")
-    parser.addoption(
-        "--seed", type=int, help="what random tests draw from, in place of one that the commit has to itself"
-    )
+    parser.addoption("--seed", type=int, help=f"what random tests draw from, in place of {SEED} (--full: of the clock)")
+    parser.addoption("--turn", type=int, choices=(0, 1), default=0, help="which half of the cases `in_turn` runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Every commit draws something new, and whoever runs that commit draws the same: CI fails for what it tests, not by
-    chance. The large matrices draw anew every time.
+    """Random tests draw the same at every commit, so that a test fails for what was changed; a seed that has failed
+    becomes a test of its own. The large matrices draw anew every time.
 
     Under nohup a hang-up is ignored, and every process would inherit that: tests that send one wait in vain. A
     handler keeps these tests running as nohup asks, and what they start hears the signal.
@@ -32,17 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
     if config.option.seed is None:
-        config.option.seed = int(time.time()) % 1_000_000 if config.option.full else _seed_of_commit()
-
-
-def _seed_of_commit() -> int:
-    """Of the files that are committed; 0 outside a repository."""
-    asked = ["git", "rev-parse", "HEAD^{tree}"]
-    try:
-        found = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return int(found[:8], 16) % 1_000_000
+        config.option.seed = int(time.time()) % 1_000_000 if config.option.full else SEED
 
 
 def pytest_collection_finish() -> None:
@@ -57,7 +46,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     large = pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full")
-    others = pytest.mark.skip(reason="runs with other commits and with scripts/test.sh --full")
+    others = pytest.mark.skip(reason="the other half: runs with --turn=1 and with scripts/test.sh --full")
     cases: Counter[str] = Counter()
     no_gpu = pytest.mark.skip(reason="torch sees no GPU")
     for item in items:
@@ -66,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.get_closest_marker("in_turn") and not config.getoption("--full"):
             test = item.nodeid.partition("[")[0]
             cases[test] += 1
-            if (cases[test] + config.option.seed) % 2:
+            if cases[test] % 2 == config.option.turn:
                 item.add_marker(others)
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
             item.add_marker(no_gpu)
