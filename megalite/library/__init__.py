@@ -16,6 +16,7 @@
     cutting.py     which layers a stage holds, and what crosses between stages
     names.py       what parameters are called at any layout, and which of them several stages share
     tracing.py     one module as a graph; linearise.py: where to cut it; traced_layer.py: `layers_from_module`
+    tables.py      do its embeddings have the rows that are looked up
     tensor_cut.py  linear layers of such a module over tensor-parallel ranks, by a table of names; tensor_check.py: is
                    what lies between them right on parts
     modules.py     a stage made of somebody's modules; their linear layers split the backward like ours

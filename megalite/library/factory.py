@@ -31,8 +31,12 @@ def module_of(name: str, *, seed: int, vocab_size: int, seq_length: int) -> nn.M
     torch.manual_seed(seed)
     try:
         made = factory(**arguments)
-    except Exception as error:  # whatever somebody's function raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever somebody's function raises, sys.exit too
         raise ConfigError(f"--model-module={name}: {_reason(error)}") from None
+    if inspect.iscoroutine(made):
+        made.close()  # or Python adds lines of its own
     if not isinstance(made, nn.Module):
         raise ConfigError(f"--model-module={name}: returns {type(made).__name__}; a torch.nn.Module is wanted")
     return made
@@ -42,7 +46,9 @@ def _factory(name: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     try:
         module = _file(Path(where)) if where.endswith(".py") else _package(where)
-    except Exception as error:  # whatever is wrong with somebody's file
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever is wrong with somebody's file, and its sys.exit
         raise ConfigError(f"--model-module={name}: {_reason(error)}") from None
     found: Any = getattr(module, attribute, None)
     if not callable(found) or isinstance(found, nn.Module):
@@ -91,10 +97,14 @@ def _arguments(factory: Callable[..., Any], offered: dict[str, int], name: str) 
     return {key: value for key, value in offered.items() if key in taken}
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """`my_model.py:7: ValueError: ...` of what the user's code raised."""
-    ours = (__file__, importlib.__file__)
+    ours, torchs = (__file__, importlib.__file__), str(Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
-    at = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    theirs = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
+    at = f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else repr(error.code)
+        return f"{at}ends the program by sys.exit({' '.join(code.split())[:200]}); raise an exception that says why"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{at}{type(error).__name__}: {first}"
+    return f"{at}{type(error).__name__}: {first or (theirs[-1].line if theirs else 'without a text')}"

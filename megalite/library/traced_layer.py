@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from megalite.comm import Axis, ParallelMesh
 from megalite.errors import ConfigError
 from megalite.library.linearise import Line, Part, linearise
+from megalite.library.tables import check_tables
 from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
 from megalite.library.tracing import Traced, trace
@@ -56,10 +57,15 @@ def together(inputs: Any) -> tuple[Tensor, ...]:
     return given
 
 
-def layers_over(axis: Axis, module: nn.Module, example: tuple[Tensor, ...], table: Table) -> list[nn.Module]:
-    """The same over an axis, which to look at the cut may be without ranks to talk to."""
+def layers_over(
+    axis: Axis, module: nn.Module, example: tuple[Tensor, ...], table: Table, *, ids: int | None = None
+) -> list[nn.Module]:
+    """The same over an axis, which to look at the cut may be without ranks to talk to. ids: those of the input are
+    below it, which the module's tables must have rows for."""
     cuts = cut_parameters(module, table, axis) if axis.size > 1 else {}
     traced = trace(module, example, cuts)
+    if ids is not None:
+        check_tables(traced, {name: len(p) for name, p in module.named_parameters() if p.dim()}, ids)
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
     line = linearise(traced, cut)
     if cuts:

@@ -73,8 +73,12 @@ def trace(module: nn.Module, example: tuple[Tensor, ...], cuts: Mapping[str, Cut
     try:
         with _quietly(), _without_cache(module):
             program = torch.export.export(_Called(module, list(own)), (state, inputs), strict=False)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
+    except SystemExit as error:
+        raise ConfigError(
+            f"{type(module).__name__}: {_place(error)} ends the program by sys.exit; raise an exception that says why"
+        ) from None
     except Exception as error:  # whatever somebody's module raises, or torch.export about it
         more = "; is a col or a row missing in tensor_parallel?" if cuts else ""
         raise ConfigError(_reason(module, error) + more) from None
@@ -134,13 +138,7 @@ def _quietly() -> Iterator[None]:
 
 def _reason(module: nn.Module, error: Exception) -> str:
     """One line: where in the user's code (or that of a library other than torch), and what."""
-    theirs = Path(torch.__file__).parent
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_file() and theirs not in Path(frame.filename).parents and frame.filename != __file__
-    ]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else "somewhere inside"
+    where = _place(error)
     if "DataDependent" in type(error).__name__:
         return (
             f"{type(module).__name__}: {where} depends on values of the input; what is computed must be the same for "
@@ -148,3 +146,14 @@ def _reason(module: nn.Module, error: Exception) -> str:
         )
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return f"{type(module).__name__}: {where} cannot be traced: {first}"
+
+
+def _place(error: BaseException) -> str:
+    """The last line that is none of torch's."""
+    theirs = Path(torch.__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_file() and theirs not in Path(frame.filename).parents and frame.filename != __file__
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else "somewhere inside"

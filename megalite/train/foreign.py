@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from megalite.comm import Axis, ParallelMesh, TensorShard
 from megalite.config import Config
@@ -93,10 +94,13 @@ class ForeignModel:
         self.name, self._seed, size = config.model.module.model_module or "", config.training.seed, axis.size
         shape = config.training.micro_batch_size, config.model.seq_length
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        module = cast(made(config, look=look), dtype).train()
+        module = made(config, look=look)
+        check_parameters(self.name, module, look=look)
+        module = cast(module, dtype).train()
         copy = small_copy(module, shape) if probe else None
         try:
-            layers = layers_over(axis, module, (tokens,), config.model.module.table if size > 1 else {})
+            table = config.model.module.table if size > 1 else {}
+            layers = layers_over(axis, module, (tokens,), table, ids=config.model.vocab_size)
             self.parts = Parts(layers, (tokens,), program.placement, device)
         except ConfigError as error:
             raise ConfigError(f"--model-module={self.name}: {_in_flags(str(error))}") from None
@@ -167,6 +171,22 @@ class ForeignModel:
             )
 
 
+def check_parameters(name: str, module: nn.Module, *, look: bool) -> None:
+    """Raises ConfigError where there is nothing to train, or no values to begin with."""
+    learns = False
+    for label, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(
+                f"--model-module={name}: {label} is lazy and has no shape yet; call the module once in the factory"
+            )
+        if parameter.is_meta and not look:
+            raise ConfigError(f"--model-module={name}: {label} is on meta, without values; make it on the CPU")
+        learns = learns or parameter.requires_grad
+    if not learns:
+        what = "no parameter that learns (requires_grad)" if any(True for _ in module.parameters()) else "no parameters"
+        raise ConfigError(f"--model-module={name}: {type(module).__name__} has {what}; there is nothing to train")
+
+
 def made(config: Config, *, look: bool) -> nn.Module:
     """What the factory makes. look: on `meta`, unless it does more than make parameters."""
 
@@ -193,6 +213,7 @@ def _in_flags(text: str) -> str:
     text = text.replace("tensor_parallel:", "--tensor-parallel-globs:").replace(
         "tensor_parallel?", "--tensor-parallel-globs?"
     )
+    text = text.replace("give more layers, or fewer ranks", "use a smaller --pipeline-model-parallel-size")
     return text.replace("cut the layers otherwise (sizes=...)", "use another --pipeline-model-parallel-size")
 
 
