@@ -120,7 +120,7 @@ def compared(
     if not exactly:
         return
     for name in TOLD:
-        if name in record and name in here.told:
+        if here.told is not None and name in record:
             yield name, here.told[name], record[name]
     if whole and "skipped_iterations" in record:
         skipped = sum(not numbers[last - i].counts for i in range(record["iterations"]))
