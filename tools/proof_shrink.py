@@ -286,10 +286,14 @@ def _optimizer(config: Config, smaller: float, changes: _Changes) -> OptimizerCo
     settings, staleness = config.optimizer, config.optimizer.staleness
     if has_delay(config):  # what is unset follows from fields that are made smaller here
         staleness = replace(staleness, staleness_correction=correction_of(config).method)
+    final = settings.lr_wsd_decay
+    if settings.lr_decay_style == "WSD":
+        final = replace(final, lr_wsd_decay_iters=1, lr_wsd_decay_samples=None)
     return replace(
         settings,
         lr_decay=type(settings.lr_decay)(),
         lr_warmup=type(settings.lr_warmup)(),
+        lr_wsd_decay=final,
         args=_arguments(settings, smaller, changes),
         exp_avg_dtype="fp32",
         exp_avg_sq_dtype="fp32",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from equivalence.layouts import TINY
 from megalite.checkpoint import Checkpointer
 from megalite.comm import World
 from megalite.config import Config, parse
+from megalite.engine import update
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.update import Updater
 from megalite.errors import ConfigError
@@ -51,14 +53,15 @@ def last_rank() -> bool:
 
 def scale_with(coefficient: Callable[[Tensor], Tensor]) -> Any:
     """The factor of the gradients, with another clip coefficient on the last rank."""
-    right = Updater._grad_scale
+    right = update._grad_scale
 
-    def scale(self: Updater, norm: Tensor, found_inf: Tensor, loss_scale: Any) -> Any:
+    def scale(norm: Tensor, found_inf: Tensor, numbers: update.Hyperparameters) -> Any:
         if not last_rank():
-            return right(self, norm, found_inf, loss_scale)
-        return torch.where(found_inf > 0, 1.0, coefficient(self._clip_grad / (norm + 1e-6)) / loss_scale)
+            return right(norm, found_inf, numbers)
+        clip = coefficient(numbers.clip_grad / (norm + 1e-6))
+        return torch.where(found_inf > 0, 1.0, clip / numbers.loss_scale)
 
-    return patch.object(Updater, "_grad_scale", scale)
+    return patch.object(update, "_grad_scale", scale)
 
 
 def no_clamp_on_one_rank() -> Any:
@@ -70,8 +73,10 @@ def never_clipped_on_one_rank() -> Any:
 
 
 def loss_scale_left_in_clipped_gradients() -> Any:
-    right = Updater._grad_scale
-    return patch.object(Updater, "_grad_scale", lambda self, norm, inf, scale: right(self, norm, inf, 1.0))
+    right = update._grad_scale
+    return patch.object(
+        update, "_grad_scale", lambda norm, inf, numbers: right(norm, inf, replace(numbers, loss_scale=1.0))
+    )
 
 
 def loss_scale_left_in_unclipped_gradients() -> Any:
@@ -110,23 +115,23 @@ def skipped_update_advances_the_rate() -> Any:
 def scale_stays_after_a_skip() -> Any:
     right = DynamicLossScaler.update
 
-    def update(self: DynamicLossScaler, *, found_non_finite: bool) -> None:
+    def after(self: DynamicLossScaler, *, found_non_finite: bool) -> None:
         kept = self.scale
         right(self, found_non_finite=found_non_finite)
         self.scale = kept if found_non_finite else self.scale
 
-    return patch.object(DynamicLossScaler, "update", update)
+    return patch.object(DynamicLossScaler, "update", after)
 
 
 def scale_never_grows() -> Any:
     right = DynamicLossScaler.update
 
-    def update(self: DynamicLossScaler, *, found_non_finite: bool) -> None:
+    def after(self: DynamicLossScaler, *, found_non_finite: bool) -> None:
         kept = self.scale
         right(self, found_non_finite=found_non_finite)
         self.scale = min(kept, self.scale)
 
-    return patch.object(DynamicLossScaler, "update", update)
+    return patch.object(DynamicLossScaler, "update", after)
 
 
 def scale_of_this_update_in_2bw() -> Any:
