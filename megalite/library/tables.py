@@ -14,10 +14,10 @@ from megalite.library.tracing import Traced
 
 EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
 #: Operations that hand ids on as they are.
-SAME_IDS = (
-    "view reshape _unsafe_view to _to_copy clone contiguous unsqueeze squeeze expand detach alias slice select "
-    "transpose permute t flatten lift_fresh_copy flip"
-).split()
+SAME_IDS = frozenset({
+    "view", "reshape", "_unsafe_view", "to", "_to_copy", "clone", "contiguous", "unsqueeze", "squeeze", "expand",
+    "detach", "alias", "slice", "select", "transpose", "permute", "t", "flatten", "lift_fresh_copy", "flip",
+})  # fmt: skip
 MOST_ELEMENTS = 1 << 24
 """Ids that do not depend on the input (positions) are worked out up to so many."""
 

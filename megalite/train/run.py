@@ -29,7 +29,7 @@ from megalite.train import matmul_precision
 from megalite.train.announcement import announce, open_module
 from megalite.train.arithmetic import arithmetic_of
 from megalite.train.batch_reader import BatchReader
-from megalite.train.build import build_model, wide_dtype
+from megalite.train.build import Model, build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
 from megalite.train.foreign import ForeignModel
@@ -205,13 +205,11 @@ def assemble_trainer(
         after, so all of them use the scale from before that update; a change takes effect one batch later."""
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
-    down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
-    channel = Channel(down, up, sending_pairs(config, model), headers=config.parallel.check_pipeline_messages)
-    synchronize = torch.cuda.synchronize if world.device.type == "cuda" else None
-    executor = Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
+    executor = make_executor(config, model, mesh, updater, world.device)
+    channel = executor.channel
     train_iters = config.train_iterations(world.size)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
-    traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
+    traced, flops = config.logging.trace_pipeline, foreign and foreign.flops_per_sample
     return Trainer(
         progress=progress,
         config=config,
@@ -238,6 +236,14 @@ def assemble_trainer(
         save=state.save if config.checkpoint.save is not None else None,
         report_phase=world.report_phase,
     )
+
+
+def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Updater, device: torch.device) -> Executor:
+    """The executor of this rank; messages go down and up the pipeline by communicators of their own."""
+    down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
+    channel = Channel(down, up, sending_pairs(config, model), headers=config.parallel.check_pipeline_messages)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+    return Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
 
 
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:

@@ -104,7 +104,7 @@ class Executor:
         self.stages = dict(stages)
         self.placement = placement
         self.trace: list[ActionTiming] | None = None
-        self._channel = channel
+        self.channel = channel
         self._events = events
         self._synchronize = synchronize
         self._arrival = 0.0
@@ -154,7 +154,7 @@ class Executor:
 
     def finish(self) -> None:
         """Waits until all messages are sent. Raises RuntimeFailure if the pipeline did not drain."""
-        self._channel.flush()
+        self.channel.flush()
         waiting = [*self._posted, *self._ready, *self._outgoing]
         in_flight = sum(stage.num_in_flight for stage in self.stages.values())
         if waiting or in_flight:
@@ -194,14 +194,14 @@ class Executor:
         stage = self.stages[action.stage_key]
         spec = (stage.leaving if kind == "F" else stage.arriving)(action.microbatch)
         x = x.reshape(spec.shape)  # as the peer expects it, however samples are cut
-        self._channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
+        self.channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: MicrobatchSource) -> None:
         kind = "F" if action.kind == RECV_F else "B"
         stage = self.stages[action.stage_key]
         spec = (stage.arriving if kind == "F" else stage.leaving)(action.microbatch)
         label = MessageLabel(kind, action.stage, action.microbatch)
-        incoming = self._channel.post_recv(spec, peer=action.peer, label=label)
+        incoming = self.channel.post_recv(spec, peer=action.peer, label=label)
         self._posted[kind, action.stage, action.replica, action.microbatch] = incoming
 
     # tensors between stages
