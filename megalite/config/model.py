@@ -156,9 +156,9 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = option(False, "compute attention scores and softmax in fp32 (or wider)")
     recompute_granularity: str | None = option(
         None,
-        "recompute in backward: selective (attention core), full (whole layers), or auto (the fewest whole layers with "
-        "which --device-memory-budget-gb is kept); unset: nothing",
-        choices=("selective", "full", "auto"),
+        "recompute in backward: selective (attention core), full (whole layers), auto (the fewest whole layers with "
+        "which --device-memory-budget-gb is kept) or none; unset: auto under a budget where it is possible, else none",
+        choices=("selective", "full", "auto", "none"),
     )
     recompute_method: str | None = option(
         None,

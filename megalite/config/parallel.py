@@ -82,8 +82,9 @@ class DeviceOptions(Spelled):
     )
     device_memory_budget_gb: float | None = option(
         None,
-        "GB (1e9 bytes) of a device that a run may take: masters and moments, then activations, go to the host as far "
-        "as they must; with --recompute-granularity auto layers are recomputed first, if that is enough",
+        "GB (1e9 bytes) of a device that a run may take: layers are recomputed, if that is enough "
+        "(--recompute-granularity none: never); masters and moments, then activations, go to the host as far as they "
+        "must",
         gt=0,
     )
     host_memory_budget_gb: float | None = option(

@@ -2,8 +2,8 @@
 
 What is needed last goes first (the rule of Belady, by which the activations are chosen too):
 
-    recomputation          where --recompute-granularity is auto: the fewest layers of each stage with which nothing
-                           moves; where even all would not do, the fewest beside what then has to move
+    recomputation          unless --recompute-granularity says another kind: the fewest layers of each stage with which
+                           nothing moves; where even all would not do, the fewest beside what then has to move
     masters and moments    needed by STEP alone: as many hundredths as must go to the host, which updates them there
     activations            moved by EVICT and PREFETCH, micro-batch by micro-batch (`schedule.insert_transfers`)
     weights and gradients  where --param-offload allows it: those of the layers in use are there, and as many more as
@@ -60,11 +60,23 @@ def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> Config:
     if gigabytes is None or config.training.skip_train:
         return config
     device = _Device(1e9 * gigabytes, on_cpu)
+    config = _with_recomputation_decided(config, world_size)
     if config.model.recompute_granularity == "auto":
         placed = _recomputing(config, world_size, device)
     else:
         placed = _within_device(config, world_size, device)
     return _within_host(placed, world_size, device)
+
+
+def _with_recomputation_decided(config: Config, world_size: int) -> Config:
+    """A granularity that was not given becomes auto, where whole layers may be recomputed; `none` becomes None."""
+    kind: str | None = config.model.recompute_granularity
+    if kind is None:
+        full = replace(config.model, recompute_granularity="full")
+        kind = None if config_problems(replace(config, model=full), world_size) else "auto"
+    elif kind == "none":
+        kind = None
+    return replace(config, model=replace(config.model, recompute_granularity=kind))
 
 
 def _within_device(config: Config, world_size: int, device: _Device) -> Config:
@@ -256,7 +268,7 @@ def _with_room(config: Config, world_size: int, device: _Device) -> Config:
     states = "masters and moments" if config.chunks is None else "weights, gradients, masters and moments"
     raise _TooLittle(
         f"{flag}: not enough with {states} on the host and activations that come and go; "
-        f"{enough / 1e9:.3g} are, or use --recompute-granularity=auto, a smaller --micro-batch-size or more ranks",
+        f"{enough / 1e9:.3g} are, or use a smaller --micro-batch-size or more ranks",
         enough,
     )
 

@@ -65,14 +65,16 @@ def train(
 
 
 def least_budget(argv: list[str], world_size: int) -> list[str]:
-    """The least budget of device memory that such a run can keep, and a little more: all that can move does."""
-    flag = "--device-memory-budget-gb"
+    """The least budget of device memory that such a run can keep without recomputation of whole layers, and a little
+    more: all that can move does."""
+    kept = [] if "--recompute-activations" in argv else ["--recompute-granularity", "none"]
+    flags = [*kept, "--device-memory-budget-gb"]
     try:
-        within_budget(parse([*argv, flag, "1e-5"], world_size=world_size), world_size, on_cpu=True)
+        within_budget(parse([*argv, *flags, "1e-5"], world_size=world_size), world_size, on_cpu=True)
     except ConfigError as error:
         enough = re.search(r"come and go; ([\d.e+-]+) are", str(error))
         assert enough is not None, error
-        return [flag, str(1.02 * float(enough[1]))]
+        return [*flags, str(1.02 * float(enough[1]))]
     raise AssertionError("10 kB are enough")
 
 

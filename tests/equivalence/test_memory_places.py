@@ -37,7 +37,7 @@ def budget_for(argv: list[str], share: float, folder: Path | None = None) -> lis
     """The budget with which so much leaves the device, and, with a folder, that half of it goes into files."""
     moved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", str(share)] if share else []
     given = memory(parse([*argv, *moved], world_size=RANKS))
-    flags = ["--device-memory-budget-gb", repr((given.total + 1e-3) / 1e9)]
+    flags = ["--recompute-granularity", "none", "--device-memory-budget-gb", repr((given.total + 1e-3) / 1e9)]
     if folder is None:
         return flags
     room = given.host - memory(parse(argv, world_size=RANKS)).host

@@ -84,8 +84,8 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
     else:
         yield from _recomputed_layers(config)
     budget = config.parallel.hardware.device_memory_budget_gb
-    if model.recompute_granularity == "auto" and budget is None:
-        yield "--recompute-granularity=auto: needs --device-memory-budget-gb"
+    if model.recompute_granularity in ("auto", "none") and budget is None:
+        yield f"--recompute-granularity={model.recompute_granularity}: needs --device-memory-budget-gb; leave it out"
     offloaded = model.cpu_offloading_num_layers
     if offloaded > model.num_layers:
         yield f"--cpu-offloading-num-layers={offloaded}: more than --num-layers={model.num_layers}"

@@ -30,7 +30,7 @@ BASE = (
 )
 
 
-def config_of(schedule: str, gigabytes: float, more: str = "") -> Config:
+def config_of(schedule: str, gigabytes: float, more: str = "--recompute-granularity none") -> Config:
     flags = f"{BASE} {schedule} --device-memory-budget-gb {gigabytes} {more}".split()
     return parse(flags, world_size=4)
 
@@ -83,7 +83,7 @@ def on_host(config: Config) -> float:
 
 def test_what_the_host_has_no_room_for_goes_into_files(tmp_path: Path) -> None:
     free = max(totals(config_of("1f1b", 1)))
-    budget, small = 0.6 * free / 1e9, "--ddp-bucket-size 20000"
+    budget, small = 0.6 * free / 1e9, "--recompute-granularity none --ddp-bucket-size 20000"
     folder = f"{small} --optimizer-offload-path {tmp_path}"
     host = within_budget(config_of("1f1b", budget, small), 4, on_cpu=False)
     file = within_budget(config_of("1f1b", budget, folder), 4, on_cpu=False)
@@ -113,7 +113,8 @@ def test_what_the_host_has_no_room_for_goes_into_files(tmp_path: Path) -> None:
 def test_the_plan_says_what_goes_into_files(tmp_path: Path) -> None:
     free = max(totals(config_of("1f1b", 1)))
     hardware = replace(load_hardware("a100-80gb"), memory_bytes=0.6 * free, reserved_bytes=0.0)
-    flags = f"--ddp-bucket-size 20000 --optimizer-offload-path {tmp_path} --host-memory-budget-gb"
+    flags = f"--recompute-granularity none --ddp-bucket-size 20000 --optimizer-offload-path {tmp_path} "
+    flags += "--host-memory-budget-gb"
     for gigabytes, fits in ((0.02, True), (1e-4, False)):
         config = config_of("1f1b", 0.6 * free / 1e9, f"{flags} {gigabytes}")
         found = search(config, 4, hardware, Roofline(hardware), given=frozenset(SEARCHED))
@@ -194,18 +195,54 @@ def test_auto_recomputes_and_moves_no_more_than_it_takes(bucket: str) -> None:
         kinds.add((hundredths > 0, any(numbers)))
         if hundredths and not any(numbers):
             assert budget < least, "no number of recomputed layers would have done alone"
-            alone = within_budget(config_of("1f1b", budget / 1e9, bucket), 4, on_cpu=False)
+            alone = within_budget(
+                config_of("1f1b", budget / 1e9, f"{bucket} --recompute-granularity none"), 4, on_cpu=False
+            )
             assert alone.optimizer == found.optimizer, "the same as without auto"
     assert kinds >= {(False, False), (False, True), (True, False), (True, True)}, kinds
+
+
+def test_a_budget_alone_recomputes_and_a_granularity_that_is_given_stays() -> None:
+    """With `auto` given and with nothing given the same is decided; other kinds are what the user said."""
+    free = totals(config_of("1f1b", 1))
+    budget = 0.85 * max(free) / 1e9
+    automatic, alone, none, selective, full = (
+        within_budget(config_of("1f1b", budget, f"--recompute-granularity {kind}" if kind else ""), 4, on_cpu=False)
+        for kind in ("auto", "", "none", "selective", "full")
+    )
+    assert alone == automatic and sum(alone.model.recompute_num_layers or ()) > 0
+    assert alone.optimizer.offload.fraction == 0 < none.optimizer.offload.fraction
+    assert none.model.recompute_granularity is None and none.model.recompute_num_layers is None
+    assert selective.model.recompute_granularity == "selective"
+    assert (full.model.recompute_granularity, full.model.recompute_num_layers) == ("full", None)
+    assert all(max(totals(config)) <= 1e9 * budget for config in (alone, none, selective, full))
+
+
+@pytest.mark.parametrize("more", ["--cpu-offloading-num-layers 1", "--pipeline-schedule shifted-critical-path"])
+def test_where_layers_cannot_be_recomputed_a_budget_alone_does_without(more: str) -> None:
+    free = max(totals(config_of("1f1b", 1, more)))
+    alone, none = (
+        within_budget(config_of("1f1b", 0.9 * free / 1e9, f"{more} {kind}"), 4, on_cpu=False)
+        for kind in ("", "--recompute-granularity none")
+    )
+    assert alone == none and alone.model.recompute_granularity is None and alone.optimizer.offload.fraction > 0
+
+
+@pytest.mark.parametrize("kind", ["auto", "none"])
+def test_a_kind_that_a_budget_is_needed_for(kind: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^--recompute-granularity={kind}: needs --device-memory-budget-gb; leave it"
+    ):
+        parse(f"{BASE} 1f1b --recompute-granularity {kind}".split(), world_size=4)
 
 
 @pytest.mark.parametrize(
     ("schedule", "more", "why"),
     [
-        ("2bw", "", "2bw never drains, so that activations outlive their batch and stay"),
+        ("2bw", "--recompute-granularity none", "2bw never drains, so that activations outlive their batch and stay"),
         ("gpipe", "--recompute-granularity full", "what recomputation keeps stays where it is"),
         ("shifted-critical-path", "", "what recomputation keeps stays where it is"),
-        ("gpipe", "--compile", "--compile decides what is kept"),
+        ("gpipe", "--recompute-granularity none --compile", "--compile decides what is kept"),
         ("gpipe", "--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers says which activations leave"),
     ],
 )
