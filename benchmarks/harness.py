@@ -37,7 +37,7 @@ from command_line import ToolParser, run_tool
 from disturbance import BusyClock, Watch
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError, RuntimeFailure
-from megalite.extras import EXTRA_OF, optional_package
+from megalite.extras import EXTRA_OF, install_command, optional_package
 
 BASELINE = Path(__file__).with_name("baseline.json")
 #: Least and most of a row of the baseline.
@@ -165,8 +165,8 @@ class Benchmark:
                 optional_package(f"--variants={variant}", self.packages[variant])
         missing = {name: package for name, package in self.packages.items() if not importlib.util.find_spec(package)}
         for package in sorted(set(missing.values())):
-            print(f'{package} is not installed, its variants are left out; pip install "megalite[{EXTRA_OF[package]}]"',
-                  file=sys.stderr)  # fmt: skip
+            command = install_command(EXTRA_OF[package])
+            print(f"{package} is not installed, its variants are left out; {command}", file=sys.stderr)
         there = {name for name in wanted if name not in missing}
         return [
             _only(case, tuple(name for name in case.variants if kind_of(name) in there)) for case in self.cases(args)

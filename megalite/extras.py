@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from megalite.errors import ConfigError
 
-#: Package, as it is imported -> extra: `pip install "megalite[EXTRA]"`.
+#: Package, as it is imported -> extra of pyproject.toml.
 EXTRA_OF = {
     "transformers": "hf",
     "jinja2": "hf",
@@ -36,6 +37,15 @@ CORE = {
 }
 
 
+def install_command(extra: str) -> str:
+    """What installs an extra. Where megalite is installed pip looks for it nowhere else; no index has it."""
+    try:
+        importlib.metadata.distribution("megalite")
+    except importlib.metadata.PackageNotFoundError:
+        return f'pip install -e ".[{extra}]"'
+    return f'pip install "megalite[{extra}]"'
+
+
 def optional_package(flag: str, module: str, package: str | None = None) -> Any:
     """Import `module`, which `flag` (as the user gave it, with its value) needs.
 
@@ -46,16 +56,15 @@ def optional_package(flag: str, module: str, package: str | None = None) -> Any:
         ConfigError: it is not installed, or its import fails.
     """
     package = package or module.partition(".")[0]
-    extra = f"megalite[{EXTRA_OF[package]}]"
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == package:
-            raise ConfigError(f'{flag}: needs the package {package}; pip install "{extra}"') from None
+            raise ConfigError(f"{flag}: needs the package {package}; {install_command(EXTRA_OF[package])}") from None
         reason: ImportError = error
     except ImportError as error:
         reason = error
-    raise ConfigError(f'{flag}: the package {package} cannot be imported ({reason}); pip install -U "{extra}"')
+    raise ConfigError(f"{flag}: the package {package} cannot be imported ({reason}); pip install -U {package}")
 
 
 def require_core(*, torch: bool = True) -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import ToolParser, run_tool  # noqa: E402
 from megalite.errors import ConfigError, RuntimeFailure  # noqa: E402
-from megalite.extras import EXTRA_OF  # noqa: E402
+from megalite.extras import EXTRA_OF, install_command  # noqa: E402
 
 CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
 PURPOSES = {
@@ -79,7 +79,7 @@ def print_packages() -> None:
     print("\noptional packages")
     for name, extra in EXTRA_OF.items():
         version = _version(name)
-        advice = "" if version else f': pip install "megalite[{extra}]"'
+        advice = "" if version else f": {install_command(extra)}"
         _line(name, f"{version or 'missing'} ({PURPOSES[name]}){advice}")
     _line("apex", apex_state())
 

@@ -1,4 +1,4 @@
-"""Run tasks of lm-evaluation-harness on a checkpoint: `pip install "megalite[eval]"` first.
+"""Run tasks of lm-evaluation-harness on a checkpoint: `pip install ".[eval]"` first.
 
 python tools/evaluate_harness.py --load DIR --tasks lambada_openai,hellaswag --limit 100
 """

@@ -141,7 +141,7 @@ def _check_jinja() -> None:
     """Raises ConfigError: of older versions ways out of the sandbox are known."""
     found = optional_package(FLAG, "jinja2").__version__
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < (3, 1, 6):
-        raise ConfigError(f'{FLAG}: needs jinja2 3.1.6 or newer, not {found}; pip install -U "megalite[hf]"')
+        raise ConfigError(f"{FLAG}: needs jinja2 3.1.6 or newer, not {found}; pip install -U jinja2")
 
 
 def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:
