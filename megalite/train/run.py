@@ -209,7 +209,7 @@ def assemble_trainer(
     channel = executor.channel
     train_iters = config.train_iterations(world.size)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
-    traced, flops = config.logging.trace_pipeline, foreign and foreign.flops_per_sample
+    traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
     return Trainer(
         progress=progress,
         config=config,
