@@ -117,7 +117,7 @@ LARGE = {
 @pytest.mark.full
 @pytest.mark.parametrize("size", LARGE)
 def test_norms_of_large_models(size: str) -> None:
-    """The table of docs/performance.md; SGD without momentum, which has no state."""
+    """The table of docs/proving.md; SGD without momentum, which has no state."""
     argv = [*SINGLE, *LARGE[size].split(), "--optimizer", "sgd", "--sgd-momentum", "0", "--micro-batch-size", "1"]
     argv += ["--global-batch-size", "2"]
     bounds = Bounds(argv, 1)
