@@ -13,11 +13,11 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megalite.errors import ConfigError
+from megalite.file_clock import clock_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _is_dead(folder: Path) -> bool:
     try:
         descriptor = os.open(folder / ALIVE, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:  # killed before it could lock, or locking just now
-        return time.time() - folder.lstat().st_mtime > FORGOTTEN_SECONDS and {*os.listdir(folder)} <= {"rendezvous"}
+        return _is_forgotten(folder) and {*os.listdir(folder)} <= {"rendezvous"}
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -70,8 +70,12 @@ def remove_forgotten(root: Path) -> None:
     """Removes shared-memory files of makers that were killed: a live one's file has a name for an instant only."""
     for path in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if _is_ours(path, stat.S_ISREG) and time.time() - path.lstat().st_mtime > FORGOTTEN_SECONDS:
+            if _is_ours(path, stat.S_ISREG) and _is_forgotten(path):
                 path.unlink()
+
+
+def _is_forgotten(path: Path) -> bool:
+    return clock_of(path.parent) - path.lstat().st_mtime > FORGOTTEN_SECONDS
 
 
 def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:

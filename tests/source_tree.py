@@ -17,6 +17,7 @@ FLOORS = {
     "megalite.errors": 0,
     "megalite.extras": 1,
     "megalite.progress": 1,
+    "megalite.file_clock": 0,
     "megalite.scratch": 1,
     "megalite.strangers": 2,
     "megalite.host_memory": 1,

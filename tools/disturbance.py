@@ -90,8 +90,8 @@ class Watch:
 
     def wait_for_quiet(self, seconds: float, patience: float) -> bool:
         """Until others have been quiet for so long; False when patience has ended before."""
-        deadline = time.time() + patience
-        while time.time() < deadline:
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
             now = time.time()
             if self._times and self._times[0] <= now - seconds and self.others(now - seconds, now) < BusyClock.QUIET:
                 return True

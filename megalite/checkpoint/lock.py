@@ -2,7 +2,8 @@
 
 `run.lock` holds host, process, start time and a token. The holder touches it every few seconds. It is stale, and taken
 over, when its process is gone (same host) or its heartbeat is (another host): a requeue on another machine needs
-no help. Ages are measured by the file server's clock only, so the hosts' clocks may differ.
+no help. Ages are measured by the file server's clock only, so the hosts' clocks may differ. That clock may jump:
+a holder whose last heartbeat is too old, or in the future, is watched for some heartbeats before it is called dead.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from types import TracebackType
 from typing import Any
 
 from megalite.errors import CheckpointError
+from megalite.file_clock import clock_of
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 120.0
+WATCHED_BEATS = 3  # heartbeats that a holder which seems dead is waited for
 _ENDED = "ZXx"  # states of a process that is over
 
 
@@ -122,10 +125,12 @@ class RunLock:
         raise CheckpointError(f"{self._flag}: could not get {self.path}; several jobs start here at once")
 
     def check(self) -> None:
-        """Raises CheckpointError where another live process holds the directory, and `acquire` would."""
+        """Raises CheckpointError where another live process holds the directory, and `acquire` would. Does not wait:
+        whether a holder is dead that seems so is left to `acquire`.
+        """
         self._refuse_directory()
         if self.path.is_file():
-            self._refuse_live(LockHolder.read(self.path))
+            self._refuse_live(LockHolder.read(self.path), watches=False)
 
     def release(self) -> None:
         """Gives the lock back. Harmless where it is not held."""
@@ -159,11 +164,12 @@ class RunLock:
                 return False
             return True
         except OSError as error:
-            raise CheckpointError(
-                f"{self._flag}: cannot write there ({error.strerror}); choose another --save"
-            ) from None
+            raise self._not_writable(error) from None
         finally:
             _remove(temporary)
+
+    def _not_writable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._flag}: cannot write there ({error.strerror}); choose another --save")
 
     def _remove_stale(self) -> None:
         """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
@@ -183,36 +189,56 @@ class RunLock:
             logger.warning("took over %s from a dead run (%s, pid %d)", self.path.parent, holder.host, holder.pid)
         grave.unlink(missing_ok=True)
 
-    def _refuse_live(self, holder: LockHolder | None) -> bool:
-        """False where the lock is gone. Raises CheckpointError where its holder lives."""
-        age = self._age()
-        if age is not None and not self._is_dead(holder, age):
+    def _refuse_live(self, holder: LockHolder | None, *, watches: bool = True) -> bool:
+        """False where the lock is gone. Raises CheckpointError where its holder lives.
+
+        watches: waits for a heartbeat of a holder that seems dead.
+        """
+        last = self._last_beat()
+        if last is None:
+            return False
+        try:
+            age = clock_of(self.path.parent) - last
+        except OSError as error:
+            raise self._not_writable(error) from None
+        lives = _process_lives(holder)
+        if lives is None:
+            lives = 0.0 <= age <= self._stale_after
+            if not lives and watches:
+                logger.warning(
+                    "%s: last sign of life of another run %.0f s ago; waiting %.0f s for the next one",
+                    self.path, age, WATCHED_BEATS * self._heartbeat,
+                )  # fmt: skip
+                lives, age = self._beats_again(last), 0.0
+        if lives:
             who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
             raise CheckpointError(
-                f"{self._flag}: in use by another run ({who}, last sign of life {age:.0f} s ago); "
+                f"{self._flag}: in use by another run ({who}, last sign of life {max(age, 0.0):.0f} s ago); "
                 "stop it or choose another --save"
             )
-        return age is not None
+        return True
 
-    def _is_dead(self, holder: LockHolder | None, age: float) -> bool:
-        if holder and (holder.host, holder.processes) == (socket.gethostname(), process_space()):
-            started = process_start(holder.pid)
-            if started != "":
-                return started is None or started != holder.process_start
-        return age > self._stale_after
-
-    def _age(self) -> float | None:
-        """Seconds since the last heartbeat, by the clock of the file server; None where the lock is gone."""
-        probe = self.path.with_name(f".{LOCK_FILE}.clock-{uuid.uuid4().hex}")
+    def _last_beat(self) -> float | None:
+        """When the lock was touched, by the clock of the file server; None where it is gone."""
         try:
-            probe.touch(exist_ok=False)
-            return probe.stat().st_mtime - self.path.stat().st_mtime
+            # A network file system asks its server when a file is opened; a mere `stat` may be answered from memory.
+            with open(self.path, "rb") as file:
+                return os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
             return None
-        except OSError:  # not writable: judge by our own clock
-            return time.time() - self.path.stat().st_mtime if self.path.exists() else None
-        finally:
-            _remove(probe)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._flag}: {LOCK_FILE} cannot be read ({error.strerror}); choose another --save"
+            ) from None
+
+    def _beats_again(self, last: float) -> bool:
+        """Whether the holder touches the lock within some heartbeats."""
+        deadline = time.monotonic() + WATCHED_BEATS * self._heartbeat
+        while time.monotonic() < deadline:
+            time.sleep(self._heartbeat / 10)
+            if self._last_beat() not in (None, last):
+                return True
+        return False
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat):
@@ -229,6 +255,14 @@ class RunLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
+
+
+def _process_lives(holder: LockHolder | None) -> bool | None:
+    """None where this process cannot see the holder's: another host's, another container's."""
+    if holder is None or (holder.host, holder.processes) != (socket.gethostname(), process_space()):
+        return None
+    started = process_start(holder.pid)
+    return None if started == "" else started == holder.process_start
 
 
 def _remove(path: Path) -> None:

@@ -12,7 +12,6 @@ import fcntl
 import logging
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megalite.errors import DataError, MegaliteError
+from megalite.file_clock import clock_of
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +135,11 @@ def _build(root: Path, target: Path, build: Callable[[Path], None], *, resumes: 
 def _sweep(root: Path) -> None:
     """Removes the stages of builders that are dead: their locks are free."""
     stages = [(path, path.name.partition(".tmp-")[0]) for path in root.glob("*.tmp-*")]
-    stages += [
-        (path, path.name.removesuffix(PARTIAL))
-        for path in root.glob(f"*{PARTIAL}")
-        if time.time() - path.stat().st_mtime > KEPT_SECONDS
-    ]
+    now = clock_of(root)
+    for path in root.glob(f"*{PARTIAL}"):
+        with contextlib.suppress(OSError):  # another machine may be sweeping
+            if now - path.stat().st_mtime > KEPT_SECONDS:
+                stages.append((path, path.name.removesuffix(PARTIAL)))
     for path, name in stages:
         with contextlib.suppress(OSError), open(root / f".{name}.lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

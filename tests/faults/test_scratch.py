@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megalite import scratch
+from megalite.data import cache
+from megalite.data.cache import cached_folder
 from megalite.errors import ConfigError
 from megalite.scratch import remove_forgotten, scratch_folder
 
@@ -63,6 +65,22 @@ def test_only_what_is_ours_and_forgotten_is_removed(root: Path) -> None:
     assert {path.name for path in root.iterdir()} == left
     remove_forgotten(root)
     assert {path.name for path in root.iterdir()} == left - {"megalite-12-x"}
+
+
+def test_our_clock_does_not_say_what_is_forgotten(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be set anew, and a file server has one of its own."""
+    (root / "megalite-new").mkdir()
+    (root / "megalite-12-new").touch()
+    (root / "data").mkdir()
+    monkeypatch.setattr(cache, "KEPT_SECONDS", 3600.0)
+    (root / "data" / "index.partial").mkdir()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * scratch.FORGOTTEN_SECONDS)
+    with scratch_folder():
+        remove_forgotten(root)
+    cached_folder(root / "data", "other", lambda folder: None)
+    assert {path.name for path in root.iterdir()} == {"megalite-new", "megalite-12-new", "data"}
+    assert (root / "data" / "index.partial").exists()
 
 
 def test_a_temporary_directory_that_can_not_be_written_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

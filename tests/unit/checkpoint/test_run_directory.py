@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,8 +225,36 @@ def test_an_illegible_lock_is_stale_only_by_age(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="in use by another run"):
         RunLock(tmp_path).acquire()
     os.utime(tmp_path / "run.lock", (1, 1))
-    with RunLock(tmp_path) as lock:
+    with RunLock(tmp_path, heartbeat=0.02) as lock:
         assert lock.held
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0, 121.0, -11.0])
+def test_a_live_lock_of_another_host_outlives_a_jump_of_the_clock(tmp_path: Path, jump: float) -> None:
+    """The file server's clock has jumped since the last heartbeat; the next one tells that the holder lives."""
+    foreign_lock(tmp_path, age=jump)
+    beat = threading.Timer(0.15, os.utime, [tmp_path / "run.lock"])
+    beat.start()
+    with pytest.raises(CheckpointError, match="another-host, .* last sign of life 0 s ago"):
+        RunLock(tmp_path, heartbeat=0.1).acquire()
+    beat.join()
+
+
+def test_a_dead_lock_from_the_future_is_taken_over_at_once(tmp_path: Path) -> None:
+    """Not after the hour by which the clock was set back."""
+    foreign_lock(tmp_path, age=-3600)
+    with RunLock(tmp_path, heartbeat=0.02) as lock:
+        assert lock.held
+
+
+def test_our_own_clock_does_not_judge_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign_lock(tmp_path, age=5)
+    now = time.time
+    for jump in (3600.0, -3600.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now() + jump)
+        for take in (RunLock(tmp_path).acquire, RunLock(tmp_path).check):
+            with pytest.raises(CheckpointError, match="last sign of life 5 s ago"):
+                take()
 
 
 def test_a_lock_that_was_taken_over_is_not_removed_by_its_former_holder(tmp_path: Path) -> None:
