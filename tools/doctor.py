@@ -23,6 +23,7 @@ from megalite.extras import EXTRA_OF, install_command  # noqa: E402
 CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
 PURPOSES = {
     "transformers": "tools/convert_checkpoint.py --verify",
+    "jinja2": "conversations (--data-format=chat)",
     "datasets": "preprocessing of anything that `datasets` loads",
     "pyarrow": "preprocessing of parquet files",
     "sentencepiece": "SentencePieceTokenizer",

@@ -102,7 +102,8 @@ def test_the_table_of_extras_is_that_of_pyproject() -> None:
 
 def test_no_module_imports_an_optional_package_at_its_top() -> None:
     problems = []
-    for path in [*ROOT.glob("megalite/**/*.py"), *TOOLS]:
+    apart = ROOT / "megalite/data/chat_renderer.py"  # a program of its own, started once its package has been found
+    for path in {*ROOT.glob("megalite/**/*.py"), *TOOLS} - {apart}:
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
