@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -95,6 +96,12 @@ def test_the_real_torchrun(reference: list[float], tmp_path: Path) -> None:
     ]
     subprocess.run([*command, *FLAGS, "--save", str(tmp_path)], cwd=ROOT, check=True, timeout=240)
     assert _losses(tmp_path) == pytest.approx(reference, rel=1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
+def test_two_hosts_are_one_in_every_digit() -> None:
+    subprocess.run([ROOT / "scripts" / "two_hosts.sh"], check=True, timeout=240)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
