@@ -56,6 +56,7 @@ from megalite.schedule.delayed_update import delay_update
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text
+from megalite.schedule.eviction import belady
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.program import BatchRange, PeakActivations, Program

@@ -4,11 +4,10 @@
     room 3    come  embedding 0 | 1 | 2 | head | 1 | 0 | embedding | ...         one use ahead
               leave           embedding | 0 | ...                                the farthest next use
 
-A program says which layers' weights are read in which order, so what to let go is known before the run: of those that
-are there, the one whose next use is farthest away (Belady, IBM Systems Journal 5(2), 1966; PatrickStar, arXiv
-2108.05818, moves its chunks so). The host's copy is the truth: a weight that leaves is dropped, and only what comes is
-a transfer. It starts one use ahead, if there is room, and has the time of one layer's computation. After the STEP
-everything on the device is old.
+A program says which layers' weights are read in which order, so what to let go is known before the run
+(`eviction.py`). The host's copy is the truth: a weight that leaves is dropped, and only what comes is a transfer. It
+starts one use ahead, if there is room, and has the time of one layer's computation. After the STEP everything on the
+device is old.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, FORWARD, RECOMPUTE, Action
+from megalite.schedule.eviction import belady
 from megalite.schedule.program import Program
 from megalite.schedule.room import WeightChunks
 
@@ -64,7 +64,7 @@ def plan_chunks(program: Program, rank: int, actions: Sequence[Action]) -> list[
     least = least_room(wanted, sizes)
     room = least if chunks.capacity is None else chunks.capacity[rank]
     try:
-        moves = belady(wanted, sizes, room)
+        moves = moves_for(wanted, sizes, room)
     except ScheduleError as error:
         raise ScheduleError(f"pipeline rank {rank}: {error}") from None
     return [
@@ -89,7 +89,7 @@ def least_room(wanted: Sequence[Sequence[K]], sizes: Mapping[K, int]) -> int:
     return max((sum(sizes[key] for key in {*now, *then}) for now, then in pairs), default=0)
 
 
-def belady(
+def moves_for(
     wanted: Sequence[Sequence[K]], sizes: Mapping[K, int], room: int, *, ahead: bool = True
 ) -> list[tuple[list[K], list[K]]]:
     """(What leaves, what comes) ahead of each use, with which what is there never takes more than `room`. For things of
@@ -112,20 +112,17 @@ def belady(
             following = ()
         kept = dict.fromkeys((*keys, *following))
         come = [key for key in kept if key not in there]
-        over = held + sum(sizes[key] for key in come) - room
-        free = [key for key in there if key not in kept] if over > 0 else []
-        free.sort(key=lambda key: _next(next_uses[key]))
-        leave: list[K] = []
-        while over > 0:
-            if not free:
-                needed = sum(sizes[key] for key in keys)
-                raise ScheduleError(f"a layer's weights are {needed:,} bytes, and {room:,} have room; give more")
-            leave.append(free.pop())
-            over -= sizes[leave[-1]]
+        held += sum(sizes[key] for key in come)
+        free = [key for key in reversed(there) if key not in kept] if held > room else []
+        next_use = [_next(next_uses[key]) for key in free]
+        leave = [free[i] for i in belady(next_use, [sizes[key] for key in free], held=held, room=room)]
         for key in leave:
             del there[key]
         there |= dict.fromkeys(come)
         held = sum(sizes[key] for key in there)
+        if held > room:
+            needed = sum(sizes[key] for key in keys)
+            raise ScheduleError(f"a layer's weights are {needed:,} bytes, and {room:,} have room; give more")
         moves.append((leave, come))
     return moves
 

@@ -4,10 +4,9 @@
     moved          F0 F1 F2 EVICT1 F3 ...           the one whose backward is farthest away leaves ...
                    ... PREFETCH1 B0 B1 ...          ... and comes back one computation ahead of it
 
-A program says when each micro-batch's activations are used again, so what to evict is known before the run: among those
-that are there, the farthest next use (Belady, IBM Systems Journal 5(2), 1966; PatrickStar, arXiv 2108.05818, moves its
-chunks so). An activation is made by F (or R), used by B or I, and needed by nobody in between: each one that is evicted
-costs two transfers, and with activations of one size no other choice needs fewer.
+A program says when each micro-batch's activations are used again, so what to evict is known before the run
+(`eviction.py`). An activation is made by F (or R), used by B or I, and needed by nobody in between: each one that is
+evicted costs two transfers, and with activations of one size no other choice needs fewer.
 
 A transfer runs beside one computation. What EVICT sends counts as on the device until the computation behind it has
 ended, what PREFETCH brings from its beginning on; the capacity holds at every computation with that. So the link has
@@ -32,6 +31,7 @@ from megalite.schedule.action import (
     RECOMPUTE,
     Action,
 )
+from megalite.schedule.eviction import belady
 from megalite.schedule.program import BatchRange, Program
 from megalite.schedule.room import ActivationRoom
 
@@ -101,17 +101,19 @@ def plan(
         while ahead and ahead[0].made == index:
             there.append(ahead.popleft())
         now = base + sum(saved.size for saved in there if saved.held(index))
+        if now <= capacity:
+            continue
         free = [saved for saved in there if not saved.evicted and saved.made + 1 < index < saved.used - 1]
-        free.sort(key=lambda saved: (saved.used, saved.size))
-        while now > capacity:
-            if not free:
-                raise ScheduleError(
-                    f"--device-memory-budget-gb: {who} holds {float(now):,g} of activations at once, with what is on "
-                    f"its way to and from the host, and has room for {float(capacity):,g}; raise it"
-                )
-            farthest = free.pop()
-            farthest.evicted = True
-            now -= farthest.size
+        free = sorted(reversed(free), key=lambda saved: saved.size, reverse=True)  # of equal next uses the largest
+        sizes = [saved.size for saved in free]
+        for position in belady([saved.used for saved in free], sizes, held=now, room=capacity):
+            free[position].evicted = True
+            now -= free[position].size
+        if now > capacity:
+            raise ScheduleError(
+                f"--device-memory-budget-gb: {who} holds {float(now):,g} of activations at once, with what is on "
+                f"its way to and from the host, and has room for {float(capacity):,g}; raise it"
+            )
     return [saved for saved in everything if saved.evicted]
 
 

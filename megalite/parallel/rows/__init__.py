@@ -20,7 +20,7 @@ memory; and because every update changes every row, nothing in the cache outlive
     host_rows.py    `HostRows`: weights, moments, and how many steps each row has taken
     row_rule.py     an elementwise update rule over a few rows
     future.py       what will be used, as far as it is known
-    slots.py        which row is where in the cache; Belady's rule
+    slots.py        which row is where in the cache
     staleness.py    proves each use as it happens: no row is stale, no gradient is lost
     cached_rows.py  `CachedRows`: all of this together, and its tensors
     layer.py        `HostEmbedding`, the layer

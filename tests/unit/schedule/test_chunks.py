@@ -12,7 +12,7 @@ import pytest
 
 from megalite.errors import ScheduleError
 from megalite.schedule import SCHEDULES, Costs, build_program, lower, merge_backward, simulate, validate
-from megalite.schedule.chunks import belady, chunk_faults, plan_chunks, sizes_of, uses_of, with_chunks
+from megalite.schedule.chunks import chunk_faults, moves_for, plan_chunks, sizes_of, uses_of, with_chunks
 from megalite.schedule.program import Program
 from megalite.schedule.room import WeightChunks
 
@@ -59,7 +59,7 @@ def test_no_choice_needs_fewer_transfers(seed: int) -> None:
     number = rng.randint(3, 8)
     wanted = [tuple(rng.sample(range(number), rng.choice([1, 1, 1, 2]))) for _ in range(rng.randint(8, 16))]
     room = rng.randint(2, number)
-    moves = belady(wanted, dict.fromkeys(range(number), 1), room, ahead=False)
+    moves = moves_for(wanted, dict.fromkeys(range(number), 1), room, ahead=False)
     assert sum(len(come) for _, come in moves) == fewest(wanted, room)
 
 
@@ -69,8 +69,8 @@ def test_calling_one_use_ahead_costs_one_place() -> None:
     wanted = [(rng.randrange(8),) for _ in range(200)]
     sizes = dict.fromkeys(range(8), 1)
     for room in range(2, 8):
-        early = sum(len(come) for _, come in belady(wanted, sizes, room + 1))
-        late = sum(len(come) for _, come in belady(wanted, sizes, room, ahead=False))
+        early = sum(len(come) for _, come in moves_for(wanted, sizes, room + 1))
+        late = sum(len(come) for _, come in moves_for(wanted, sizes, room, ahead=False))
         assert early <= late
 
 
@@ -84,7 +84,7 @@ def test_1f1b_against_the_least_recently_used(ranks: int, room: int, best: int, 
     program = merge_backward(build_program("1f1b", ranks, 32))
     chunks = chunks_of(program, 8)
     wanted = [keys for _, keys in uses_of(program.order(0, program.batch(0, last=True)), chunks)]
-    moves = belady(wanted, sizes_of(chunks), room, ahead=False)
+    moves = moves_for(wanted, sizes_of(chunks), room, ahead=False)
     assert sum(len(come) for _, come in moves) == best
     assert least_recently_used(wanted, room) == looking_back
 
