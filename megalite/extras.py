@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import resource
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -74,9 +76,35 @@ def require_core(*, torch: bool = True) -> None:
     """
     needed = [package for package in CORE if torch or package != "torch"]
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        print(f"error: {core_lacks(missing)}", file=sys.stderr)
+    problem = core_lacks(missing) if missing else too_little_room(torch=torch)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def too_little_room(*, torch: bool = True) -> str | None:
+    """What is wrong where the shell limits memory so far that numpy, or torch, cannot start: their libraries end the
+    process themselves, with a stack of C++ or a line that names no limit. Tried in a process of its own, and only where
+    there is such a limit."""
+    kinds = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
+    limits = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    set_here = {name: limit for name, limit in limits.items() if limit != resource.RLIM_INFINITY}
+    if not set_here:
+        return None
+    work = "import torch; torch.ones(64, 64) @ torch.ones(64, 64)" if torch else "import numpy"
+    try:
+        tried = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, errors="replace")
+        why, failed = tried.stderr.strip().splitlines()[-1:], tried.returncode != 0
+    except OSError as error:
+        why, failed = [str(error)], True
+    if not failed:
+        return None
+    name, limit = min(set_here.items(), key=lambda item: item[1])
+    package = "torch" if torch else "numpy"
+    return (
+        f"{name}: {limit // 1024:,} KiB, in which {package} cannot start ({' '.join(why)[:120] or 'it ends'}); raise "
+        f"the limit ({name} unlimited)"
+    )
 
 
 def core_lacks(modules: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ FLOORS = {
     "megalite.file_clock": 0,
     "megalite.scratch": 1,
     "megalite.strangers": 2,
+    "megalite.files": 1,
     "megalite.host_memory": 1,
     "megalite.page_locked": 1,
     "megalite.commands": 0,

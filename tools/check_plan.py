@@ -30,9 +30,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import MOST, ToolParser, check_numbers, run_tool
 from disturbance import BusyClock, Watch
 from megalite.config import Config, TrainingLength, dump_yaml, read_unjudged
-from megalite.errors import MegaliteError, RuntimeFailure
+from megalite.errors import RuntimeFailure
 from megalite.extras import require_core
 from megalite.planner import (
     Hardware,
@@ -46,7 +47,6 @@ from megalite.planner import (
     mean_profile,
     predict,
 )
-from megalite.streams import escape_unsayable
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = (
@@ -62,7 +62,8 @@ ATTEMPTS = 3
 
 def parser() -> argparse.ArgumentParser:
     """The tool's own flags; everything else is the training's."""
-    p = argparse.ArgumentParser(prog="check_plan.py", description=__doc__, allow_abbrev=False)
+    p = ToolParser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--num-devices", type=int, default=2, metavar="N", help="local processes (default 2)")
     p.add_argument("--layouts", type=int, default=24, metavar="K", help="how many to measure (default 24)")
     p.add_argument("--steps", type=int, default=8, metavar="N", help="quiet steps of a run that are wanted (default 8)")
@@ -263,36 +264,35 @@ def _figures(times: Sequence[tuple[float, float]], sizes: Sequence[float], chose
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
-    escape_unsayable()
+    return run_tool(_run, argv)
+
+
+def _run(argv: list[str]) -> None:
     args, rest = parser().parse_known_args(argv)
+    check_numbers(args, num_devices=(1, 1 << 10), layouts=(1, 10**6), steps=(1, 10**6), patience=(0, MOST))
     require_core()  # the layouts that it measures need torch
     world = args.num_devices
     argv_of_run = [*(rest or DEFAULT.split()), "--train-iters", str(MOST_STEPS)]
-    try:
-        config, _ = read_unjudged(argv_of_run, optional=["micro_batch_size"])
-        chosen = choose(config, world, 4 if args.quick else args.layouts)
-        hardware = load_hardware(args.hardware, devices_per_node=world)
-        facts = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
-        with Watch() as watch:
-            bench = Bench(config, world, hardware, args, watch, facts)
-            sizes = sorted({layout.micro_batch_size for layout in chosen})
-            repeats = [f"repeat {number}" for number in range(2 if args.quick else 4)]
-            for name in repeats:
-                bench.measure(name, chosen[0])
-            again = [facts["rows"][name]["seconds"] for name in repeats]
-            print(f"repeated runs of one layout differ by {max(again) / min(again) - 1:.1%}", flush=True)
-            bench.profile(0, argv_of_run, sizes)
-            choice = first_choice(config, world, hardware, facts["profiles"][0])
-            chosen += [choice] if choice not in chosen else []
-            for _ in range(ATTEMPTS):
-                for number, layout in enumerate(chosen):
-                    bench.measure(f"layout {number}", layout)
-            bench.profile(1, argv_of_run, sizes)
-        print(bench.report(chosen, choice))
-    except MegaliteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    config, _ = read_unjudged(argv_of_run, optional=["micro_batch_size"])
+    chosen = choose(config, world, 4 if args.quick else args.layouts)
+    hardware = load_hardware(args.hardware, devices_per_node=world)
+    facts = json.loads(Path(args.json).read_text()) if args.json and Path(args.json).exists() else {}
+    with Watch() as watch:
+        bench = Bench(config, world, hardware, args, watch, facts)
+        sizes = sorted({layout.micro_batch_size for layout in chosen})
+        repeats = [f"repeat {number}" for number in range(2 if args.quick else 4)]
+        for name in repeats:
+            bench.measure(name, chosen[0])
+        again = [facts["rows"][name]["seconds"] for name in repeats]
+        print(f"repeated runs of one layout differ by {max(again) / min(again) - 1:.1%}", flush=True)
+        bench.profile(0, argv_of_run, sizes)
+        choice = first_choice(config, world, hardware, facts["profiles"][0])
+        chosen += [choice] if choice not in chosen else []
+        for _ in range(ATTEMPTS):
+            for number, layout in enumerate(chosen):
+                bench.measure(f"layout {number}", layout)
+        bench.profile(1, argv_of_run, sizes)
+    print(bench.report(chosen, choice))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,12 @@ from megalite.extras import CORE, core_lacks, require_core
 require_core(torch=False)
 
 from megalite.errors import ConfigError, MegaliteError
+from megalite.files import input_problem
 from megalite.launch import INTERRUPTED
 from megalite.streams import escape_unsayable
+
+MOST = 10**9
+"""Of a flag that counts iterations or the like, and has no bound of its own."""
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -46,6 +50,25 @@ class ToolParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse: one line instead of a usage text."""
         raise ConfigError(message.replace("argument --", "--"))
+
+
+def check_numbers(flags: argparse.Namespace, **bounds: tuple[float, float]) -> None:
+    """Raises ConfigError, a line for each flag whose number is outside its (least, most); None is no number."""
+    found = []
+    for name, (least, most) in bounds.items():
+        numbers = getattr(flags, name)
+        for number in numbers if isinstance(numbers, list) else [numbers]:
+            if number is not None and not least <= number <= most:
+                found.append(f"--{name.replace('_', '-')}={number}: must be >= {least:,} and <= {most:,}")
+    if found:
+        raise ConfigError(found)
+
+
+def check_file(flag: str, path: str | None, most_bytes: int | None = None) -> None:
+    """Raises ConfigError where a file that is named cannot be read by every rank."""
+    problem = None if path is None else input_problem(path, most_bytes)
+    if problem:
+        raise ConfigError(f"{flag}={path}: {problem}")
 
 
 def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:

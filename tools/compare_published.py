@@ -27,6 +27,7 @@ from statistics import correlation, mean, median
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from command_line import ToolParser, run_tool
 from megalite.config import Config, read_unjudged
 from megalite.inventory import count_parameters, flops_per_iteration, model_layers
 from megalite.planner import (
@@ -320,16 +321,15 @@ def table(compared: Sequence[Compared]) -> str:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="compare_published.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    return run_tool(_run, argv)
+
+
+def _run(argv: list[str]) -> None:
+    parser = ToolParser(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--source", nargs="+", choices=sorted(SOURCES), help="only the runs of these sources")
     args = parser.parse_args(argv)
     print(table(compare(run for run in published_runs() if args.source is None or run.source in args.source)))
-    return 0
 
 
 if __name__ == "__main__":

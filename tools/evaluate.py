@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser, run_tool
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.progress import LINES, OnProgress, ProgressBar, untold
@@ -66,6 +66,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_layout_flags(parser)
     flags = parser.parse_args(argv)
+    check_numbers(flags, micro_batch_size=(1, 1 << 20), overlap=(0, MOST), ckpt_step=(0, MOST))
+    check_file("--text-file", flags.text_file)
     problems = problems_of(flags)
     if problems:
         raise ConfigError(problems)
@@ -83,8 +85,6 @@ def problems_of(flags: argparse.Namespace) -> list[str]:
         problems.append(f"--task={flags.task}: reads a text file; give it by --text-file")
     if flags.overlap and (flags.data_path is not None or flags.task == "lambada"):
         problems.append(f"--overlap={flags.overlap}: belongs to --text-file as running text; drop it")
-    if flags.micro_batch_size is not None and flags.micro_batch_size < 1:
-        problems.append(f"--micro-batch-size={flags.micro_batch_size}: must be >= 1")
     return problems
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser, run_tool
+from command_line import MOST, ToolParser, check_numbers, run_tool
 from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
@@ -36,7 +36,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, default=16, help="questions scored at once")
     add_layout_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    check_numbers(flags, num_fewshot=(0, MOST), limit=(1, MOST), micro_batch_size=(1, 1 << 20), ckpt_step=(0, MOST))
+    return flags
 
 
 def main(argv: list[str]) -> int:

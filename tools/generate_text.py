@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser, run_tool
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from layout_flags import add_layout_flags, run_on_ranks
+from megalite.config import Sampling
 from megalite.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,12 +47,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1234, help="of the choices")
     add_layout_flags(parser)
     flags = parser.parse_args(argv)
-    for name in ("max_new_tokens", "num_samples", "micro_batch_size"):
-        if getattr(flags, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(flags, name)}: must be >= 1")
+    check_numbers(
+        flags, max_new_tokens=(1, 1 << 30), num_samples=(1, 1 << 20), micro_batch_size=(1, 1 << 20), ckpt_step=(0, MOST)
+    )
+    _sampling(flags, flags.seed + flags.num_samples - 1)  # a seed that is too large is no news for the last sample
+    flags.sampling = _sampling(flags, flags.seed)
+    check_file("--prompts", flags.prompts, 1 << 26)
     if flags.prompts is not None and flags.prompt:
         raise ConfigError(f"--prompt={flags.prompt}: not with --prompts; put it into the file")
     return flags
+
+
+def _sampling(flags: argparse.Namespace, seed: int) -> Sampling:
+    """Raises ConfigError."""
+    how = {name: getattr(flags, name) for name in ("greedy", "temperature", "top_k", "top_p")}
+    return Sampling(**how, seed=seed)
 
 
 def main(argv: list[str]) -> int:
@@ -62,15 +72,11 @@ def main(argv: list[str]) -> int:
 def continue_prompts(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, generate; the first prints."""
     from megalite.generation import (  # torch comes with it: not before the flags are known to be right
-        Sampling,
         prompt_ids,
         read_prompts,
     )
     from megalite.inference import generate, load_for_inference
 
-    how = {name: getattr(flags, name) for name in ("greedy", "temperature", "top_k", "top_p")}
-    Sampling(**how, seed=flags.seed + flags.num_samples - 1)  # a seed that is too large is no news for the last sample
-    sampling = Sampling(**how, seed=flags.seed)
     world.report_phase("loading")
     loaded = load_for_inference(
         flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
@@ -86,7 +92,7 @@ def continue_prompts(flags: argparse.Namespace, world: World) -> None:
     found = generate(
         loaded,
         prompts,
-        sampling,
+        flags.sampling,
         max_new_tokens=flags.max_new_tokens,
         num_samples=flags.num_samples,
         micro_batch_size=flags.micro_batch_size,

@@ -67,6 +67,9 @@ def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
             raise ConfigError(f"{option.flag}={show(value)}: must be at least {least}")
         values[option.name] = tuple(value) if isinstance(value, list) else value
     parallel: ParallelConfig = build_section(ParallelConfig, values)
+    if parallel.context.context_parallel_size == 1 and parallel.context.cp_comm_type != "p2p":
+        kind = parallel.context.cp_comm_type
+        raise ConfigError(f"--cp-comm-type={kind}: has no effect at --context-parallel-size=1; drop it")
     place = read_environment()
     given = tuple(f"{name}={value}" for name, value in sorted(vars(flags).items()))
     flags.parallel = parallel

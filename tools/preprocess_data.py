@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser, run_tool
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from megalite.config import TOKENIZERS
 from megalite.data import (
     ChatTemplate,
@@ -31,6 +31,9 @@ from megalite.data import (
 )
 from megalite.errors import ConfigError
 from megalite.progress import LINES, ProgressBar
+
+MOST_WORKERS = 64
+"""Of a machine with few cores; with many, four for each."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -72,8 +75,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--append-eod: not with --data-format=chat, whose template ends a conversation; drop it")
     if chat and len(args.json_keys) > 1:
         raise ConfigError(f"--json-keys={' '.join(args.json_keys)}: one field holds the messages; name that")
-    if args.workers < 1:
-        raise ConfigError(f"--workers={args.workers}: must be at least 1")
+    most = max(MOST_WORKERS, 4 * cpus)
+    if not 1 <= args.workers <= most:
+        raise ConfigError(f"--workers={args.workers}: must be >= 1 and <= {most}; {cpus} cores can be used here")
+    check_numbers(args, vocab_size=(2, 2**31), log_interval=(0, MOST))
+    for path in args.input:
+        if os.path.exists(path) and not os.path.isdir(path):
+            check_file("--input", path)
     if len(set(args.json_keys)) < len(args.json_keys):
         raise ConfigError(f"--json-keys={' '.join(args.json_keys)}: a field is named twice; name each once")
     return args

@@ -33,6 +33,7 @@ require_core()
 import torch
 from torch import Tensor
 
+from command_line import ToolParser, check_numbers, run_tool
 from disturbance import BusyClock
 from megalite.comm import (
     Axis,
@@ -50,7 +51,7 @@ from megalite.comm import (
     share_axis,
 )
 from megalite.config import BatchRamp, Config, TrainingLength, read_unjudged
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue
 from megalite.launch import launch
 from megalite.microbatch import Microbatch
@@ -58,7 +59,6 @@ from megalite.models import build_stack, layer_specs
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
-from megalite.streams import escape_unsayable
 from megalite.train import open_run, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 
 #: Blocks of the stage that is timed: with one alone a CPU would have its weights in the cache.
@@ -72,7 +72,8 @@ Work = Callable[[], dict[str, float]]
 
 def parser() -> argparse.ArgumentParser:
     """The tool's own flags; everything else is the training's."""
-    p = argparse.ArgumentParser(prog="profile_layers.py", description=__doc__, allow_abbrev=False)
+    p = ToolParser(__doc__ or "")
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--output", required=True, metavar="FILE", help="JSON to write")
     p.add_argument("--num-processes", type=int, default=1, metavar="N", help="that compute side by side (default 1)")
     p.add_argument("--micro-batches", default="1,2,4", metavar="B,...", help="sizes to time (default 1,2,4)")
@@ -346,18 +347,27 @@ def measure(config: Config, world: World, micro_batches: Sequence[int], repeats:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
-    escape_unsayable()
+    return run_tool(_run, argv)
+
+
+def settings(argv: list[str]) -> tuple[argparse.Namespace, Config, list[int]]:
+    """The tool's flags, the training's, and the micro-batches to time. Raises ConfigError."""
     args, rest = parser().parse_known_args(argv)
-    try:
-        config, _ = read_unjudged(rest, optional=["micro_batch_size"])
-        sizes = args.micro_batches.split(",")
-        if config.model.vocab_size == 0 or not all(size.isdigit() and int(size) > 0 for size in sizes):
-            raise ConfigError(f"--micro-batches={args.micro_batches}: sizes; and --vocab-size must be given")
-        if args.num_processes < 1:
-            raise ConfigError(f"--num-processes={args.num_processes}: 1 or more")
-    except MegaliteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    sizes = args.micro_batches.split(",")
+    if not all(size.isdecimal() and 0 < int(size) <= 1 << 20 for size in sizes):
+        raise ConfigError(f"--micro-batches={args.micro_batches}: sizes above 0 and commas between them, such as 1,2,4")
+    check_numbers(args, num_processes=(1, 1 << 16), repeats=(1, 10**6))
+    folder = Path(args.output).absolute().parent
+    if Path(args.output).is_dir() or not folder.is_dir():
+        raise ConfigError(f"--output={args.output}: cannot be written; name a file in a folder that exists")
+    config, _ = read_unjudged(rest, optional=["micro_batch_size"])
+    if config.model.vocab_size == 0:
+        raise ConfigError("--vocab-size=0: no tokenizer is read here; give the vocabulary's size")
+    return args, config, [int(size) for size in sizes]
+
+
+def _run(argv: list[str]) -> int:
+    args, config, sizes = settings(argv)
     parallel = replace(
         config.parallel,
         nprocs=args.num_processes,
@@ -370,7 +380,7 @@ def main(argv: list[str]) -> int:
     repeats = 3 if args.quick else args.repeats
 
     def body(alone: Config, world: World) -> int:
-        found = measure(alone, world, [int(size) for size in sizes], repeats)
+        found = measure(alone, world, sizes, repeats)
         if world.is_first:
             Path(args.output).write_text(json.dumps(found, indent=1))
             print(f"{args.output}: {len(found['points'])} points on {found['device']}")

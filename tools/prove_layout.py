@@ -18,7 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import ToolParser, run_tool
+from command_line import MOST, ToolParser, check_numbers, run_tool
 from megalite.config import Config, config_problems, read_unjudged
 from megalite.errors import ConfigError
 from proof_shrink import made_data, shrink
@@ -45,9 +45,8 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     args, rest = parser().parse_known_args(argv)
+    check_numbers(args, preflight=(1, MOST), num_devices=(1, MOST), max_ranks=(1, 1 << 16), steps=(-MOST, 10**4))
     if args.preflight is not None:
-        if args.preflight < 1:
-            raise ConfigError(f"--preflight={args.preflight}: must be >= 1")
         from preflight import preflight
 
         return preflight(rest, args.preflight)

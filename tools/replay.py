@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import ToolParser, run_tool
+from command_line import MOST, ToolParser, check_numbers, run_tool
 from megalite.config import Config, has_delay, parse, read_unjudged
 from megalite.errors import ConfigError, MegaliteError
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
@@ -50,8 +50,7 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     args, rest = parser().parse_known_args(argv)
-    if args.iteration < 1 or args.documents < 1:
-        raise ConfigError(f"--iteration={args.iteration} --documents={args.documents}: both must be 1 or more")
+    check_numbers(args, iteration=(1, MOST), documents=(1, 10**6))
     place = LaunchEnvironment()
     try:
         place = read_environment()

@@ -25,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import ToolParser
+from command_line import ToolParser, check_file, check_numbers
 from megalite.errors import ConfigError, MegaliteError, ScheduleError
 from megalite.schedule import (
     SCHEDULES,
@@ -59,6 +59,8 @@ from schedule_figures import comparison, figures, summary
 ASYNCHRONOUS_BATCHES = 4
 """Batches drawn when a schedule does not drain after each: enough to see the steady state."""
 MOST_CELLS = 2**14
+MOST_BYTES = 1 << 26
+"""Of a schedule's file."""
 DECODE = "decode"
 """Generation's program: `--num-microbatches` groups of sequences, `--num-batches` rounds of one token."""
 
@@ -145,6 +147,8 @@ def _hosting(program: Program, args: argparse.Namespace) -> Program:
     for flag, number in (("weight-capacity", args.weight_capacity), ("layers-per-stage", number_of_layers)):
         if number < 1:
             raise ConfigError(f"--{flag}={number}: at least 1")
+        if number > MOST_CELLS:
+            raise ConfigError(f"--{flag}={number}: at most {MOST_CELLS}")
     if program.asynchronous:
         raise ConfigError(f"--weight-capacity: {program.name} keeps two versions of its weights; use --schedule=1f1b")
     layers, stages = tuple((layer,) for layer in range(number_of_layers)), program.num_stages
@@ -283,6 +287,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_unsayable()
     try:
         args = parser().parse_args(argv)
+        check_numbers(
+            args,
+            num_batches=(1, MOST_CELLS),
+            virtual_pipeline_model_parallel_size=(1, MOST_CELLS),
+            chimera_pairs=(1, MOST_CELLS),
+        )
+        check_file("--pipeline-schedule-file", args.pipeline_schedule_file, MOST_BYTES)
         text = _compare(args) if args.compare else _show(args)
         if args.schedule and args.schedule != DECODE:
             for line in schedule_warnings(

@@ -122,8 +122,13 @@ def set_aside_newer(save: Path | str, step: int) -> list[Path]:
 def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
     """What is in the way of the files that a run will write into its directory; None if nothing is."""
     for name in (*files, COMPLETED, TRACKER):
-        if (Path(save) / name).is_dir():
+        path = Path(save) / name
+        if path.is_dir() and not path.is_symlink():
             return f"--save={save}: {name} is a directory, and a run writes a file of that name; move it away"
+        if path.is_symlink():
+            return f"--save={save}: {name} is a link, and a run would write where it leads; move it away"
+        if path.exists() and not path.is_file():
+            return f"--save={save}: {name} is a pipe or a device, and a run writes a file of that name; move it away"
     return None
 
 

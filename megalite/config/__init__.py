@@ -10,7 +10,7 @@ Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`,
 `schema.option`; `root` puts them together; `reader`, `yaml_file`, `names` and `values` read what users type, `cli`
 merges it; `legal` judges it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back;
 `batch_size` has what
-changes with the tokens consumed: batch size, sequence length.
+changes with the tokens consumed: batch size, sequence length; `sampling` is how generation chooses.
 
 Names are Megatron-LM's flag names with underscores; a field that several flags spell is a small dataclass of them
 (`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with
@@ -41,6 +41,7 @@ from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, Optimiz
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
 from megalite.config.rules.shape import model_shape
+from megalite.config.sampling import Sampling
 from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.staleness import Correction, StalenessCorrection, completed, correction_of, has_delay

@@ -113,7 +113,9 @@ def _other_files(config: Config) -> Iterator[str]:
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
     folder = config.optimizer.offload.optimizer_offload_path
-    if folder is not None and not os.path.isdir(folder):
+    if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+        yield f"--optimizer-offload-path={folder}: is no folder; give one, in which each rank makes its file"
+    elif folder is not None and not os.path.isdir(folder):
         yield f"--optimizer-offload-path={folder}: no such folder; make it first"
     elif folder is not None and not os.access(folder, os.W_OK | os.X_OK):
         yield f"--optimizer-offload-path={folder}: cannot be written to; give another folder"

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 from megalite.data import JSONL_SUFFIXES, Tokenizer, read_jsonl
 from megalite.errors import ConfigError, DataError
+from megalite.files import input_problem
+
+MOST_BYTES = 1 << 26
+"""Of a file of prompts, all of which are held at once."""
 
 
 def read_prompts(path: str, flag: str) -> list[str]:
     """The field `prompt` of each line of a JSONL file, or each line of another that is not empty. Raises DataError."""
+    problem = input_problem(path, MOST_BYTES)
+    if problem:
+        raise DataError(f"{flag}={path}: {problem}")
     if path.endswith(JSONL_SUFFIXES):
         try:
             texts = list(read_jsonl(path, flag, "prompt"))

@@ -12,6 +12,6 @@ Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
-from megalite.observe.observers import METRICS_FILE, make_hooks, read_metrics
+from megalite.observe.observers import METRICS_FILE, SAMPLES_FILE, make_hooks, read_metrics
 from megalite.observe.pipeline_trace import PipelineTracer
 from megalite.observe.stats import ExpertStats, Record, StepStats, evaluation_record, perplexity

@@ -206,7 +206,7 @@ def test_updates_of_other_samples_are_refused(
     ("flags", "line"),
     [
         (["--load", "nowhere", "--iteration", "3"], "--load=nowhere: no config.yaml in it"),
-        (["--load", ".", "--iteration", "0"], "--iteration=0 --documents=10: both must be 1 or more"),
+        (["--load", ".", "--iteration", "0"], "--iteration=0: must be >= 1 and <= 1,000,000,000"),
         (["--iteration", "3"], "the following arguments are required: --load"),
     ],
 )

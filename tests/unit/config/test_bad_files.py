@@ -137,3 +137,13 @@ def test_yaml_file_that_is_missing_or_hostile(tmp_path: Path, monkeypatch: pytes
     assert problems_of([*argv(), "--config", "deep.yaml"]) == [
         "deep.yaml:1:5: nested too deep; sections hold plain values and lists"
     ]
+
+
+def test_masters_go_into_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("")
+    (tmp_path / "link").symlink_to(file)
+    given = {file: "is no folder", tmp_path / "link": "is no folder", Path("/dev/null"): "is no folder"}
+    for path, what in {**given, tmp_path / "none": "no such folder"}.items():
+        (line,) = problems_of(argv(f"--optimizer-offload-path {path}"))
+        assert line.startswith(f"--optimizer-offload-path={path}: {what}; ")
