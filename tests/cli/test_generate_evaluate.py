@@ -110,7 +110,11 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
             ["--load", "/nowhere"],
             "--load=/nowhere: no such directory; give a run's --save, or one of its checkpoints",
         ),
-        ("generate_text.py", ["--load", "{run}", "--max-new-tokens", "0"], "--max-new-tokens=0: must be >= 1"),
+        (
+            "generate_text.py",
+            ["--load", "{run}", "--max-new-tokens", "0"],
+            "--max-new-tokens=0: must be >= 1 and <= 1,073,741,824",
+        ),
         (
             "generate_text.py",
             ["--load", "{run}", "--temperature", "-1"],
