@@ -24,8 +24,10 @@ OTHERS = {
     "sbatch, srun": "nodes ntasks-per-node gpus-per-node gpus-per-task gpu-bind cpus-per-task time requeue open-mode "
     "output signal job-name kill-on-bad-exit",
     "mpirun": "bind-to host np",
-    "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full durations no-build-isolation "
-    "config-settings build-option cpp_ext cuda_ext no-input disable-pip-version-check clear no-deps wheel-dir ignore",
+    "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full turn durations "
+    "no-build-isolation config-settings build-option cpp_ext cuda_ext no-input "
+    "disable-pip-version-check clear no-deps wheel-dir ignore",
+    "unshare, mount": "uts ipc mount pid fork mount-proc bind",
     "coverage, pre-commit": "coverage data-file source skip-covered sort force-exclude",
     "scripts/missing_packages.py": "incomplete",
     "the peer-benchmark lab": "extra",
