@@ -67,10 +67,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_layout_flags(parser)
     flags = parser.parse_args(argv)
     check_numbers(flags, micro_batch_size=(1, 1 << 20), overlap=(0, MOST), ckpt_step=(0, MOST))
-    check_file("--text-file", flags.text_file)
     problems = problems_of(flags)
     if problems:
         raise ConfigError(problems)
+    check_file("--text-file", flags.text_file)
     return flags
 
 

@@ -125,7 +125,7 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
         (
             "evaluate.py",
             ["--load", "{run}", "--text-file", "/nowhere.txt"],
-            "/nowhere.txt: cannot be read (No such file or directory)",
+            "--text-file=/nowhere.txt: cannot be read (No such file or directory)",
         ),
         (
             "evaluate.py",
@@ -134,7 +134,7 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
         ),
         (
             "evaluate.py",
-            ["--load", "{run}", "--ckpt-step", "9", "--text-file", "x"],
+            ["--load", "{run}", "--ckpt-step", "9", "--text-file", __file__],
             "--ckpt-step=9: no committed checkpoint of that step in {run} (has: 7)",
         ),
     ],
