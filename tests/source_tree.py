@@ -55,6 +55,7 @@ FLOORS = {
     "megalite.library": 8,
     "megalite.train": 9,
     "megalite.inference": 10,
+    "megalite.proof": 10,
     "pretrain_gpt": 11,
     "tools": 11,
     "benchmarks": 12,

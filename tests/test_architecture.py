@@ -15,7 +15,7 @@ from draw_architecture import PICTURE, draw
 from make_reading_pages import PAGE, room_page
 
 # A proof on the user's machine is the tests' own: the same oracle, and ranks forked by the same harness.
-MAY_TEST = "tools.proof_"
+MAY_TEST = "megalite.proof."
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Fields of a section; another spelling of a field costs nothing.

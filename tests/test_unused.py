@@ -24,7 +24,7 @@ ALLOWED = {
     # lm-evaluation-harness calls its models by these.
     r"tools/lm_harness\.py": "loglikelihood(_rolling)?|generate_until",
     # megalite/testing/inject.py calls it.
-    r"tools/proof_watch\.py": "reached",
+    r"megalite/proof/watch\.py": "reached",
     # ctypes reads it.
     r"megalite/launch/rank_page\.py": "_fields_",
 }

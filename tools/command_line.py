@@ -95,6 +95,11 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
     return 0
 
 
+def say(text: str) -> None:
+    """Prints at once, so that a reader at the other end of a pipe sees it now."""
+    print(text, flush=True)
+
+
 def _with_dashes(word: str) -> str:
     if not word.startswith("--"):
         return word

@@ -18,10 +18,10 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import MOST, ToolParser, check_numbers, run_tool
+from command_line import MOST, ToolParser, check_numbers, run_tool, say
 from megalite.config import Config, config_problems, read_unjudged
 from megalite.errors import ConfigError
-from proof_shrink import made_data, shrink
+from megalite.proof import made_data, shrink
 
 STEPS = 5
 
@@ -47,9 +47,9 @@ def _run(argv: list[str]) -> int:
     args, rest = parser().parse_known_args(argv)
     check_numbers(args, preflight=(1, MOST), num_devices=(1, MOST), max_ranks=(1, 1 << 16), steps=(-MOST, 10**4))
     if args.preflight is not None:
-        from preflight import preflight
+        from megalite.proof import run_preflight
 
-        return preflight(rest, args.preflight)
+        return run_preflight(rest, args.preflight, say)
     if args.steps < 3:
         raise ConfigError(f"--steps={args.steps}: must be >= 3: a step, a checkpoint and a step after it")
     if args.keep is not None:
@@ -59,9 +59,9 @@ def _run(argv: list[str]) -> int:
             raise ConfigError(f"--keep={args.keep}: {error.strerror}; give a directory that can be written") from None
     config, world_size = resolve(rest, args.num_devices)
     small = shrink(config, world_size, steps=args.steps, most_ranks=args.max_ranks)
-    from proof_run import prove  # torch comes with it: not before the configuration is known to be right
+    from megalite.proof import prove  # torch comes with it: not before the configuration is known to be right
 
-    return prove(small, args.steps, keep=args.keep)
+    return prove(small, args.steps, say, keep=args.keep)
 
 
 def resolve(argv: list[str], num_devices: int | None) -> tuple[Config, int]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from megalite.comm import World
 from megalite.config import parse
 from megalite.gradient import GradSink
+from megalite.proof.preflight import Preflight
 from megalite.testing import run_ranks
-from preflight import Preflight
 
 FLAGS = [*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--global-batch-size", "6"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
@@ -52,9 +52,9 @@ def wrong_weight_gradient(bit: int = 0):
 def body(world: World, argv: list[str], fault: str, odd: int) -> int:
     config = parse(argv, world_size=world.size)
     if world.rank != odd:
-        return Preflight(2)(config, world)
+        return Preflight(2, print)(config, world)
     with globals()[fault]():
-        return Preflight(2)(config, world)
+        return Preflight(2, print)(config, world)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from megalite.data import IndexedWriter
 from megalite.errors import ConfigError
 from megalite.launch import LaunchEnvironment
 from megalite.observe import Record
+from megalite.proof.history import History, legs_and_lines
+from megalite.proof.numbers import Numbers, mean_loss, numbers_apart
+from megalite.proof.replay import Replay
+from megalite.proof.replay_config import again
 from megalite.testing import RanksFailed, run_single
 from megalite.train import run_training
-from replay_history import History, legs_and_lines
-from replay_numbers import Numbers, mean_loss, numbers_apart
-from replay_pass import Replay
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = (25, 90, 155, 210)
@@ -97,7 +98,7 @@ def test_a_run_with_delay_is_replayed_with_its_delay(schedule: str, tmp_path: Pa
 
 def replayed(world: World, directory: str, iteration: int, spoil: bool, verdict: str, flags: Sequence[str] = ()) -> str:
     """The verdict, in this process; to spoil is to make a second pass with a flipped bit in a weight gradient."""
-    config, past = replay.again(directory, iteration, [*flags], LaunchEnvironment())
+    config, past = again(directory, iteration, [*flags], LaunchEnvironment())
     right, passes = Replay._pass, iter(range(2))
 
     def one_pass(self: Replay, *args: object, reads: bool) -> object:
@@ -108,7 +109,7 @@ def replayed(world: World, directory: str, iteration: int, spoil: bool, verdict:
             return right(self, *args, reads=False)
 
     with patch.object(Replay, "_pass", one_pass):
-        Replay(past, 3, 1 + spoil, Path(verdict))(config, world)
+        Replay(past, 3, 1 + spoil, Path(verdict), print)(config, world)
     return Path(verdict).read_text()
 
 
@@ -176,7 +177,7 @@ def test_updates_by_other_rules_are_refused(
 ) -> None:
     run = as_if_it_had(spiked[0], tmp_path / "run", **settings)
     with pytest.raises(ConfigError, match=line):
-        replay.again(str(run), 9, flags.split(), LaunchEnvironment())
+        again(str(run), 9, flags.split(), LaunchEnvironment())
 
 
 @pytest.mark.parametrize(
@@ -196,10 +197,10 @@ def test_updates_of_other_samples_are_refused(
     settings = {"pipeline_schedule": schedule} | ({"clip_grad": 0.0} if schedule == "pipedream" else {})
     run = as_if_it_had(spiked[0], tmp_path / "run", **settings)
     if line is None:
-        replay.again(str(run), 9, flags.split(), LaunchEnvironment())
+        again(str(run), 9, flags.split(), LaunchEnvironment())
         return
     with pytest.raises(ConfigError, match=re.escape(line)):
-        replay.again(str(run), 9, flags.split(), LaunchEnvironment())
+        again(str(run), 9, flags.split(), LaunchEnvironment())
 
 
 @pytest.mark.parametrize(
@@ -232,11 +233,11 @@ def test_iterations_are_replayed_with_the_flags_that_they_had(spiked: tuple[Path
     for iteration in (2, 4, 5):
         verdict = run_single(replayed, str(tmp_path / "run"), iteration, False, str(tmp_path / "verdict"))
         assert verdict.startswith("0 the numbers are the run's"), verdict
-    _, past = replay.again(str(tmp_path / "run"), 4, [], LaunchEnvironment())
+    _, past = again(str(tmp_path / "run"), 4, [], LaunchEnvironment())
     assert past.end == 4  # not 6, the next line: from 4 on the rate is another
     means = {(2, 3): 3, (5, 6): 2}  # the line that an iteration is in -> how many iterations it is the mean of
     for (iteration, end), count in means.items():
-        _, past = replay.again(str(tmp_path / "run"), iteration, [], LaunchEnvironment())
+        _, past = again(str(tmp_path / "run"), iteration, [], LaunchEnvironment())
         assert (past.end, past.lines[-1]["iteration"], past.lines[-1]["iterations"]) == (end, end, count)
 
 

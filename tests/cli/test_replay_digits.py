@@ -15,17 +15,17 @@ import torch
 from cli.test_preflight import GradSink
 from torch import Tensor
 
-import replay
 from megalite.comm import World
 from megalite.config import parse
 from megalite.launch import LaunchEnvironment
 from megalite.observe import Record
+from megalite.proof.numbers import Numbers, compared, not_logged, unlike
+from megalite.proof.outliers import Sample, chance_of, outliers, scatter_of
+from megalite.proof.replay import Replay
+from megalite.proof.replay_config import again
 from megalite.testing import run_ranks
 from megalite.train import run_training
 from megalite.train.trainer import Trainer
-from replay_numbers import Numbers, compared, not_logged, unlike
-from replay_outliers import Sample, chance_of, outliers, scatter_of
-from replay_pass import Replay
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8"
@@ -77,9 +77,9 @@ def with_fault(world: World, flags: list[str], fault: str) -> None:
 
 
 def verdict(world: World, run: str, iteration: int, flags: list[str]) -> str:
-    config, past = replay.again(run, iteration, flags, LaunchEnvironment())
+    config, past = again(run, iteration, flags, LaunchEnvironment())
     path = Path(run) / "verdict"
-    Replay(past, 3, 1, path)(config, world)
+    Replay(past, 3, 1, path, print)(config, world)
     return path.read_text() if world.is_first else ""
 
 
@@ -198,7 +198,7 @@ def test_a_mean_is_compared_where_all_of_it_was_computed() -> None:
 
 
 def documents(count: int, seed: int, *, between: float = 0.3, within: float = 1.5) -> list[Sample]:
-    """Lengths and losses of documents as the model of replay_outliers.py has them, with tails of a t of 5 degrees."""
+    """Lengths and losses of documents as the model of outliers.py has them, with tails of a t of 5 degrees."""
     noise = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):

@@ -20,10 +20,10 @@ from megalite.comm.world import World
 from megalite.config.batch_size import LengthSchedule
 from megalite.config.cli import parse
 from megalite.microbatch import Microbatch
+from megalite.proof.documents import TokenLosses
 from megalite.testing import run_ranks, try_ranks
 from megalite.testing.oracle import Pupil, Trajectory
 from megalite.train.run import open_run, run_training
-from replay_documents import TokenLosses
 
 SCHEDULE = ("--seq-length-schedule", "0:4 200:8 500:16")
 LENGTHS = (4, 4, 8, 8, 16)  # 8 samples of 16 tokens a step: the second length holds from sample 13, the third from 32

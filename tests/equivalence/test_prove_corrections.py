@@ -10,9 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import proof_format
-import proof_run
-import proof_watch
 import prove_layout
 from equivalence.layouts import TINY
 from megalite.checkpoint import Checkpointer
@@ -22,9 +19,10 @@ from megalite.errors import ConfigError
 from megalite.optim import Delay
 from megalite.optim.staleness import Nesterov, Predict
 from megalite.parallel.zero.sharded_optimizer import PendingNorm
-from proof_elsewhere import elsewhere, plain
-from proof_format import Allowed, apart
-from proof_shrink import Small, shrink
+from megalite.proof import certificate, number_format, watch
+from megalite.proof.elsewhere import elsewhere, plain
+from megalite.proof.number_format import Allowed, apart
+from megalite.proof.shrink import Small, shrink
 
 MODEL = [*(word for word in TINY if word != "--fp64"), "--num-layers", "2", "--micro-batch-size", "1"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
@@ -40,7 +38,7 @@ def small_form(flags: list[str], ranks: int, most_ranks: int = 8) -> Small:
 
 
 def certify(flags: list[str], ranks: int) -> None:
-    assert proof_run.prove(small_form(flags, ranks), STEPS) == 0, f"{' '.join(flags)} on {ranks} ranks"
+    assert certificate.prove(small_form(flags, ranks), STEPS, print) == 0, f"{' '.join(flags)} on {ranks} ranks"
 
 
 def no_prediction_on_more_ranks_than_one():
@@ -92,13 +90,15 @@ MISTAKES = {
 
 def broken_body(world: World, config: str, reference: str, folder: str, steps: int, save_after: int, name: str):
     with globals()[name]():
-        return proof_watch.train(world, config, reference, folder, steps, save_after)
+        return watch.train(world, config, reference, folder, steps, save_after)
 
 
 def test_a_correction_that_is_wrong_is_named(full: bool, fresh: int, capsys: pytest.CaptureFixture[str]) -> None:
     for name in MISTAKES if full else [random.Random(fresh).choice([*MISTAKES])]:
         flags, account = MISTAKES[name]
-        status = proof_run.prove(small_form(["--fp64", *flags], 2), STEPS, rank=proof_run.Rank(broken_body, (name,)))
+        status = certificate.prove(
+            small_form(["--fp64", *flags], 2), STEPS, print, rank=certificate.Rank(broken_body, (name,))
+        )
         output = capsys.readouterr().out
         verdict = next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), "nothing")
         assert status == 1 and re.search(account, verdict), f"{name}: {output}"
@@ -165,16 +165,16 @@ def test_a_format_is_compared_at_what_its_rounding_allows() -> None:
     assert apart("bf16", without, without, "two ranks", Allowed.close(0.0)).endswith("two ranks: losses within 0.0e+00")
 
 
-def off_by(world: World, config_file: str, steps: int, *seed: int) -> proof_format.Trained:
+def off_by(world: World, config_file: str, steps: int, *seed: int) -> number_format.Trained:
     """A norm that is 1e-5 too large on more ranks than one."""
     right = PendingNorm.wait
     with patch.object(PendingNorm, "wait", lambda self: right(self) * (1 + 1e-5 * (world.size > 1))):
-        return proof_format.losses(world, config_file, steps, *seed)
+        return number_format.losses(world, config_file, steps, *seed)
 
 
 def test_a_norm_off_by_a_hundred_thousandth_is_seen_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
-    with patch.object(proof_run, "losses", off_by):
-        assert proof_run.prove(small_form([], 2), STEPS) == 1
+    with patch.object(certificate, "losses", off_by):
+        assert certificate.prove(small_form([], 2), STEPS, print) == 1
     assert "FAIL  in fp32: iteration 1, gradient norm: " in capsys.readouterr().out
 
 
@@ -197,8 +197,8 @@ def test_pipedream_is_compared_with_its_stages_alone() -> None:
 def test_pipedream_runs_in_the_users_format(capsys: pytest.CaptureFixture[str]) -> None:
     """On its stages alone as well, where only one process in fp64 is left to compare with."""
     flags = [*PIPEDREAM, "--staleness-correction", "predict", "--bf16"]
-    with patch.object(proof_run, "losses", dies):
-        assert proof_run.prove(small_form(flags, 2), STEPS) == 1
+    with patch.object(certificate, "losses", dies):
+        assert certificate.prove(small_form(flags, 2), STEPS, print) == 1
     assert "FAIL  in bf16: " in capsys.readouterr().out
 
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import proof_run
-import proof_watch
 import prove_layout
 from equivalence import test_mutations
 from equivalence.layouts import TINY, draw
@@ -24,7 +22,8 @@ from megalite.config import parse
 from megalite.nn.dropout import HiddenDropout
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
-from proof_shrink import shrink
+from megalite.proof import certificate, watch
+from megalite.proof.shrink import shrink
 
 MODEL = ["--num-layers", "2", "--hidden-dropout", "0.1"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
@@ -116,7 +115,7 @@ MISTAKES = {
 def broken_body(world: World, config: str, reference: str, folder: str, steps: int, save_after: int, name: str):
     mistake = globals().get(name) or getattr(test_mutations, name)
     with mistake():
-        return proof_watch.train(world, config, reference, folder, steps, save_after)
+        return watch.train(world, config, reference, folder, steps, save_after)
 
 
 def small_form(flags: list[str], ranks: int):
@@ -127,14 +126,14 @@ def small_form(flags: list[str], ranks: int):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_by_layer_and_action(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags, ranks, account = MISTAKES[name]
-    status = proof_run.prove(small_form(flags, ranks), STEPS, rank=proof_run.Rank(broken_body, (name,)))
+    status = certificate.prove(small_form(flags, ranks), STEPS, print, rank=certificate.Rank(broken_body, (name,)))
     output = capsys.readouterr().out
     verdict = next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), "nothing")
     assert status == 1 and re.search(account, verdict), output
 
 
 def certify(flags: list[str], ranks: int) -> None:
-    assert proof_run.prove(small_form(flags, ranks), STEPS) == 0, f"{' '.join(flags)} on {ranks} ranks"
+    assert certificate.prove(small_form(flags, ranks), STEPS, print) == 0, f"{' '.join(flags)} on {ranks} ranks"
 
 
 def test_a_curriculum_of_lengths_passes() -> None:

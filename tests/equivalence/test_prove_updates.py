@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import proof_run
-import proof_watch
 import prove_layout
 from equivalence.layouts import TINY
 from megalite.checkpoint import Checkpointer
@@ -30,11 +28,12 @@ from megalite.optim.staleness import ErrorFeedback
 from megalite.parallel.zero.flat_weights import FlatWeights
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
+from megalite.proof import certificate, watch
+from megalite.proof.branches import Branches, clips
+from megalite.proof.shrink import Small, shrink
 from megalite.train import run_state
 from megalite.train.param_schedules import ParamSchedules
 from megalite.train.trainer import TrainingProgress
-from proof_branches import Branches, clips
-from proof_shrink import Small, shrink
 
 MODEL = [*(word for word in TINY if word not in ("--fp64", "--lr-decay-style", "constant")), "--num-layers", "2"]
 MODEL += ["--micro-batch-size", "1"]
@@ -294,7 +293,7 @@ MUTATIONS: dict[Callable[[], Any], tuple[list[str], int, str]] = {
 
 def broken_body(world: World, config: str, reference: str, folder: str, steps: int, save_after: int, name: str) -> Any:
     with {m.__name__: m for m in MUTATIONS}[name]():
-        return proof_watch.train(world, config, reference, folder, steps, save_after)
+        return watch.train(world, config, reference, folder, steps, save_after)
 
 
 def small_form(flags: list[str], ranks: int, steps: int = STEPS) -> Small:
@@ -303,7 +302,7 @@ def small_form(flags: list[str], ranks: int, steps: int = STEPS) -> Small:
 
 
 def account(name: str, flags: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = proof_run.prove(small_form(flags, ranks), STEPS, rank=proof_run.Rank(broken_body, (name,)))
+    status = certificate.prove(small_form(flags, ranks), STEPS, print, rank=certificate.Rank(broken_body, (name,)))
     output = capsys.readouterr().out
     return status, next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), output)
 

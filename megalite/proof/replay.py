@@ -1,11 +1,12 @@
-"""The ranks' side of tools/replay.py: the way to the iteration, the iteration itself, the comparison with the run."""
+"""A replay on its ranks: the way to the iteration, the iteration itself, the comparison with the run."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,14 +17,26 @@ from megalite.checkpoint import read_manifest
 from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, LoggingConfig
 from megalite.data import survey_differences
-from megalite.errors import CheckpointError, DataError
+from megalite.errors import CheckpointError, DataError, MegaliteError
+from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
 from megalite.observe import StepStats
 from megalite.planner import describe_layout
+from megalite.proof.documents import ONE_TOKEN, DocumentLoss, TokenLosses, middle_of, outstanding
+from megalite.proof.history import Past
+from megalite.proof.numbers import (
+    CLOSE,
+    Apart,
+    Numbers,
+    compared,
+    is_whole,
+    not_logged,
+    numbers_apart,
+    other_tensors,
+    unlike,
+)
+from megalite.proof.preflight import Digests, Seen
+from megalite.proof.replay_config import again
 from megalite.train import MODES, OpenRun, open_run
-from preflight import Digests, Seen
-from replay_documents import ONE_TOKEN, DocumentLoss, TokenLosses, middle_of, outstanding
-from replay_history import Past
-from replay_numbers import CLOSE, Apart, Numbers, compared, is_whole, not_logged, numbers_apart, other_tensors, unlike
 
 BESIDE, AFTER = 7, 3
 """Iterations before it whose documents are read beside those of the one that is looked at; where there are fewer than
@@ -53,12 +66,13 @@ class Pass:
 @dataclass(frozen=True)
 class Replay:
     """What every rank runs. verdict: the file that the first rank writes the verdict to, with the exit status that goes
-    with it before it."""
+    with it before it; say: the first rank hands the account to it."""
 
     past: Past
     documents: int
     passes: int
     verdict: Path
+    say: Callable[[str], None]
 
     def __call__(self, config: Config, world: World) -> int:
         logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout, force=True)
@@ -77,7 +91,7 @@ class Replay:
         if trouble is None and found[0].tensors:
             trouble = f"numbers: {found[0].tensors[0]} is not what the run's checkpoint of iteration {past.end} holds"
         if world.is_first:
-            print("\n".join(self._account(found[0], config, world)), flush=True)
+            self.say("\n".join(self._account(found[0], config, world)))
             status = NUMBERS if trouble is not None else ROUNDING if apart is not None else 0
             text = f"{status} {trouble or self._verdict(found[0], apart)}"
             self.verdict.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -220,6 +234,31 @@ class Replay:
         for first, last in not_logged(past.begin, here, past.begun):
             said += f"; metrics.jsonl lacks the line of iterations {first} to {last}"
         return said
+
+
+def run_replay(
+    run: str, iteration: int, flags: list[str], say: Callable[[str], None], *, documents: int, passes: int
+) -> int:
+    """Starts the ranks as pretrain_gpt.py would, or is one of them, and says the verdict; the exit status.
+
+    flags: of the training, in place of what the run had; documents: how many are shown.
+    """
+    place = LaunchEnvironment()
+    try:
+        place = read_environment()
+        config, past = again(run, iteration, flags, place)
+    except MegaliteError as error:
+        if place.rank == 0:
+            print_error(error)
+        return error.exit_code
+    with tempfile.TemporaryDirectory(prefix="megalite-replay-") as folder:
+        verdict = Path(folder) / "verdict"
+        status = launch(config, Replay(past, documents, passes, verdict, say), place)
+        if status == 0 and verdict.is_file():
+            code, _, text = verdict.read_text(encoding="utf-8").partition(" ")
+            say(f"verdict: {text}")
+            return int(code)
+    return status
 
 
 def numbers_of(stats: StepStats) -> Numbers:

@@ -15,8 +15,8 @@ from megalite.comm import all_gather_json
 from megalite.data import Dataset, GPTDataset, IndexedDataset
 from megalite.microbatch import PIECE, Microbatch
 from megalite.nn import Head
+from megalite.proof.outliers import Sample, outliers
 from megalite.train import OpenRun
-from replay_outliers import Sample, outliers
 
 SHOWN = 48
 ONE_TOKEN, AT_LEAST = 0.9, 32

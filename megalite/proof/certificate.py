@@ -1,7 +1,7 @@
 """The proof itself: reference, ranks, checkpoint at another layout, the user's number format, verdict.
 
-reference   one process, fp64                           proof_reference.py
-ranks       the layout, all iterations, a checkpoint    proof_watch.py, forked from a warm process
+reference   one process, fp64                           reference.py
+ranks       the layout, all iterations, a checkpoint    watch.py, forked from a warm process
 elsewhere   another layout continues from the checkpoint
 format      the layout against one process (PipeDream: its stages alone), both in the user's bf16, fp16 or fp32
 """
@@ -18,17 +18,20 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import proof_watch
 from megalite.config import Config, dump_yaml
+from megalite.proof.branches import FIRST_SCALE
+from megalite.proof.elsewhere import elsewhere, plain
+from megalite.proof.number_format import CLOSE, Allowed, Trained, apart, losses
+from megalite.proof.reference import Reference, record
+from megalite.proof.shrink import Small
+from megalite.proof.verdict import Difference, first_difference
+from megalite.proof.watch import train
 from megalite.testing import CaseResult, run_single, try_ranks
-from proof_branches import FIRST_SCALE
-from proof_elsewhere import elsewhere, plain
-from proof_format import CLOSE, Allowed, Trained, apart, losses
-from proof_reference import Reference, record
-from proof_shrink import Small
-from proof_verdict import Difference, first_difference
 
 Body = Callable[..., Any]
+Say = Callable[[str], None]
+"""What a line of the account is handed to."""
+
 PATIENCE_SECONDS = 1800.0
 
 
@@ -46,44 +49,44 @@ class Part:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank runs: `proof_watch.train`, or what a test makes of it, with more arguments."""
+    """What a rank runs: `watch.train`, or what a test makes of it, with more arguments."""
 
-    body: Body = proof_watch.train
+    body: Body = train
     arguments: tuple[Any, ...] = ()
 
 
-def prove(small: Small, steps: int, *, keep: str | None = None, rank: Rank = Rank()) -> int:
-    """Prints the certificate, or the first difference; returns 0 or 1."""
+def prove(small: Small, steps: int, say: Say, *, keep: str | None = None, rank: Rank = Rank()) -> int:
+    """Says the certificate, or the first difference; returns 0 or 1."""
     with tempfile.TemporaryDirectory(prefix="megalite-proof-") as name:
         folder = Path(name)
         try:
-            return _certify(small, steps, folder, rank)
+            return _certify(small, steps, folder, rank, say)
         finally:
             if keep is not None:
                 shutil.copytree(folder, keep, dirs_exist_ok=True)
 
 
-def _certify(small: Small, steps: int, folder: Path, rank: Rank) -> int:
+def _certify(small: Small, steps: int, folder: Path, rank: Rank, say: Say) -> int:
     for line in small.changes:
-        print(f"  {line}")
+        say(f"  {line}")
     began = time.monotonic()
-    small = _recorded(small, steps, folder)
+    small = _recorded(small, steps, folder, say)
     parts = []
     for part in _parts(small, steps, folder, rank):
         parts.append(part)
-        print(f"  {part.name} ({part.ranks} ranks, {part.seconds:.0f} s): {_numbers(part.worst)}", flush=True)
+        say(f"  {part.name} ({part.ranks} ranks, {part.seconds:.0f} s): {_numbers(part.worst)}")
         if part.difference is not None or part.died:
-            print(f"FAIL  {part.name}: {part.difference or part.died}")
+            say(f"FAIL  {part.name}: {part.difference or part.died}")
             if part.difference is not None and part.died:
-                print(f"      after that: {part.died}")
+                say(f"      after that: {part.died}")
             return 1
     own = _in_own_format(small, steps, folder)
     if own:
-        print(own)
+        say(own)
         if own.startswith("FAIL"):
             return 1
     most = max((value for part in parts for value in part.worst.values()), default=0.0)
-    print(
+    say(
         f"PASS  {small.world_size} ranks compute what one process computes: {steps} iterations, largest relative "
         f"difference {most:.2g}, in fp64; {time.monotonic() - began:.0f} s"
     )
@@ -94,7 +97,7 @@ def _numbers(worst: dict[str, float]) -> str:
     return ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
 
 
-def _recorded(small: Small, steps: int, folder: Path) -> Small:
+def _recorded(small: Small, steps: int, folder: Path, say: Say) -> Small:
     """With the bound of the norm at which the one process, whose numbers are in `folder` from now on, clips some
     updates and not others."""
     given, asked = folder / "asked.yaml", small.branches
@@ -104,14 +107,12 @@ def _recorded(small: Small, steps: int, folder: Path) -> Small:
             record, str(given), small.world_size, steps, str(folder), asked, timeout=PATIENCE_SECONDS
         )
     if asked.skipped:
-        print(f"  iteration {asked.skipped}: the gradient of its last sample is made not finite: a skipped update")
+        say(f"  iteration {asked.skipped}: the gradient of its last sample is made not finite: a skipped update")
     if asked.scaled:
-        print(f"  the loss has a scale in fp64, too: {FIRST_SCALE:g} at first, twice as large after each update")
+        say(f"  the loss has a scale in fp64, too: {FIRST_SCALE:g} at first, twice as large after each update")
     if not bound:
         return small
-    print(
-        f"  --clip-grad: {small.config.optimizer.clip_grad:g} -> {bound:g}, which clips {clipped} of {updates} updates"
-    )
+    say(f"  --clip-grad: {small.config.optimizer.clip_grad:g} -> {bound:g}, which clips {clipped} of {updates} updates")
     own = None if small.own is None else _clipped(small.own, bound)
     return replace(small, config=_clipped(small.config, bound), own=own)
 

@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from proof_reference import TOLERANCE, Reference
-from proof_watch import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, STEP, WEIGHTS
+from megalite.proof.reference import TOLERANCE, Reference
+from megalite.proof.watch import BACKWARD, FORWARD, GRADIENT, LOSS, NORM, STEP, WEIGHTS
 
 ORDER = (WEIGHTS, FORWARD, BACKWARD, GRADIENT, NORM, LOSS, STEP)
 Found = dict[str, Any]

@@ -14,19 +14,19 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradient_taps import tap_gradients
 from megalite.comm import World, all_gather_json
 from megalite.config import CheckpointConfig, Config, LoggingConfig, parse
 from megalite.data import BatchLoader
 from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
+from megalite.proof.gradient_taps import tap_gradients
 from megalite.train import OpenRun, open_run
 
 ORDER = ("forward", "backward", "norm", "step")
@@ -48,9 +48,10 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Preflight:
-    """What every rank runs."""
+    """What every rank runs. say: the first rank hands the account to it, line by line."""
 
     steps: int
+    say: Callable[[str], None]
 
     def __call__(self, config: Config, world: World) -> int:
         logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout, force=True)
@@ -75,12 +76,12 @@ class Preflight:
             raise RuntimeFailure(account)
         if world.is_first:
             for step, (loss, norm) in numbers.items():
-                print(f"  iteration {step}: loss {loss:.6f}" + (f", gradient norm {norm:.6f}" if norm else ""))
-            print(f"PASS  {world.size} ranks, {mesh.size('dp')} replicas: {self.steps} iterations agree bit for bit")
+                self.say(f"  iteration {step}: loss {loss:.6f}" + (f", gradient norm {norm:.6f}" if norm else ""))
+            self.say(f"PASS  {world.size} ranks, {mesh.size('dp')} replicas: {self.steps} iterations agree bit for bit")
         return 0
 
 
-def preflight(argv: list[str], steps: int) -> int:
+def run_preflight(argv: list[str], steps: int, say: Callable[[str], None]) -> int:
     """Starts the ranks as pretrain_gpt.py would, or is one of them; the exit status."""
     place = LaunchEnvironment()
     try:
@@ -93,7 +94,7 @@ def preflight(argv: list[str], steps: int) -> int:
     training = replace(config.training, eval_iters=0, iterations_to_skip=(), skip_train=False)
     loads = replace(CheckpointConfig(), **{n: getattr(config.checkpoint, n) for n in ("load", "ckpt_step", "finetune")})
     quiet = replace(config, training=training, checkpoint=loads, logging=LoggingConfig())
-    return launch(quiet, Preflight(steps), place)
+    return launch(quiet, Preflight(steps, say), place)
 
 
 class Digests:

@@ -24,11 +24,11 @@ from megalite.comm import World
 from megalite.config import Config, ParallelConfig, StalenessCorrection, dump_yaml, parse
 from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import PIECE, Microbatch
+from megalite.proof.branches import Branches, clips, is_delayed
+from megalite.proof.correction import LAST_STEP, Corrected, Delays, delay_of
 from megalite.schedule import build_program, find_schedule
 from megalite.testing.oracle import Pupil
 from megalite.testing.update_rules import decay_of, learning_rate
-from proof_branches import Branches, clips, is_delayed
-from proof_correction import LAST_STEP, Corrected, Delays, delay_of
 
 TOLERANCE = 1e-9
 """Relative differences above it are differences, for rules that make of a rounding what AdamW makes of it."""

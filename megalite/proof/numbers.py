@@ -21,8 +21,8 @@ from megalite.checkpoint import committed, step_of
 from megalite.comm import all_gather_json
 from megalite.config import Config
 from megalite.observe import Record
+from megalite.proof.preflight import INTEGERS
 from megalite.train import OpenRun
-from preflight import INTEGERS
 
 CLOSE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 """How far numbers may be from the run's, relative: another layout rounds at other places."""

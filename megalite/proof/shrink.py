@@ -32,8 +32,8 @@ from megalite.config import (
     show,
 )
 from megalite.errors import ConfigError
+from megalite.proof.branches import Branches, is_delayed, with_schedules
 from megalite.schedule import find_schedule
-from proof_branches import Branches, is_delayed, with_schedules
 
 VOCABULARY, TOKENS, HEAD = 61, 16, 8
 EPSILON, EPSILON_IN_BASES = 1e-6, 1e-4

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from megalite.config import Config, ModelConfig, ParallelConfig, config_problems
-from proof_shrink import Small
+from megalite.proof.shrink import Small
 
 
 def elsewhere(small: Small) -> tuple[Config, int]:

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradient_taps import tap_gradients
 from megalite.comm import TensorShard, World
 from megalite.config import TrainingConfig, parse
 from megalite.inventory import ParameterPlacement, layer_of, placement_of
@@ -33,10 +32,11 @@ from megalite.nn import LayerStack
 from megalite.observe import StepStats
 from megalite.optim import DynamicLossScaler, LossScaler
 from megalite.parallel.zero import ParameterBuffers
+from megalite.proof.branches import FIRST_SCALE
+from megalite.proof.gradient_taps import tap_gradients
+from megalite.proof.reference import Reference
 from megalite.testing import inject
 from megalite.train import OpenRun, open_run
-from proof_branches import FIRST_SCALE
-from proof_reference import Reference
 
 WEIGHTS, FORWARD, BACKWARD, GRADIENT, NORM, LOSS, STEP = (
     "weights", "forward", "backward", "gradient", "norm", "loss", "step",
