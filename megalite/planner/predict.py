@@ -130,7 +130,7 @@ def predict(
     memory = memory_of(config, world_size, hardware, program, cuts)
     software = getattr(source, "software", MEGALITE)
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts, software)
-    steady = steady_state(config, program, costs.simulator_costs())
+    steady = steady_state(config, program, costs.simulator_costs(program))
     m = config.num_microbatches(world_size)
     work = sum(times.forward + times.backward for times in costs.times)
     work += sum(costs.again(stage) for stage in program.recomputed)
@@ -293,7 +293,7 @@ class _Stages:
         """Seconds of R: the stage's forward once more, whose input is there."""
         return self.times[stage].forward - self.exposed_hop()
 
-    def simulator_costs(self) -> Costs:
+    def simulator_costs(self, program: Program) -> Costs:
         exact: dict[tuple[int, str], float] = {}
         for stage, times in enumerate(self.times):
             exact[stage, FORWARD] = times.forward
@@ -301,13 +301,11 @@ class _Stages:
             exact[stage, BACKWARD_INPUT] = times.backward_input
             exact[stage, BACKWARD_WEIGHT] = times.backward_weight
             exact[stage, RECOMPUTE] = self.again(stage)
-            if self.config.room is not None:
-                seconds = self.hardware.host_transfer(self.config.room.full[stage])
+            if program.room is not None:
+                seconds = self.hardware.host_transfer(program.room.full[stage])
                 exact |= {(stage, EVICT): seconds, (stage, PREFETCH): seconds}
-            if (
-                self.config.chunks is not None
-            ):  # what a backward sends to the host, and fetches from there, is beside it
-                link = max(self.hardware.host_transfer(nbytes) for nbytes in self.config.chunks.gradients[stage])
+            if program.chunks is not None:  # what a backward sends to the host, and fetches from there, is beside it
+                link = max(self.hardware.host_transfer(nbytes) for nbytes in program.chunks.gradients[stage])
                 exact |= {(stage, kind): max(exact[stage, kind], link) for kind in (BACKWARD, BACKWARD_WEIGHT)}
         byte = self.hardware.host_transfer(1)
         return Costs(communication=0.0 if self.software.waits else self.hop(), host_byte=byte, exact=exact)
