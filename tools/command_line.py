@@ -81,6 +81,9 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         for line in str(error).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:  # another user's file, wherever it was met
+        print(f"error: {error.filename}: cannot be read or written by this user ({error.strerror})", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:  # torch, which some tools need for some of what they do
         if error.name not in CORE:
             raise

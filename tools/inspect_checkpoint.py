@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def inspect(arguments: argparse.Namespace) -> Json:
     from megalite.checkpoint import COMMITTED, CheckpointReader, verify_checkpoint
 
     report: Json = {}
-    if not (arguments.directory / COMMITTED).is_file():
+    if not os.path.isfile(arguments.directory / COMMITTED):
         report["run"] = summarize_run(arguments.directory)
     path = find(arguments.directory, arguments.ckpt_step)
     if arguments.verify:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -227,7 +228,9 @@ class Checkpointer:
             start = decide_start(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
             logger.info(start.reason)
             for path in start.passed_over:
-                logger.warning("passed over %s: newer, but it has no COMMITTED file", path)
+                seen = os.access(path, os.R_OK | os.X_OK)
+                what = "it has no COMMITTED file" if seen else "this user cannot read it; it may be whole"
+                logger.warning("passed over %s: newer, but %s", path, what)
             return [str(path) for path in start.candidates]
 
         candidates = [Path(name) for name in self._on_first(decide)]

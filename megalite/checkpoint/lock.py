@@ -129,7 +129,7 @@ class RunLock:
         whether a holder is dead that seems so is left to `acquire`.
         """
         self._refuse_directory()
-        if self.path.is_file():
+        if os.path.isfile(self.path):
             self._refuse_live(LockHolder.read(self.path), watches=False)
 
     def release(self) -> None:
@@ -181,6 +181,11 @@ class RunLock:
             os.rename(self.path, grave)
         except FileNotFoundError:
             return
+        except OSError as error:  # another user's, in a folder where everybody keeps his own
+            raise CheckpointError(
+                f"{self._flag}: {LOCK_FILE}, left by a dead run, cannot be removed ({error.strerror}); remove it as the "
+                "user whose file it is, or choose another --save"
+            ) from None
         buried = LockHolder.read(grave)
         if buried != holder:  # between the look and the rename another process took over: give it back
             with suppress(FileExistsError):

@@ -139,18 +139,25 @@ def _read_text(path: str, flag: str) -> str:
         raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
 
 
+def open_bytes(path: str, flag: str) -> BinaryIO:
+    """Open a file that `flag` names for reading. Raises DataError."""
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
+
+
 @contextlib.contextmanager
 def open_text(path: str, flag: str) -> Iterator[io.TextIOBase]:
-    """Open a text file that `flag` names for reading, unpacked if its name ends in `.gz` or `.zst`."""
+    """Open a text file that `flag` names for reading, unpacked if its name ends in `.gz` or `.zst`. Raises DataError."""
     with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(open_bytes(path, flag))
+        binary: BinaryIO = raw
         if path.endswith(".gz"):
-            binary: BinaryIO = stack.enter_context(cast(BinaryIO, gzip.open(path, "rb")))
+            binary = cast(BinaryIO, stack.enter_context(gzip.open(raw)))
         elif path.endswith(".zst"):
             zstandard = optional_package(f"{flag}={path}", "zstandard")
-            raw = stack.enter_context(open(path, "rb"))
             binary = cast(BinaryIO, stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw)))
-        else:
-            binary = stack.enter_context(open(path, "rb"))
         yield io.TextIOWrapper(binary, encoding="utf-8", newline="\n")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.cache import digest_of
-from megalite.data.corpus import JSONL_SUFFIXES, check_characters, open_text, parse_fields
+from megalite.data.corpus import JSONL_SUFFIXES, check_characters, open_bytes, open_text, parse_fields
 from megalite.errors import DataError
 from megalite.extras import optional_package
 from megalite.strangers import open_hub_dataset, open_saved_dataset
@@ -104,7 +104,7 @@ def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
 def _range_units(path: str) -> Iterator[InputUnit]:
     """Byte ranges that end after a newline."""
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    with open_bytes(path, "--input") as file:
         start = 0
         while start < size:
             file.seek(min(start + UNIT_BYTES, size) - 1)

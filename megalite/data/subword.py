@@ -7,6 +7,7 @@ Richardson (2018).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,14 +190,15 @@ class HuggingFaceTokenizer(_FastTokenizer):
         """Load a `tokenizer.json` or the directory that holds one."""
         where = Path(path)
         file = where / "tokenizer.json" if where.is_dir() else where
-        if where.is_dir() and not file.is_file():
+        if where.is_dir() and os.access(where, os.X_OK) and not file.is_file():
             raise DataError(
                 f"--tokenizer-model={path}: the directory holds no tokenizer.json; save the tokenizer with its "
                 "fast form"
             )
+        definition = read_file(file, "--tokenizer-model")
         beside = file.parent / "tokenizer_config.json"
         config = read_file(beside, "--tokenizer-model") if beside.is_file() else None
-        return cls(read_file(file, "--tokenizer-model"), config, origin=str(path))
+        return cls(definition, config, origin=str(path))
 
     def files(self) -> dict[str, bytes]:
         files = {"tokenizer.json": self._json}
