@@ -183,8 +183,8 @@ class RunLock:
             return
         except OSError as error:  # another user's, in a folder where everybody keeps his own
             raise CheckpointError(
-                f"{self._flag}: {LOCK_FILE}, left by a dead run, cannot be removed ({error.strerror}); remove it as the "
-                "user whose file it is, or choose another --save"
+                f"{self._flag}: {LOCK_FILE}, left by a dead run, cannot be removed ({error.strerror}); remove it as "
+                "the user whose file it is, or choose another --save"
             ) from None
         buried = LockHolder.read(grave)
         if buried != holder:  # between the look and the rename another process took over: give it back

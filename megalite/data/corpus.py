@@ -149,7 +149,7 @@ def open_bytes(path: str, flag: str) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_text(path: str, flag: str) -> Iterator[io.TextIOBase]:
-    """Open a text file that `flag` names for reading, unpacked if its name ends in `.gz` or `.zst`. Raises DataError."""
+    """Open a text file that `flag` names, unpacked if its name ends in `.gz` or `.zst`. Raises DataError."""
     with contextlib.ExitStack() as stack:
         raw = stack.enter_context(open_bytes(path, flag))
         binary: BinaryIO = raw

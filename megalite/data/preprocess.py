@@ -237,7 +237,9 @@ def _in_processes(job: UnitJob, units: Iterator[InputUnit], workers: int) -> Ite
     """Results in the order of the units, from `workers` processes."""
     # A forked worker has the tokenizer already; where there is no fork it is sent over.
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    crew = [_Worker(context, job) for _ in range(workers)]
+    crew: list[_Worker] = []
+    for _ in range(workers):
+        crew.append(_Worker(context, job, [worker.pipe for worker in crew]))
     finished: dict[int, tuple[InputUnit, UnitTokens | DataError]] = {}
     sent = written = 0
     exhausted = False
@@ -272,28 +274,35 @@ def _in_processes(job: UnitJob, units: Iterator[InputUnit], workers: int) -> Ite
 class _Worker:
     """One process and the units it has been given."""
 
-    def __init__(self, context: Any, job: UnitJob) -> None:
+    def __init__(self, context: Any, job: UnitJob, others: Sequence[Connection]) -> None:
+        """others: our ends of the pipes of those that were started before, which a fork copies."""
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, job), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, job, [*others, self.pipe]), daemon=True)
         self.process.start()
         theirs.close()
         self.queue: list[tuple[int, InputUnit]] = []
 
     def send(self, number: int, unit: InputUnit) -> None:
         self.queue.append((number, unit))
-        self.pipe.send(unit)
+        try:
+            self.pipe.send(unit)
+        except OSError:
+            raise self._ended(unit) from None
 
     def receive(self) -> tuple[int, InputUnit, UnitTokens | DataError]:
         number, unit = self.queue.pop(0)
         try:
             kind, answer = self.pipe.recv()
-        except EOFError:
-            self.process.join(5)
-            raise RuntimeFailure(
-                f"--workers: a worker ended (exit status {self.process.exitcode}) at {unit.place}; "
-                "out of memory? use fewer workers"
-            ) from None
+        except (EOFError, OSError):
+            raise self._ended(unit) from None
         return number, unit, DataError(answer) if kind == "error" else answer
+
+    def _ended(self, unit: InputUnit) -> RuntimeFailure:
+        self.process.join(5)
+        return RuntimeFailure(
+            f"--workers: a worker ended (exit status {self.process.exitcode}) at {unit.place}; "
+            "out of memory? use fewer workers"
+        )
 
     def stop(self) -> None:
         self.pipe.close()
@@ -303,8 +312,13 @@ class _Worker:
             self.process.join()
 
 
-def _work(pipe: Connection, job: UnitJob) -> None:
-    """Body of a worker process: units in, results out, until the pipe is closed."""
+def _work(pipe: Connection, job: UnitJob, theirs: Sequence[Connection]) -> None:
+    """Body of a worker process: units in, results out, until the pipe is closed.
+
+    theirs: the parent's ends, closed here: while a worker held one, none would see that a killed parent is gone.
+    """
+    for end in theirs:
+        end.close()
     try:
         while True:
             unit = pipe.recv()
@@ -312,5 +326,5 @@ def _work(pipe: Connection, job: UnitJob) -> None:
                 pipe.send(("result", job.run(unit)))
             except DataError as error:
                 pipe.send(("error", str(error)))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, OSError, KeyboardInterrupt):
         return

@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import inspect_checkpoint
-import preprocess_data
 import pytest
-from command_line import run_tool
 from test_run_ends import command
 
+import inspect_checkpoint
+import preprocess_data
 import pretrain_gpt
+from command_line import run_tool
 from megalite.comm.world import World
 from megalite.data.cache import cached_folder
 from megalite.errors import DataError

@@ -72,6 +72,47 @@ def test_the_programs_own_start_is_ended_by_one_line(tmp_path: Path) -> None:
     assert done.stderr == "error: ended by SIGTERM; nothing was saved\n"
 
 
+def children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in Linux's /proc")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", pytest.param("SIGINT", marks=pytest.mark.full)])
+@pytest.mark.parametrize("whom", ["parent", "worker"])
+def test_a_killed_tokenisation_leaves_no_process_and_no_half_file(tmp_path: Path, name: str, whom: str) -> None:
+    (tmp_path / "c.jsonl").write_text(('{"text": "' + "hello brave new world " * 50 + '"}\n') * 50_000)
+    argv = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "c.jsonl"), "--workers", "2"]
+    argv += ["--output-prefix", str(tmp_path / "out")]
+    running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    partial = tmp_path / "out_text_document.bin.partial"
+    while running.poll() is None and not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.01)
+    workers = children(running.pid)
+    os.kill(running.pid if whom == "parent" else workers[0], getattr(signal, name))
+    try:
+        _, errors = running.communicate(timeout=30)  # until the last process has closed its end
+    finally:
+        for worker in filter(alive, workers):
+            os.kill(worker, signal.SIGKILL)
+    assert not list(tmp_path.glob("out*.idx")) and partial.exists()
+    if whom == "worker":
+        assert running.returncode == 1 and "error: --workers: a worker ended (exit status " in errors, errors
+        assert "Traceback" not in errors
+    else:
+        assert running.returncode in (-getattr(signal, name), 130), errors
+    assert not (tmp_path / "out_text_document.bin").exists()
+
+
 def body_waits_in_a_library(world: World) -> None:
     """The main thread is inside a lock of C's and runs no Python when the signal comes."""
     EndAtOnce(lambda: "start-up self-test").install()
