@@ -229,7 +229,7 @@ def beyond(x: Tensor, others: list[Tensor]) -> Tensor:
     return x
 
 
-ROUNDING = {torch.float32: 1e-7, torch.float64: 2.0**-42}
+ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-9}
 """What may be nothing but rounding, as part of the largest eigenvalue."""
 
 

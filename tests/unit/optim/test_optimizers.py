@@ -296,3 +296,31 @@ def test_soap_is_its_authors_below_1e_7_of_the_largest_eigenvalue(least: float, 
     assert float(values[0] / values[-1]) < 2 * least
     theirs = authors_soap(start, gradients, config, 0.1, 0.01)
     assert torch.allclose(mine, theirs, rtol=0, atol=1e-14 / least), float((mine - theirs).abs().max())
+
+
+def test_soap_makes_little_of_a_rounding_whatever_the_spectrum() -> None:
+    """Gradients of fewer tokens than rows, their singular values spread over all digits: twenty draws."""
+    rows, columns, tokens = 32, 16, 12
+    settings = OptimizerConfig(lr=0.1, args=OptimizerArgs(soap_precondition_frequency=1, soap_eps=1e-4))
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        sizes = torch.logspace(0, -7, tokens, dtype=torch.float64)
+        gradients = [draw(rows, tokens) @ (sizes[:, None] * draw(tokens, columns)) for _ in range(4)]
+        start, found = draw(rows, columns), []
+        for rounding in (0.0, 1e-15):
+            p = start.clone()
+            placements = [ParameterPlacement((rows, columns), (0, 0))]
+            rule = OPTIMIZERS["soap"](
+                [{"params": [p], "decay": True, "whole": True, "placements": placements}], settings
+            )
+            rule.param_groups[0].update(lr=0.1, weight_decay=0.0)
+            for g in gradients:
+                p.grad = g + rounding * g.abs().max() * draw(rows, columns)
+                rule.step()
+            found.append((p, *(side.basis.abs() for side in rule.sides[p])))
+        weights, *bases = (float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+        assert weights < 1e-5 and max(bases) < 1e-3, f"draw {seed}: weights {weights:.2g}, bases {max(bases):.2g}"
