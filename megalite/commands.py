@@ -1,7 +1,7 @@
 """The commands of an installed megalite: `megalite-plan` runs what `python tools/plan.py` runs in a clone.
 
-A wheel holds `pretrain_gpt.py` and `tools/` in `megalite/scripts/`; pyproject.toml lists the commands. Under a launcher
-that starts a Python program: `torchrun -m megalite.commands pretrain ...`.
+A wheel holds `pretrain_gpt.py` and the tools for users in `megalite/scripts/`; pyproject.toml lists them and the
+commands. Under a launcher that starts a Python program: `torchrun -m megalite.commands pretrain ...`.
 """
 
 from __future__ import annotations

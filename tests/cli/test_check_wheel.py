@@ -4,6 +4,7 @@ where there is a package index to build with.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 import tomllib
@@ -63,6 +64,24 @@ def test_the_package_is_what_git_knows_of_it() -> None:
     assert {"megalite/__init__.py", "megalite/planner/hardware/h100.yaml"} <= files
     assert {"megalite/scripts/tools/plan.py", "megalite/scripts/pretrain_gpt.py"} <= files
     assert all(name.startswith("megalite/") for name in files)
+
+
+def test_the_scripts_that_the_build_takes_are_those_for_users() -> None:
+    """And none of them, nor a script that one of them imports, is left in the clone."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    taken = build["force-include"]
+    assert all(there == f"megalite/scripts/{here}" for here, there in taken.items())
+    assert {*taken.values()} == {name for name in check_wheel.expected() if name.startswith("megalite/scripts/")}
+    assert all((ROOT / name).is_file() and name not in taken for name in check_wheel.DEVELOPERS)
+    beside = {path.stem for path in ROOT.glob("tools/*.py")}
+    for here in taken:
+        for node in ast.walk(ast.parse((ROOT / here).read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            lacking = [
+                f"{here} imports {name}" for name in beside.intersection(named) if f"tools/{name}.py" not in taken
+            ]
+            assert not lacking
 
 
 def test_every_command_has_its_script_and_its_entry_point() -> None:
