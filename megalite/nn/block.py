@@ -50,7 +50,8 @@ class Block(nn.Module):
         self.attention = Attention(config, index, ctx, rotary)
         self.mlp_norm = Norm(config.hidden_size, config, ctx, split_input=split)
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
-        add_adapters(self, config, ctx)
+        if config.adapted_parts:
+            add_adapters(self, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
             HiddenDropout(
                 config.hidden_dropout,

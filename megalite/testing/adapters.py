@@ -28,7 +28,7 @@ def _forward(module: Any, config: ModelConfig) -> Callable[[Tensor], Tensor]:
         x = module.activation(x) if getattr(module, "activation", None) is not None else x
         bias = None if module.bias is None else module.bias.flatten()
         y = F.linear(x, module.weight.flatten(0, -2), bias)
-        for name, adapter in module.adapters.named_children():
+        for name, adapter in () if module.adapters is None else module.adapters.named_children():
             low = F.linear(F.linear(x, adapter.lora_a), adapter.lora_b.flatten(0, -2))
             placed = y.new_zeros(y.shape)
             placed[..., rows_of(name, y.shape[-1], config)] = low

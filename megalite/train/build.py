@@ -145,7 +145,8 @@ def _optimizer(
     config: Config, rows: CachedRows | None, buffers: list[ParameterBuffers], axis: Axis, delay: Delay
 ) -> ShardedOptimizer:
     offload = config.optimizer.offload
-    return optimizer_type(rows, DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer)(
+    kind = DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer
+    return (kind if rows is None else optimizer_type(rows))(
         buffers,
         make_optimizer=optimizer_factory(config, delay),
         norm_axis=axis,
@@ -176,7 +177,9 @@ def _build_stages(
         own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
         notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
         modules = [_build_module(own, mesh, items, notes, device, rows) for _ in range(program.weight_versions[rank])]
-        ends, (queue, loads, sizes) = (key[0] == 0, key[0] == last), notes
+        ends, queue = (key[0] == 0, key[0] == last), notes[0]
+        loads = notes[1] if config.model.experts.num_experts is not None else None
+        sizes = notes[2] if config.training.float8.fp8_format is not None else None
         make = stage_type(program, key, [stage for stage, _ in built.values()], device)
         stage = make(modules, queue, spec=spec, is_first=ends[0], is_last=ends[1], loads=loads, magnitudes=sizes)
         built[key] = stage, modules
@@ -216,7 +219,7 @@ def _build_module(
         loads=notes[1],
         magnitudes=notes[2],
         halves=config.halves,
-        host_embedding=layer_of(rows),
+        host_embedding=None if rows is None else layer_of(rows),
         deferred=True,
     )
     stack = build_stack(config.model, specs, context)

@@ -20,11 +20,9 @@ class ExpertReport:
         sparse = [index for index, sparse in enumerate(config.model.sparse_layers) if sparse]
         self._rows = {index: row for row, index in enumerate(sparse)}
 
-    def __call__(self, microbatches: range) -> ExpertStats | None:
-        """Of a batch, by the numbers of this replica's micro-batches; None for a model without experts."""
-        number = self._given.num_experts
-        if number is None:
-            return None
+    def __call__(self, microbatches: range) -> ExpertStats:
+        """Of a batch, by the numbers of this replica's micro-batches."""
+        number = self._given.num_experts or 0
         total = torch.zeros(len(self._rows), number + EXTRA, dtype=self._dtype, device=self._device)
         for stage in self._model.stages.values():
             for layer, load in stage.loads.take(microbatches).items():

@@ -76,10 +76,8 @@ def first_stage(keys: Sequence[StageKey]) -> int | None:
     return next((replica for stage, replica in keys if stage == 0), None)
 
 
-def layer_of(rows: CachedRows | None) -> Callable[[LayerContext], nn.Module] | None:
+def layer_of(rows: CachedRows) -> Callable[[LayerContext], nn.Module]:
     """What `LayerContext.host_embedding` wants."""
-    if rows is None:
-        return None
     return lambda ctx: HostEmbedding(rows, ctx.tp, ctx.weight_grads, sequence_parallel=ctx.sequence_parallel)
 
 
@@ -112,9 +110,9 @@ class RowsOptimizer(ShardedOptimizer):
         self.rows.after_load(int(self.step_count))
 
 
-def optimizer_type(rows: CachedRows | None, otherwise: type[ShardedOptimizer]) -> Callable[..., ShardedOptimizer]:
-    """Of a rank with these rows, or with none."""
-    return otherwise if rows is None else partial(RowsOptimizer, rows=rows)
+def optimizer_type(rows: CachedRows) -> Callable[..., ShardedOptimizer]:
+    """The optimizer of a rank with these rows."""
+    return partial(RowsOptimizer, rows=rows)
 
 
 def watch_of(

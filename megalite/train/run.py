@@ -225,7 +225,7 @@ def assemble_trainer(
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank, start_facts, flops, first=traffic_hooks(config, model.rows)),
         exits=exits,
-        experts=ExpertReport(config, model, mesh, world.device),
+        experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
         sample=sample_writer(config, mesh, model, channel, state.tokenizer, updater.newest_version, world.device),
         evaluate=Validator(

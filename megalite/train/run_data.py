@@ -74,6 +74,8 @@ class RunData:
         """Takes what of every sequence this rank computes, as its layers want it."""
         if self.config.model.is_foreign:
             return ModuleInput.of
+        if self.mesh.size("cp") == 1:
+            return _uncut
         return SequenceCut(self.mesh.coordinate("cp"), self.mesh.size("cp"), self.mesh.size("cp_ring"))
 
     def token_bytes(self) -> Tensor | None:
@@ -149,6 +151,10 @@ def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
             f"--data-path: rank {others[0]} reads other data than rank 0 ({len(others)} of {len(told)} ranks do); "
             "every node needs the same files at the same path"
         )
+
+
+def _uncut(microbatch: Microbatch) -> Microbatch:
+    return microbatch
 
 
 def open_datasets(

@@ -58,7 +58,7 @@ class SampleWriter:
             experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
             dtype=parameter_dtype(config),
             device=device,
-            host_embedding=layer_of(model.rows),
+            host_embedding=None if model.rows is None else layer_of(model.rows),
             deferred=True,
         )
 

@@ -75,7 +75,7 @@ class Trainer:
     save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
     report_phase: records what this rank is doing, for its supervisor.
     finish_save: waits for a save in the background.
-    experts: ids of a batch's micro-batches -> what the routers did with them.
+    experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     sample: iteration -> texts that the model writes; None: it writes none.
     """
 
@@ -96,7 +96,7 @@ class Trainer:
     save: Callable[[TrainingProgress], str] | None
     report_phase: Callable[[str], None]
     finish_save: Callable[[], None] | None = None
-    experts: Callable[[range], ExpertStats | None] = lambda microbatches: None
+    experts: Callable[[range], ExpertStats] | None = None
     sample: Callable[[int], list[Record]] | None = None
     tracer: PipelineTracer | None = None
 
@@ -211,7 +211,7 @@ class Trainer:
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
             skipped=_any([result.skipped for result in results]),
-            experts=self.experts(range(batch.start, batch.start + batch.size)),
+            experts=self.experts(range(batch.start, batch.start + batch.size)) if self.experts is not None else None,
             iteration_time_s=time.perf_counter() - began,
             wait_time_s=self.mesh.waits.take(),
             data_time_s=self.batch_reader.take_seconds(),

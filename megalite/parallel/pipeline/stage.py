@@ -16,6 +16,7 @@ the weight gradients on the way (`megalite.gradient`), and runs them later.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +48,8 @@ class Stage:
         cut into more and shorter sequences.
     out_spec: what leaves; the same where it is not given.
     is_first, is_last: whether the stage has no predecessor (reads tokens) or no successor (computes the loss).
-    loads: where its routers note what they did; a forward says for which micro-batch.
-    magnitudes: where its products note the size of their operands, of forward and backward.
+    loads: where its routers note what they did; a forward says for which micro-batch. None: it has no routers.
+    magnitudes: where its products note the size of their operands, of forward and backward. None: none does.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Stage:
     ) -> None:
         self.modules = list(modules)
         self.loads, self.magnitudes = loads or ExpertLoads(), magnitudes or Magnitudes()
+        self._noted = [notes for notes in (loads, magnitudes) if notes is not None]
+        self._noted_backward = [] if magnitudes is None else [magnitudes]
         self.spec, self.out_spec = spec, out_spec or spec
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
@@ -82,7 +85,9 @@ class Stage:
         """
         if x is not None:
             x = microbatch.arranged(x).detach().requires_grad_()
-        with self.loads.of(number), self.magnitudes.of(number):
+        with ExitStack() as noting:
+            for notes in self._noted:
+                noting.enter_context(notes.of(number))
             out: Tensor = self.module(version)(x, microbatch)
         if self.is_last:
             self._in_flight[number] = _InFlight(x, out * factor)
@@ -95,7 +100,9 @@ class Stage:
     def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
         """Whole backward; `dy` is None on the last stage. Returns the input's gradient, None on the first stage."""
         saved = self._in_flight.pop(number)
-        with self.magnitudes.of(number):
+        with ExitStack() as noting:
+            for notes in self._noted_backward:
+                noting.enter_context(notes.of(number))
             torch.autograd.backward(saved.end, dy if dy is None or saved.shape is None else dy.view(saved.shape))
         return None if saved.x is None else saved.x.grad
 

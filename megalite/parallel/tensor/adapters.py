@@ -42,13 +42,11 @@ class LowRank(nn.Module):
 
 
 class Adapters(nn.Module):
-    """The adapters of one linear layer; most layers have none."""
+    """The adapters of one linear layer. A layer without any has None in their place."""
 
-    def __init__(self, config: ModelConfig | None = None, linear: str = "", ctx: LayerContext | None = None) -> None:
+    def __init__(self, config: ModelConfig, adapters: Sequence[Adapter], ctx: LayerContext) -> None:
         super().__init__()
-        if config is None or ctx is None:
-            return
-        for adapter in adapters_of(config, linear):
+        for adapter in adapters:
             self.add_module(adapter.name, LowRank(adapter, ctx))
         self.scale, self.weight_grads = config.lora.scale, ctx.weight_grads
         self.products = PlainProducts(product_dtype(ctx.dtype, torch.device(ctx.device).type))
@@ -117,5 +115,7 @@ class AdapterGradients:
 
 def add_adapters(block: nn.Module, config: ModelConfig, ctx: LayerContext) -> None:
     """Gives the linear layers of a block the adapters that the configuration names."""
-    for linear in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2") if config.adapted_parts else ():
-        block.get_submodule(linear).adapters = Adapters(config, linear, ctx)
+    for linear in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2"):
+        adapters = adapters_of(config, linear)
+        if adapters:
+            block.get_submodule(linear).adapters = Adapters(config, adapters, ctx)

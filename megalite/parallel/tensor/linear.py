@@ -51,7 +51,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.products, self.adapters = ctx.products(outputs=ctx.tp), Adapters()
+        self.products = ctx.products(outputs=ctx.tp)
+        self.adapters: Adapters | None = None
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
@@ -67,7 +68,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
-        return _ColumnLinear.apply(x, self.weight, self.bias, self, message or Message(), *self.adapters.weights())
+        adapters = () if self.adapters is None else self.adapters.weights()
+        return _ColumnLinear.apply(x, self.weight, self.bias, self, message or Message(), *adapters)
 
 
 class RowParallelLinear(nn.Module):
@@ -96,7 +98,8 @@ class RowParallelLinear(nn.Module):
         self.activation_gradient = activation_gradient
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.products, self.adapters = ctx.products(inputs=ctx.tp), Adapters()
+        self.products = ctx.products(inputs=ctx.tp)
+        self.adapters: Adapters | None = None
         self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = in_features // ctx.tp.size
         place = ParameterPlacement(
@@ -115,8 +118,8 @@ class RowParallelLinear(nn.Module):
         activation = self.activation
         if activation is not None and self.keeps_activated:
             x, activation = activation(x), None
-        given = x, self.weight, self.bias, activation, self, message or Message(), *self.adapters.weights()
-        return _RowLinear.apply(*given)
+        adapters = () if self.adapters is None else self.adapters.weights()
+        return _RowLinear.apply(x, self.weight, self.bias, activation, self, message or Message(), *adapters)
 
 
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -132,7 +135,8 @@ class _ColumnLinear(Function):
         _remember(ctx, weight, bias, layer, message)
         whole = message.gathered(x, layer.tp) if ctx.sequence else x
         y, ctx.kept = layer.products.forward(whole, weight, bias)
-        ctx.save_for_backward(x, weight, bias, *adapters, *layer.adapters.add_to(y, whole, adapters))
+        hidden = () if layer.adapters is None else layer.adapters.add_to(y, whole, adapters)
+        ctx.save_for_backward(x, weight, bias, *adapters, *hidden)
         return y
 
     @staticmethod
@@ -150,14 +154,15 @@ class _ColumnLinear(Function):
         dx = None
         reducing: Handle = Done()
         partial = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
-        adapted = ctx.layer.adapters.backward(dy, more, partial)
+        adapted = ctx.layer.adapters.backward(dy, more, partial) if more else None
         if partial is not None:
             gathering.wait()
             dx, reducing = start_sum(partial, axis, sequence=ctx.sequence)
         gathering.wait()
-        gradients = *weight_gradients(ctx, whole, dy, weight, bias), None, None, *adapted.of_weights(whole)
+        gradients = weight_gradients(ctx, whole, dy, weight, bias)
+        of_adapters = () if adapted is None else adapted.of_weights(whole)
         ctx.message.leave(reducing)
-        return dx, *gradients
+        return dx, *gradients, None, None, *of_adapters
 
 
 class _RowLinear(Function):
@@ -178,7 +183,8 @@ class _RowLinear(Function):
         ctx.activation, before = activation, x
         x = x if activation is None else activation(x)
         y, ctx.kept = layer.products.forward(x, weight, bias if layer.tp.rank == 0 else None)
-        ctx.save_for_backward(before, weight, bias, *adapters, *layer.adapters.add_to(y, x, adapters))
+        hidden = () if layer.adapters is None else layer.adapters.add_to(y, x, adapters)
+        ctx.save_for_backward(before, weight, bias, *adapters, *hidden)
         y, summing = start_sum(y, layer.tp, sequence=ctx.sequence)
         message.leave(summing)
         # A product may come as a view, and autograd refuses a view whose base changes behind it: here when the sum
@@ -201,8 +207,7 @@ class _RowLinear(Function):
         products.begin_backward(dy, weight, ctx.kept)
         dx = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
-        adapted = ctx.layer.adapters.backward(dy, more, dx)
-        of_adapters = adapted.of_weights(x)
+        of_adapters = ctx.layer.adapters.backward(dy, more, dx).of_weights(x) if more else ()
         if dx is not None and ctx.activation is not None:
             dx = ctx.layer.activation_gradient(before, dx)
         return dx, dweight, dbias, None, None, None, *of_adapters

@@ -7,12 +7,13 @@ ReductionOrder     starts the reductions of all families of a stage, in one orde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, FamilyAxes, Handle
+from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_
 from megalite.gradient import attach_sink
 from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, bytes_of
@@ -109,6 +110,10 @@ class GradientReducer:
         assert num_gradients == 1 or stage < 2, "streamed gradients cannot be kept for two updates"
         self._buckets, self._axes, self._extra_reduce = buckets, axes, extra_reduce
         self._order, self._pool = order, pool
+        # With gradients on the host, some of what is summed is there.
+        self._sum: Callable[[Tensor, Axis], object] = all_reduce_
+        if link is not None:
+            self._sum = partial(sum_anywhere, device=pool.device)
         self._num_gradients, self._selected = num_gradients, 0
         order.add(buckets, num_gradients)
         layers: HostedLayers = {}
@@ -188,7 +193,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.gradient.finish_batch()
             for axis in (self._axes.replicate, *(() if bucket.plan.tied else self._extra_reduce)):
-                sum_anywhere(bucket.gradient.reduced, axis, bucket.empty.device)
+                self._sum(bucket.gradient.reduced, axis)
         self._pool.release()
         self._sum_partial_gradients()
 
@@ -203,7 +208,7 @@ class GradientReducer:
                         pieces.append(bucket.gradient.reduced[start - bucket.owned_start : stop - bucket.owned_start])
             if pieces:
                 packed = torch.cat(pieces)
-                sum_anywhere(packed, axis, self._pool.device)
+                self._sum(packed, axis)
                 for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
                     piece.copy_(part)
 

@@ -1,0 +1,102 @@
+"""Which files a dense step enters: the reading list has them all, and features that are off are absent."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megalite.comm import World
+from megalite.config.cli import parse
+from megalite.testing import run_ranks
+from megalite.testing.entered import Entered, calls_entered
+from megalite.train import run as run_room
+from megalite.train.run import open_run
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 61 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--eval-iters 0 --num-workers 0 --no-exit-signal-handler "
+)
+STEPS = {
+    "gpt": (1, ""),
+    "llama": (1, "--model-type llama"),
+    "1f1b": (2, "--pipeline-model-parallel-size 2"),
+    "2bw": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule 2bw"),
+    "tp": (2, "--tensor-model-parallel-size 2"),
+    "dp": (2, "--use-distributed-optimizer"),
+}
+FENCED = {
+    "adapters": r"parallel/tensor/adapters|inventory/adapters|parallel/zero/frozen",
+    "experts": r"nn/(experts|router)|parallel/expert/|engine/expert_bias|train/expert_report|microbatch_notes",
+    "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
+    "rows": r"parallel/rows/|train/host_embedding",
+    "tiers": r"parallel/zero/(host_\w+|activation_offload|offloaded_optimizers|state_file|delayed_optimizer)"
+    r"|parallel/pipeline/(saved_tensors|offloaded)",
+    "context parallelism": r"parallel/context/|nn/attention/context",
+}
+"""A feature -> files under `megalite/` that are its own."""
+
+Calls = list[tuple[str, str, int]]
+
+
+def body_trace(world: World, more: str) -> tuple[Calls, Calls]:
+    """(File, function, calls) of building the model, and of two steps."""
+    built: list[Entered] = []
+    build = run_room.build_model
+
+    def traced(*given: Any) -> Any:
+        with calls_entered() as calls:
+            model = build(*given)
+        built.append(calls)
+        return model
+
+    config = parse((FLAGS + more).split(), world_size=world.size)
+    with patch.object(run_room, "build_model", traced), open_run(config, world) as run:
+        with calls_entered() as steps:
+            run.trainer.train_step(drain=False)
+            run.trainer.train_step(drain=True)
+    first, second = ([(*key, number) for key, number in calls.items()] for calls in (built[0], steps))
+    return first, second
+
+
+@functools.cache
+def trace(name: str) -> tuple[Entered, Entered]:
+    """Calls by (file, function) of all ranks: of building the model, and of two steps."""
+    size, more = STEPS[name]
+    found: tuple[Entered, Entered] = Counter(), Counter()
+    for rank in run_ranks(body_trace, size, more):
+        for total, calls in zip(found, rank, strict=True):
+            for file, function, number in calls:
+                total[file, function] += number
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
+    entered = trace(name)[1]
+    assert entered["train/trainer.py", "train_step"] == 2 * STEPS[name][0]  # the trace sees calls
+    leaks = [
+        f"{feature}: {file} {function}, {number} calls"
+        for (file, function), number in sorted(entered.items())
+        for feature, files in FENCED.items()
+        if re.match(files, file)
+    ]
+    assert not leaks, "\n".join(leaks)
+
+
+@pytest.mark.parametrize("feature, ranks, flags", [
+    ("adapters", 1, "--lora-rank 2"),
+    ("experts", 1, "--num-experts 2"),
+    ("rows", 1, "--embedding-offload cpu --untie-embeddings-and-output-weights"),
+    ("tiers", 1, "--optimizer-cpu-offload"),
+    ("fp8", 1, "--fp8-format hybrid --fp8-recipe delayed --bf16"),
+    ("context parallelism", 2, "--context-parallel-size 2"),
+])  # fmt: skip
+def test_the_fence_sees_a_feature_that_is_on(feature: str, ranks: int, flags: str) -> None:
+    _, entered = run_ranks(body_trace, ranks, flags)[0]
+    assert any(re.match(FENCED[feature], file) for file, _, _ in entered)
