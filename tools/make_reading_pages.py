@@ -6,6 +6,7 @@ python tools/make_reading_pages.py
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from draw_architecture import ROOT, Room, rooms
@@ -17,24 +18,45 @@ BEGIN, END = "<!-- the reading list: python tools/make_reading_pages.py -->\n", 
 ENGINE: tuple[tuple[str, str, str], ...] = (
     ("how a run is put together, and what a step is", "", "pretrain_gpt"),
     ("", "megalite/train", "run build trainer"),
-    ("stages, buffers and optimizer of a rank, and what an update does", "megalite/engine", "weights update"),
+    ("stages, buffers and optimizer of a rank, and what an update does", "megalite/engine",
+     "weights rules update late_reading"),
     ("a pipeline as data: actions, a program, two schedules, the messages that passes insert", "megalite/schedule",
-     "action stage_placement program definition schedules/one_f_one_b schedules/no_flush "
+     "action stage_placement program definition template schedules/one_f_one_b schedules/no_flush "
      "schedules/pipedream_2bw schedules/registry passes"),
     ("who runs it", "megalite/parallel/pipeline", "executor stage shared_params"),
     ("parallel axes as values, and what goes over them", "megalite/comm", "world mesh collectives autograd p2p"),
     ("which rectangle of its tensor a parameter is, and in which flat buffer it lies", "megalite/inventory",
-     "parameter_placement buckets"),
+     "parameter_placement families buckets"),
     ("the model, as in a textbook", "megalite/nn",
-     "naming init embedding block attention/layer attention/core attention/choose rope mlp activation norm head stack"),
+     "naming init embedding block attention/layer attention/core attention/choose "
+     "attention/fused rope mlp activation norm head stack"),
     ("", "megalite/models", "families"),
-    ("the layers that are cut over ranks", "megalite/parallel/tensor", "context linear embedding cross_entropy"),
+    ("the layers that are cut over ranks", "megalite/parallel/tensor",
+     "context products linear embedding cross_entropy"),
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient"),
     ("", "megalite/parallel/zero",
-     "options families parameter_buffers flat_weights bucket reducer held_gradient streamed_gradient "
+     "families parameter_buffers flat_weights bucket reducer held_gradient streamed_gradient "
      "param_groups master_shards sub_optimizers sharded_optimizer"),
-    ("the update", "megalite/optim", "rule adamw optimizers"),
+    ("the update", "megalite/optim", "rule adamw pieces optimizers"),
 )  # fmt: skip
+
+#: Files that a step or the construction of its model enters, too, and that can be left for a second afternoon.
+LATER: tuple[tuple[str, str, str], ...] = (
+    ("reads batches, and keeps a program for each size of batch", "megalite/train", "batch_reader run_data programs"),
+    ("sums of tensor-parallel ranks on a CPU", "megalite/comm", "shared_memory"),
+    ("learning rate, loss scale, age of gradients", "megalite/optim", "lr_schedule loss_scaler staleness"),
+    ("dropout that is the same at every layout", "megalite/nn", "dropout"),
+    ("sizes, which the planner asks for, too", "megalite/inventory", "layers activation_bytes tiling"),
+    ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3)", "megalite/parallel/zero", "unshard"),
+    ("which optimizer holds a part of the state, which stage runs a part of the layers", "megalite/parallel",
+     "zero/offloaded_optimizers pipeline/offloaded"),
+    ("messages that wait at once, or behind other work", "megalite/parallel/tensor", "late_messages"),
+    ("what routers and products in float8 note, and where tests make a run fail", "megalite",
+     "microbatch_notes faults"),
+)  # fmt: skip
+
+#: Rooms that stand alone: what they do can be taken as given.
+ALONE = ("config", "data", "testing")
 
 HEAD = """\
 # The rooms
@@ -44,10 +66,10 @@ order is that of [the picture](architecture.svg), from the ground up.
 """
 
 
-def reading() -> list[tuple[str, Path]]:
+def reading(parts: Sequence[tuple[str, str, str]] = ENGINE) -> list[tuple[str, Path]]:
     """What a part is about (empty: as before) and a file of it, in the order of reading."""
     found = []
-    for about, folder, names in ENGINE:
+    for about, folder, names in parts:
         files = names.split()
         for name in files:
             found.append((about, ROOT / folder / f"{name}.py"))
@@ -69,7 +91,13 @@ def reading_list() -> str:
     """The table, Markdown."""
     rows = ["| what it is about | file | lines |\n| --- | --- | ---: |\n"]
     rows += [f"| {about} | `{path.relative_to(ROOT)}` | {lines_of(path)} |\n" for about, path in reading()]
-    return "".join([*rows, f"| | **together** | **{total():,}** |\n"])
+    rows.append(f"| | **together** | **{total():,}** |\n")
+    rows.append(
+        f"\nA step enters these, too; they can wait for a second afternoon. Not listed: {', '.join(ALONE)}.\n\n"
+    )
+    rows.append("| what it does | file |\n| --- | --- |\n")
+    rows += [f"| {about} | `{path.relative_to(ROOT)}` |\n" for about, path in reading(LATER)]
+    return "".join(rows)
 
 
 def room_page() -> str:

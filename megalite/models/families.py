@@ -11,7 +11,7 @@ from torch import nn
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError
 from megalite.inventory import block_models, placement_of
-from megalite.nn import Embedding, Head, LayerStack, Rotary, build_block, initialize, stack_of
+from megalite.nn import Block, Embedding, HalvedBlock, HalvedStack, Head, LayerStack, Rotary, initialize
 from megalite.parallel.tensor import LayerContext
 
 
@@ -29,8 +29,12 @@ def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
     blocks = []
     for i, own in enumerate(block_models(config)):
         turned = rotary if own.position_embedding_type == "rope" else None
-        blocks.append(LayerSpec(f"layers.{i}", partial(build_block, own, i, rotary=turned)))
+        blocks.append(LayerSpec(f"layers.{i}", partial(_block, own, i, rotary=turned)))
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", partial(Head, config))]
+
+
+def _block(config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> Block:
+    return (HalvedBlock if ctx.halves else Block)(config, index, ctx, rotary)
 
 
 MODELS: Mapping[str, Callable[[ModelConfig], list[LayerSpec]]] = {"gpt": decoder_layers, "llama": decoder_layers}
@@ -51,7 +55,11 @@ def build_stack(
     config: ModelConfig, specs: Sequence[LayerSpec], ctx: LayerContext, *, init_seed: int | None = None
 ) -> LayerStack:
     """Builds a stage from its specs, filled from (`init_seed`, logical names); None: memory as it is."""
-    stack = stack_of(config, [(spec.name, spec.build(ctx)) for spec in specs], ctx)
+    layers = [(spec.name, spec.build(ctx)) for spec in specs]
+    if ctx.halves:
+        stack: LayerStack = HalvedStack(config, layers, crossing=ctx.halves == "stage")
+    else:
+        stack = LayerStack(config, layers)
     for parameter in stack.parameters() if config.adapted_parts else ():  # beside adapters all is frozen
         parameter.requires_grad_(placement_of(parameter).family == "adapter")
     if init_seed is not None:

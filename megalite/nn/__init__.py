@@ -25,7 +25,7 @@ from megalite.nn.attention.core import AttentionCore
 from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding
-from megalite.nn.halves import build_block, stack_of
+from megalite.nn.halves import HalvedBlock, HalvedStack
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize
 from megalite.nn.kv_cache import KeyValueCache

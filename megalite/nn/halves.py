@@ -224,15 +224,3 @@ def _take_turns(
         with torch.no_grad():
             for half in halves:
                 half.message.wait()
-
-
-def build_block(config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None = None) -> Block:
-    """A block for the run that `ctx` describes."""
-    return (HalvedBlock if ctx.halves else Block)(config, index, ctx, rotary)
-
-
-def stack_of(config: ModelConfig, named_layers: Sequence[tuple[str, nn.Module]], ctx: LayerContext) -> LayerStack:
-    """A stage for the run that `ctx` describes."""
-    if not ctx.halves:
-        return LayerStack(config, named_layers)
-    return HalvedStack(config, named_layers, crossing=ctx.halves == "stage")

@@ -13,10 +13,8 @@ from megalite.nn.norm import Norm
 from megalite.parallel.tensor import LayerContext, new_parameter
 
 
-def head_norm(width: int, config: ModelConfig, ctx: LayerContext) -> nn.Module | None:
+def head_norm(width: int, config: ModelConfig, ctx: LayerContext) -> nn.Module:
     """Of queries or keys, `width` wide in all heads together."""
-    if not config.qk_layernorm:
-        return None
     if config.qk_layernorm_across_heads:
         return AcrossHeadsNorm(width, config, ctx)
     return Norm(config.head_dim, config, ctx, split_input=ctx.tp.size > 1)

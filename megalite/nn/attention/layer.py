@@ -41,8 +41,8 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(
             config.query_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
         )
-        self.q_norm = head_norm(config.query_size, config, ctx)
-        self.k_norm = head_norm(config.kv_size, config, ctx)
+        self.q_norm = head_norm(config.query_size, config, ctx) if config.qk_layernorm else None
+        self.k_norm = head_norm(config.kv_size, config, ctx) if config.qk_layernorm else None
         heads = config.num_attention_heads // ctx.tp.size
         self.softmax_type = config.softmax_type
         if config.softmax_type == "learnable":

@@ -42,5 +42,6 @@ def stage_buffers(
         settings = {**more, "beside": [*beside, *made], "order": orders[family], "frozen": frozen}
         shared = replace(options, stage=0) if frozen and options.stage < 3 else options  # nothing but weights to share
         made.append(ParameterBuffers(own[:1] if frozen else own, axes=families[family], options=shared, **settings))
-        share_frozen(made[-1], own[1:])
+        if frozen:
+            share_frozen(made[-1], own[1:])
     return made

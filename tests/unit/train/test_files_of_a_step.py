@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from make_reading_pages import ALONE, LATER, ROOT, reading
 from megalite.comm import World
 from megalite.config.cli import parse
 from megalite.testing import run_ranks
@@ -44,8 +45,8 @@ FENCED = {
 Calls = list[tuple[str, str, int]]
 
 
-def body_trace(world: World, more: str) -> tuple[Calls, Calls]:
-    """(File, function, calls) of building the model, and of two steps."""
+def body_trace(world: World, more: str) -> tuple[Calls, Calls, Calls]:
+    """(File, function, calls) of the rest of start-up, of building the model, and of two steps."""
     built: list[Entered] = []
     build = run_room.build_model
 
@@ -56,19 +57,19 @@ def body_trace(world: World, more: str) -> tuple[Calls, Calls]:
         return model
 
     config = parse((FLAGS + more).split(), world_size=world.size)
-    with patch.object(run_room, "build_model", traced), open_run(config, world) as run:
+    with patch.object(run_room, "build_model", traced), calls_entered() as start, open_run(config, world) as run:
         with calls_entered() as steps:
             run.trainer.train_step(drain=False)
             run.trainer.train_step(drain=True)
-    first, second = ([(*key, number) for key, number in calls.items()] for calls in (built[0], steps))
-    return first, second
+    first, second, third = ([(*key, number) for key, number in calls.items()] for calls in (start, built[0], steps))
+    return first, second, third
 
 
 @functools.cache
-def trace(name: str) -> tuple[Entered, Entered]:
-    """Calls by (file, function) of all ranks: of building the model, and of two steps."""
+def trace(name: str) -> tuple[Entered, Entered, Entered]:
+    """Calls by (file, function) of all ranks: of the rest of start-up, of building the model, and of two steps."""
     size, more = STEPS[name]
-    found: tuple[Entered, Entered] = Counter(), Counter()
+    found: tuple[Entered, Entered, Entered] = Counter(), Counter(), Counter()
     for rank in run_ranks(body_trace, size, more):
         for total, calls in zip(found, rank, strict=True):
             for file, function, number in calls:
@@ -78,7 +79,7 @@ def trace(name: str) -> tuple[Entered, Entered]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
-    entered = trace(name)[1]
+    entered = trace(name)[2]
     assert entered["train/trainer.py", "train_step"] == 2 * STEPS[name][0]  # the trace sees calls
     leaks = [
         f"{feature}: {file} {function}, {number} calls"
@@ -98,5 +99,17 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
     ("context parallelism", 2, "--context-parallel-size 2"),
 ])  # fmt: skip
 def test_the_fence_sees_a_feature_that_is_on(feature: str, ranks: int, flags: str) -> None:
-    _, entered = run_ranks(body_trace, ranks, flags)[0]
+    *_, entered = run_ranks(body_trace, ranks, flags)[0]
     assert any(re.match(FENCED[feature], file) for file, _, _ in entered)
+
+
+def test_the_reading_list_has_the_files_that_a_step_enters() -> None:
+    start, built, steps = (set[str](), set[str](), set[str]())
+    for name in STEPS:
+        for files, calls in zip((start, built, steps), trace(name), strict=True):
+            files |= {f"megalite/{file}" for file, _ in calls}
+    listed = {str(path.relative_to(ROOT)) for _, path in [*reading(), *reading(LATER)]}
+    entered = {file for file in built | steps if file.split("/")[1] not in ALONE}
+    assert sorted(entered - listed) == [], "add them to ENGINE or LATER in tools/make_reading_pages.py"
+    never = listed - start - built - steps - {"pretrain_gpt.py"}  # which starts the process
+    assert sorted(never) == [], "no step enters these: take them off the lists in tools/make_reading_pages.py"
