@@ -27,8 +27,9 @@ def bounds_of(case: Layout, flags: Sequence[str], steps: int) -> Bounds:
 
 
 def comparable(case: Layout) -> bool:
-    """A token takes another expert for a rounding, and everything after it is another run."""
-    return "--num-experts" not in case.model and case.world_size > 1
+    """For a rounding a token takes another expert, and an operand another number of float8, a sixteenth away:
+    everything after it is another run."""
+    return not {"--num-experts", "--fp8-format"} & {*case.model, *case.layout} and case.world_size > 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
