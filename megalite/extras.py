@@ -91,7 +91,9 @@ def too_little_room(*, torch: bool = True) -> str | None:
     set_here = {name: limit for name, limit in limits.items() if limit != resource.RLIM_INFINITY}
     if not set_here:
         return None
-    work = "import torch; torch.ones(64, 64) @ torch.ones(64, 64)" if torch else "import numpy"
+    # Of torch what an optimizer imports, too, and room for the smallest of models: who has less fails a second later.
+    work = "import torch, torch._dynamo; torch.ones(2**24); torch.ones(64, 64) @ torch.ones(64, 64)"
+    work = work if torch else "import numpy"
     try:
         tried = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, errors="replace")
         why, failed = tried.stderr.strip().splitlines()[-1:], tried.returncode != 0
