@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megalite.checkpoint import committed
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.nn.block import Block
+from megalite.observe import observers
 from megalite.observe.observers import read_metrics
 from megalite.streams import Stream
 from megalite.testing import RanksFailed, run_ranks, run_single
@@ -181,9 +183,9 @@ def test_updates_that_are_all_skipped_end_the_run_and_are_not_saved(tmp_path: Pa
 
 
 def body_logs_nowhere(world: World, argv: list[str]) -> tuple[int, str]:
-    """The run with its standard output on a full disk; returns its status and what standard error said."""
+    """The run with its standard output and metrics on a full disk; returns its status and what standard error said."""
     err = io.StringIO()
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w") as full, patch.object(observers, "METRICS_FILE", "full"):
         sys.stdout, before = Stream(full, "standard output", err), sys.stdout  # type: ignore[assignment]
         try:
             return whole_run(world, argv), err.getvalue()
@@ -193,7 +195,7 @@ def body_logs_nowhere(world: World, argv: list[str]) -> tuple[int, str]:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_logging_that_can_not_be_written_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    (tmp_path / "full").symlink_to("/dev/full")  # of a link that is called metrics.jsonl the start says no
     status, said = run_single(body_logs_nowhere, command(tmp_path))
     assert status == 0 and (tmp_path / "COMPLETED").exists()
     assert said.startswith("standard output failed (No space left on device)") and said.count("\n") == 1
