@@ -102,6 +102,8 @@ def _reason(error: BaseException) -> str:
     ours, torchs = (__file__, importlib.__file__), str(Path(torch.__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
     theirs = [frame for frame in frames if not frame.filename.startswith(torchs)] or frames
+    while isinstance(error, SystemExit) and len(theirs) > 1 and theirs[-1].name == "exit":
+        theirs.pop()  # some packages put a function of their own in the place of sys.exit
     at = f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
     if isinstance(error, SystemExit):
         code = "" if error.code is None else repr(error.code)

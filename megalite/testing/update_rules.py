@@ -338,7 +338,7 @@ def orthogonal_in_full() -> Iterator[None]:
 
     def newton_schulz(g: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
         a, b, c = coefficients
-        x: Tensor = g / (g.norm() + eps)
+        x: Tensor = g / (g.square().sum().sqrt() + eps)  # a sum that does not lose digits with length, as norm() does
         if g.shape[0] > g.shape[1]:
             x = x.T
         for _ in range(steps):

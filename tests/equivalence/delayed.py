@@ -112,7 +112,7 @@ def muon(w: Tensor, g: Tensor, s: Named, n: Numbers) -> None:
     x = g + mu * s["m"]
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x / (x.square().sum((-2, -1), keepdim=True).sqrt() + 1e-7)
     for _ in range(5):
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
