@@ -36,10 +36,6 @@ class ExpertBias:
     replicas: Mapping[int, Axis]
     absent: str = ""
 
-    def __bool__(self) -> bool:
-        """Whether this rank has any."""
-        return any(self._biases(stage, 0) for stage in self.stages.values())
-
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
         """Writes the biases of weight version `version`. Collective over the ranks of each stage.

@@ -32,7 +32,7 @@ def run_forwards(
     assert not updates, "a run without a backward changes no weights"
     if program.rounds is None or program.rounds.number == 1:
         executor.finish()
-    else:  # nobody takes what the last round of a generation hands on
+    else:  # a part of a prompt goes through the first round alone, and nobody takes what that hands on
         channel.flush()
     found = executor.take_losses()
     return [found[number] for number in sorted(found)]

@@ -40,10 +40,6 @@ class ScaleHistory:
                 self._names[key] = list(versions[0])
                 self._tables[key] = [ScaleTable(list(layers.values())) for layers in versions]
 
-    def __bool__(self) -> bool:
-        """Whether this rank has any."""
-        return bool(self._tables)
-
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
         """Writes the histories of weight version `version`. Collective over the ranks of each stage.

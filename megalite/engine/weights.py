@@ -20,10 +20,9 @@ from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import Delay
 from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
-from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
+from megalite.parallel.zero import Fill, ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
 from megalite.schedule import ChunkUse, Program, StageKey, StagePlacement
 
-Fill = Callable[[str, nn.Parameter], None]
 MakeSharded = Callable[[list[ParameterBuffers], Axis, Delay], ShardedOptimizer]
 """(Buffers of all stages, axis of the global norm, age of the gradients) -> optimizer."""
 

@@ -19,6 +19,7 @@ RECOMPUTES = "it runs forwards again (R), in which modules of your own might dra
 
 
 def listed(layers: Any) -> Sequence[nn.Module]:
+    """The layers as a list of modules. Raises ConfigError for anything else."""
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
         raise ConfigError(
             f"layers: one {type(layers).__name__}; cut it by megalite.layers_from_module(module, example)"
@@ -54,6 +55,7 @@ def check_free(layers: Sequence[nn.Module]) -> None:
 
 
 def check_values(layers: Sequence[nn.Module]) -> None:
+    """Raises ConfigError where a parameter or buffer is on `meta`."""
     for index, layer in enumerate(layers):
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             if tensor.is_meta:
@@ -64,6 +66,7 @@ def check_values(layers: Sequence[nn.Module]) -> None:
 
 
 def take(layers: Sequence[nn.Module]) -> None:
+    """Marks layers and parameters as those of a pipeline, for `check_free`."""
     for layer in layers:
         for part in [layer, *layer.parameters()]:
             setattr(part, TAKEN, True)

@@ -97,7 +97,7 @@ class ShardedOptimizer:
         self._check_numbers()
         _check_schedule(pipeline, zero_stage)
         _check_replicas(pipeline)
-        program = pipeline.shape
+        program = pipeline.base_program
         late = any(program.staleness)
         correction = completed(config, each_microbatch=program.update_per_microbatch) if late else Correction()
 
@@ -141,7 +141,7 @@ class ShardedOptimizer:
             value = getattr(self, name)
             if isinstance(value, str) or not 0 <= value < math.inf:
                 raise ConfigError(f"{name}={value!r}: a number from 0 on is wanted")
-        shape = self._pipeline.shape
+        shape = self._pipeline.base_program
         if self.clip_grad and shape.update_per_microbatch:
             raise ConfigError(f"clip_grad={self.clip_grad}: {shape.name} has no norm over its stages; clip_grad=0")
 
@@ -156,7 +156,7 @@ class ShardedOptimizer:
 
     def execute(self, action: Action) -> None:
         """Carries out what concerns weights. Where the batch drains, norm and update wait for `step`."""
-        if action.kind in (NORM, STEP) and not self._pipeline.shape.asynchronous:
+        if action.kind in (NORM, STEP) and not self._pipeline.base_program.asynchronous:
             self._waiting.append(action)
         else:
             self.events.execute(action)
@@ -179,7 +179,7 @@ class ShardedOptimizer:
             self.events.execute(action)
         self._stepped = True
         latest = self.events.take_results()[-1].norm
-        return torch.full_like(latest, math.nan) if self._pipeline.shape.update_per_microbatch else latest
+        return torch.full_like(latest, math.nan) if self._pipeline.base_program.update_per_microbatch else latest
 
     def save(self, directory: Path | str, iteration: int, meta: Mapping[str, Any] | None = None) -> Path:
         """Writes weights and optimizer state to `directory/iter_0000100` and returns that. Collective. Staged, checked
@@ -214,9 +214,8 @@ class ShardedOptimizer:
         found = resolve_checkpoint(str(path), flag="load: ", advice="give what ShardedOptimizer.save wrote to")
         shards = [shard for shard in self._state.shards() if state or not shard.name.startswith(STATE)]
         manifest = read_manifest(found)
-        version = self.events.newest_version()
-        if state:
-            version = self._take_up(Meta(manifest.meta, str(found)).section(PROGRESS, {}))
+        progress = Meta(manifest.meta, str(found)).section(PROGRESS, {})
+        version = self._version_of(progress) if state else self.events.newest_version()
         older = [shard for shard in older_shards(self._weights, version) if state and shard.name in manifest.tensors]
         shards += [*self._still(), *older]
         try:
@@ -224,21 +223,26 @@ class ShardedOptimizer:
         except CheckpointError as error:  # on all ranks alike
             lacks = lacking_states(found, shards, self._pipeline.mesh.world) if state else ""
             raise CheckpointError(lacks or f"load: {in_words(str(error))}") from None
+        if state:
+            self._take_up(progress)
         self._state.after_load(version)
         complete_older(self._weights, version, {shard.name for shard in older})
         meta.pop(PROGRESS, None)
         return meta
 
-    def _take_up(self, progress: Meta) -> int:
-        """Counts on where a checkpoint ends; returns how many updates its weights have seen."""
+    def _version_of(self, progress: Meta) -> int:
+        """How many updates the weights of a checkpoint have seen."""
+        per_microbatch = self._pipeline.base_program.update_per_microbatch
+        return progress.integer("microbatches" if per_microbatch else "batches", 0)
+
+    def _take_up(self, progress: Meta) -> None:
+        """Counts on where a checkpoint ends."""
         pipe, delay = self._pipeline, self._weights.delay
         pipe.continue_from(progress.integer("batches", 0), progress.integer("microbatches", 0))
         delay.begin(pipe.batches)
         delay.learning_rate = progress.number("learning_rate", 0.0)
         delay.weight_decay = progress.number("weight_decay", 0.0)
-        version = pipe.microbatches if pipe.shape.update_per_microbatch else pipe.batches
-        self.events = self._updater(version)
-        return version
+        self.events = self._updater(self._version_of(progress))
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -313,8 +317,8 @@ def _staleness(pipeline: Pipeline, method: str | None, ahead: tuple[float, ...] 
     choices = {o.name: o for o in options_of("optimizer", StalenessCorrection)}["staleness_correction"].choices or ()
     if method is not None and method not in choices:
         raise ConfigError(f"staleness_correction={method!r}: one of {', '.join(choices)}")
-    if (method not in (None, "none") or ahead) and not any(pipeline.shape.staleness):
-        raise ConfigError(f"staleness_correction: schedule={pipeline.shape.name!r} has no delay; leave it out")
+    if (method not in (None, "none") or ahead) and not any(pipeline.base_program.staleness):
+        raise ConfigError(f"staleness_correction: schedule={pipeline.base_program.name!r} has no delay; leave it out")
     if ahead is not None and (method not in (None, "predict") or not 1 <= len(ahead) <= 2 or min(ahead) <= 0):
         raise ConfigError(f"staleness_lookahead={ahead}: one or two numbers above 0, for 'predict'")
     return StalenessCorrection(staleness_correction=method, staleness_lookahead=ahead)
@@ -322,7 +326,7 @@ def _staleness(pipeline: Pipeline, method: str | None, ahead: tuple[float, ...] 
 
 def _check_schedule(pipeline: Pipeline, zero_stage: int) -> None:
     """Raises ConfigError for what the schedule excludes."""
-    name, shape = pipeline.shape.name, pipeline.shape
+    name, shape = pipeline.base_program.name, pipeline.base_program
     known = SCHEDULES.get(name)
     if known is not None and (why := known.zero_excluded.get(zero_stage)):
         legal = ", ".join(str(stage) for stage in range(4) if stage not in known.zero_excluded)

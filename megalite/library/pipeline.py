@@ -96,11 +96,11 @@ class Pipeline:
         self._programs: dict[int, Program] = {}
         self.batches = self.microbatches = 0  # that have been trained on
         self.drained = True
-        self._announced: list[tuple[Any, Any]] | None = None
+        self._announced: list[tuple[Any, Any]] = []
         self._losses: dict[int, Tensor] = {}
         self._running: tuple[Program, BatchRange] | None = None
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
-        self.shape = program = self.program(own)  # of weights: versions, staleness, buffers
+        self.base_program = program = self.program(own)  # by which weights are kept: versions, staleness, buffers
         self.placement = program.placement
         self.parts = Parts(layers, given, self.placement, self.device, balance=balance, sizes=sizes)
         self.cuts, self.names, self.tied = self.parts.cuts, self.parts.names, self.parts.tied
@@ -198,21 +198,20 @@ class Pipeline:
         """
         if self.optimizer is None and self.mesh.size("dp") > 1:
             raise ConfigError(f"mesh: dp={self.mesh.size('dp')}: make a ShardedOptimizer, which sums the gradients")
-        micro_batches = self._continued(micro_batches) if self._announced is not None else self._agree(micro_batches)
+        micro_batches = self._continued(micro_batches) if self._announced else self._agree(micro_batches)
         program = self.program(len(micro_batches))
         if self.optimizer is None and program.asynchronous:
             raise ConfigError(f"schedule={program.name!r}: never drains, so it needs a ShardedOptimizer")
-        self._announced = self._agree(following) if following is not None and program.asynchronous else None
-        count = len(micro_batches) if self._announced is None else len(self._announced)
-        if count != len(micro_batches):
-            raise ConfigError(f"following: {count} micro-batches after {len(micro_batches)}; give as many")
+        announced = self._agree(following) if following is not None and program.asynchronous else []
+        if announced and len(announced) != len(micro_batches):
+            raise ConfigError(f"following: {len(announced)} micro-batches after {len(micro_batches)}; give as many")
         if self.optimizer is not None:
             self.optimizer.begin_batch()
-        next_size = 0 if self._announced is None else len(self._announced)
+        self._announced, next_size = announced, len(announced)
         batch = BatchRange(self.batches, self.microbatches, len(micro_batches), next_size, first=self.drained)
         self._running = program, batch
         together = 1 if program.update_per_microbatch else len(micro_batches)
-        known, factor = [*micro_batches, *(self._announced or ())], 1.0 / (together * self.mesh.size("dp"))
+        known, factor = [*micro_batches, *announced], 1.0 / (together * self.mesh.size("dp"))
         source = _Samples(known, self.microbatches, factor, self.device)
         with self._whole():
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
@@ -273,8 +272,8 @@ class Pipeline:
 
     def _continued(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The batch that was announced. Raises ConfigError for another one."""
-        announced, micro_batches = self._announced or [], list(given)
-        if [id(pair) for pair in micro_batches] != [id(pair) for pair in announced]:
+        micro_batches = list(given)
+        if [id(pair) for pair in micro_batches] != [id(pair) for pair in self._announced]:
             raise ConfigError("micro_batches: not those that the call before announced as `following`")
         return micro_batches
 

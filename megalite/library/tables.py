@@ -51,7 +51,7 @@ def _lookups(traced: Traced) -> Iterator[tuple[str, fx.Node]]:
 
 def _source(node: fx.Node) -> fx.Node:
     """Where ids come from that only change their form."""
-    while node.op == "call_function" and str(node.target).split(".")[1:2] in [[name] for name in SAME_IDS]:
+    while node.op == "call_function" and str(node.target).partition(".")[2].partition(".")[0] in SAME_IDS:
         first = node.args[0] if node.args else None
         if not isinstance(first, fx.Node):
             break

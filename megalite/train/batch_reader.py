@@ -154,7 +154,7 @@ class BatchReader:
         return 1 if self._update_per_microbatch else len(of_batch)
 
     def _tokens(self, microbatches: list[Microbatch]) -> Tensor:
-        """That count, of each micro-batch, `[m]`; over all replicas where tokens have the same weight."""
+        """Tokens that count, of each micro-batch, `[m]`; over all replicas where each has the same weight."""
         tokens = torch.stack([mb.loss_mask.to(self.loss_dtype).sum() for mb in microbatches])
         if self._tokens_over is not None:
             all_reduce_(tokens, self._tokens_over)

@@ -13,7 +13,7 @@ from equivalence import own_models
 from equivalence.layouts import saved_tensors
 from megalite.comm import ParallelMesh, World
 from megalite.config import parse
-from megalite.errors import ConfigError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.library import Pipeline, ShardedOptimizer, layers_from_module
 from megalite.testing import run_ranks, run_single
 from megalite.train import run_training
@@ -157,3 +157,26 @@ def refused(world: World, case: str) -> str:
 )
 def test_what_a_pipeline_that_never_drains_refuses(case: str, text: str) -> None:
     assert text in run_single(refused, case)
+
+
+def test_what_is_refused_leaves_the_pipeline_as_it_was(tmp_path: Path) -> None:
+    assert run_single(refused_then_trained, str(tmp_path)) == 2 * [True]
+
+
+def refused_then_trained(world: World, folder: str) -> list[bool]:
+    """Whether training goes on behind a batch, and the count of batches is right behind a checkpoint, that was no."""
+    mesh = ParallelMesh.build(rank=0, size=1)
+    x, batch = torch.ones(2, 3), [(torch.ones(2, 3), torch.zeros(2, 3)) for _ in range(2)]
+
+    def made(*layers: nn.Module) -> Pipeline:
+        return Pipeline(list(layers), loss=nn.functional.mse_loss, example=x, schedule="2bw", mesh=mesh)
+
+    first, second = made(nn.Linear(3, 3)), made(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = ShardedOptimizer(first, lr=0.1)
+    with pytest.raises(ConfigError, match="following: 1 micro-batches after 2"):
+        first.step(batch, batch[:1])
+    trained = bool(first.step(list(batch)) > 0) and bool(optimizer.step() > 0)
+    optimizer.save(folder, 1)
+    with pytest.raises(CheckpointError):
+        ShardedOptimizer(second, lr=0.1).load(folder)
+    return [trained, first.batches == 1 and second.batches == 0]

@@ -59,6 +59,7 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.delayed_optimizer import DelayedOptimizer
 from megalite.parallel.zero.families import stage_buffers
+from megalite.parallel.zero.flat_weights import Fill
 from megalite.parallel.zero.frozen import frozen_shards
 from megalite.parallel.zero.nonfinite import where_not_finite
 from megalite.parallel.zero.options import ZeroOptions
