@@ -164,7 +164,7 @@ def test_what_is_refused_leaves_the_pipeline_as_it_was(tmp_path: Path) -> None:
 
 
 def refused_then_trained(world: World, folder: str) -> list[bool]:
-    """Whether training goes on behind a batch, and the count of batches is right behind a checkpoint, that was no."""
+    """Whether a refused batch can be followed by another, and a refused checkpoint counts no batches."""
     mesh = ParallelMesh.build(rank=0, size=1)
     x, batch = torch.ones(2, 3), [(torch.ones(2, 3), torch.zeros(2, 3)) for _ in range(2)]
 
