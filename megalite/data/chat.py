@@ -100,7 +100,8 @@ class ChatTemplate:
         for begin, end in (span for span in spans if span[0] < span[1]):
             if (first := encoding.char_to_token(begin)) is None:
                 break
-            stop = (encoding.char_to_token(end - 1) or len(answers) - 1) + 1
+            last = encoding.char_to_token(end - 1)
+            stop = len(answers) if last is None else last + 1
             answers[first:stop] = [True] * (stop - first)
         return list(encoding.ids), answers
 

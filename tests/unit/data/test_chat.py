@@ -193,3 +193,13 @@ def test_marks_that_are_missing_or_of_other_tokens_are_refused(tmp_path: Path) -
 def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no chat template"):
         write(tmp_path, [{"messages": MESSAGES[0]}], template=None)
+
+
+def test_an_answer_that_is_the_first_token_alone_is_no_more_than_that(tmp_path: Path) -> None:
+    """Its last token has the number 0, which is a number."""
+    template = "{% generation %}x{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer_with(template, tmp_path)
+    tokenizer: Any = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    ids, answers = ChatTemplate(tokenizer, str(tmp_path)).encode([{"role": "user", "content": " and much more"}])
+    begins = tokenizer.backend.encode("x and much more", add_special_tokens=False).offsets
+    assert ids and answers == [begin == 0 for begin, _ in begins] and begins[0] == (0, 1)
