@@ -2,7 +2,10 @@
 
 Every error that a user can cause is a `MegaliteError`, and its text is written for that user. The form of one line is::
 
-    --flag=value: what is wrong (the facts); the fix
+    `setting`=value: what is wrong (the facts); the fix
+
+A setting stands in it by the name of its field, in backquotes; the face that shows the line spells it (`spelled`): as a
+flag on the command line, as an argument in a Python program. `str(error)` is the command line's spelling.
 
 Command-line programs print `str(error)` on standard error (rank 0 only, no traceback) and exit with `error.exit_code`:
 2 means that a configuration or an input was bad and nothing was trained, 1 that something failed while running.
@@ -11,8 +14,27 @@ Command-line programs print `str(error)` on standard error (rank 0 only, no trac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from typing import ClassVar
+
+SETTING = re.compile(r"`([a-z][a-z0-9_]*)`")
+"""A setting that a message names."""
+
+
+def spelled(text: str, spell: Callable[[str], str]) -> str:
+    """The text with every setting that it names spelled by `spell(name of the field)`."""
+    return SETTING.sub(lambda match: spell(match[1]), text)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field: `zero_stage` is `--zero-stage`."""
+    return "--" + name.replace("_", "-")
+
+
+def in_flags(text: str) -> str:
+    """The text in the words of a command line."""
+    return spelled(text, flag_of)
 
 
 class MegaliteError(Exception):
@@ -24,12 +46,20 @@ class MegaliteError(Exception):
 
     exit_code: ClassVar[int] = 2
 
+    @property
+    def text(self) -> str:
+        """The message with its settings in backquotes, for a face with a spelling of its own."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return in_flags(self.text)
+
 
 class ConfigError(MegaliteError):
     """Flags or configuration files are wrong: carries *all* problems found in one pass, one line each.
 
     Args:
-        problems: one line per problem, or a single line.
+        problems: one line per problem, or a single line; `problems` keeps them with their settings in backquotes.
     """
 
     def __init__(self, problems: Iterable[str] | str) -> None:

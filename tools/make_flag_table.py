@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite import schedule as schedules
 from megalite.config import NOT_NEEDED, SECTIONS, Option, aliases_of, all_options, options_of, show, title, value_text
+from megalite.errors import flag_of, in_flags
 from megalite.schedule import SCHEDULES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
@@ -37,7 +38,7 @@ def flag_table() -> str:
     parts.append(_combinations())
     parts.append("\n## Flags of Megatron-LM that are refused\n\nEach gives one line that says this.\n\n")
     parts.append("| flag | reason |\n| --- | --- |\n")
-    parts += [f"| `--{name.replace('_', '-')}` | {reason} |\n" for name, reason in sorted(NOT_NEEDED.items())]
+    parts += [f"| `{flag_of(name)}` | {in_flags(reason)} |\n" for name, reason in sorted(NOT_NEEDED.items())]
     return "".join(parts)
 
 
@@ -49,7 +50,7 @@ def _row(option: Option) -> str:
         default = "**required**"
     else:
         default = "" if option.default in (None, ()) else f"`{show(option.default)}`"
-    also = ", ".join(f"`--{alias.replace('_', '-')}`" for alias in aliases_of(option.name))
+    also = ", ".join(f"`{flag_of(alias)}`" for alias in aliases_of(option.name))
     meaning = _cell(option.help) + (f" (also {also})" if also else "")
     return f"| `{option.flag}` | {value} | {default} | {meaning} |\n"
 
@@ -71,7 +72,7 @@ def _combinations() -> str:
         reasons = {stage: SCHEDULES[name].zero_excluded.get(stage) for stage in range(4)}
         legal = ", ".join(str(stage) for stage, reason in reasons.items() if reason is None)
         why = "; ".join(f"{stage}: {reason}" for stage, reason in reasons.items() if reason is not None)
-        lines.append(f"| `{name}` | {also} | {legal} | {why} |\n")
+        lines.append(f"| `{name}` | {also} | {legal} | {in_flags(why)} |\n")
     return "".join(lines)
 
 

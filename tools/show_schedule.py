@@ -26,7 +26,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, check_file, check_numbers
-from megalite.errors import ConfigError, MegaliteError, ScheduleError
+from megalite.errors import ConfigError, MegaliteError, ScheduleError, flag_of, spelled
 from megalite.schedule import (
     SCHEDULES,
     ActivationRoom,
@@ -250,7 +250,7 @@ def _compare(args: argparse.Namespace) -> str:
         try:
             program = _program(schedule.name, args)
         except ScheduleError as error:
-            rows.append((schedule.name, _own_flags(str(error))))
+            rows.append((schedule.name, _own_flags(error.text)))
             continue
         timelines.append(simulate(program, _costs(args), batches=batches, global_norm=True))
         rows.append(figures(program, timelines[-1]))
@@ -272,14 +272,12 @@ def _compare(args: argparse.Namespace) -> str:
 
 def _own_flags(text: str) -> str:
     """A line about a training's flags in the words of this tool."""
-    words = {
-        "--pipeline-schedule=": "--schedule=",
-        "--global-batch-size": "--num-microbatches",
-        "--device-memory-budget-gb": "--activation-capacity",
+    own = {
+        "pipeline_schedule": "schedule",
+        "global_batch_size": "num_microbatches",
+        "device_memory_budget_gb": "activation_capacity",
     }
-    for flag, own in words.items():
-        text = text.replace(flag, own)
-    return text
+    return spelled(text, lambda name: flag_of(own.get(name, name)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -306,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"warning: {_own_flags(line)}", file=sys.stderr)
         _write(text, args.output)
     except MegaliteError as error:
-        for line in _own_flags(str(error)).split("\n"):
+        for line in _own_flags(error.text).split("\n"):
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
     return 0

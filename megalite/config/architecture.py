@@ -154,17 +154,17 @@ def contradictions(
     """
     if architecture and offer.model.is_foreign and not config.model.is_foreign:
         name = offer.model.module.model_module
-        yield f"--use-checkpoint-args: {offer.where} has no code of its --model-module={name}; give the flag"
+        yield f"`use_checkpoint_args`: {offer.where} has no code of its `model_module`={name}; give the flag"
         return
     family = given.get("model_type")
     if architecture and family is not None and family.value != offer.model.model_type:
-        yield f"--model-type={family.value}: {offer.where} has {offer.model.model_type}; drop the flag"
+        yield f"`model_type`={family.value}: {offer.where} has {offer.model.model_type}; drop the flag"
     for name, (ours, theirs) in architecture_differences(offer.model, config.model).items():
-        flag = f"--{name.replace('_', '-')}={_text(ours)}"
+        flag = f"`{name}`={_text(ours)}"
         if architecture and name in given:
-            yield f"{flag}: {offer.where} has {_text(theirs)}; drop the flag, or --use-checkpoint-args"
+            yield f"{flag}: {offer.where} has {_text(theirs)}; drop the flag, or `use_checkpoint_args`"
         elif not architecture and name in known:
-            yield f"{flag}: {offer.where} has {_text(theirs)}; give that, or --use-checkpoint-args"
+            yield f"{flag}: {offer.where} has {_text(theirs)}; give that, or `use_checkpoint_args`"
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ class WhoseSchedules(OneOf):
     """Where --load has other schedules of learning rate and weight decay."""
 
     override_opt_param_scheduler: bool = option(False, "take those of the flags", saved=False)
-    use_checkpoint_opt_param_scheduler: bool = option(False, "take those of --load", saved=False)
+    use_checkpoint_opt_param_scheduler: bool = option(False, "take those of `load`", saved=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +36,23 @@ class CheckpointConfig:
     )
     load: str | None = option(
         None,
-        "directory to resume from; may be --save itself, which then may still be empty. A Hugging Face model gives its "
+        "directory to resume from; may be `save` itself, which then may still be empty. A Hugging Face model gives its "
         "weights (and its tokenizer, unless one is named)",
         metavar="DIR",
     )
     auto_resume: bool = option(
-        False, "resume from the newest committed checkpoint of --save, if there is one", needs="save"
+        False, "resume from the newest committed checkpoint of `save`, if there is one", needs="save"
     )
     ckpt_step: int | None = option(None, "iteration to load; unset: the newest committed", ge=0)
-    finetune: bool = option(False, "take only the weights of --load; iteration, data and optimizer start anew")
+    finetune: bool = option(False, "take only the weights of `load`; iteration, data and optimizer start anew")
     use_checkpoint_args: bool = option(
         False,
-        "take the model's architecture and tokenizer from --load; a flag that contradicts it is an error",
+        "take the model's architecture and tokenizer from `load`; a flag that contradicts it is an error",
         saved=False,
     )
     schedules: WhoseSchedules = WhoseSchedules()
     allow_data_change: bool = option(
-        False, "continue from --load although the data are no longer those that it was trained on", saved=False
+        False, "continue from `load` although the data are no longer those that it was trained on", saved=False
     )
     load_optim: bool = option(True, "load the optimizer state with the weights")
-    load_rng: bool = option(True, "continue with the checkpoint's seed, not with --seed")
+    load_rng: bool = option(True, "continue with the checkpoint's seed, not with `seed`")

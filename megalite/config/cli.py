@@ -29,7 +29,7 @@ from megalite.config.schema import Option, build_section
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
 from megalite.config.yaml_file import read_yaml
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import ConfigError, MegaliteError, in_flags
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ def parse_with_origins(
         checks += [] if found or checks else schedule_file(config, world)
     found += [_as_given(_with_place(line, origins), merged) for line in checks]
     if found:
-        raise ConfigError(_unique(found))
+        raise _in_flags(found)
     config, origins = _derive(config, origins, world)
     for name in options:
         origins.setdefault(name, "default")
-    doubts = tuple(_as_given(line, merged) for line in config_warnings(config, world))
+    doubts = tuple(in_flags(_as_given(line, merged)) for line in config_warnings(config, world))
     return Parsed(config, {name: origins[name] for name in options}, doubts)
 
 
@@ -117,7 +117,7 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     lacking = [name for name in missing if name not in set(optional)]
     found = reader.problems + [_required(reader.options[name], None) for name in lacking]
     if found:
-        raise ConfigError(_unique(found))
+        raise _in_flags(found)
     return config, {name: where for name, where in origins.items() if not where.endswith("family")}
 
 
@@ -147,8 +147,8 @@ def _with_offer(
     huggingface = load is not None and os.path.isfile(os.path.join(load, "config.json"))
     if huggingface and value.get("model_module") is not None:
         reader.problems.append(
-            f"--load={load}: a Hugging Face model; the factory of --model-module loads its weights itself "
-            "(from_pretrained), and --load takes checkpoints of such runs"
+            f"`load`={load}: a Hugging Face model; the factory of `model_module` loads its weights itself "
+            "(from_pretrained), and `load` takes checkpoints of such runs"
         )
         return None, list(levels)
     if load is None or not (asked or huggingface):
@@ -156,14 +156,14 @@ def _with_offer(
     offer = None
     try:
         if read_offer is None:
-            raise ConfigError("--use-checkpoint-args: no checkpoint is read here; give the model's flags")
+            raise ConfigError("`use_checkpoint_args`: no checkpoint is read here; give the model's flags")
         offer = read_offer(load, value.get("ckpt_step"))
         may_be_empty = save is not None and os.path.abspath(save) == os.path.abspath(load)
         if offer is None and not may_be_empty:
-            raise ConfigError(f"--load={load}: no committed checkpoint; --use-checkpoint-args needs one")
+            raise ConfigError(f"`load`={load}: no committed checkpoint; `use_checkpoint_args` needs one")
     except MegaliteError as error:
         if asked or read_offer is not None:
-            reader.problems += str(error).split("\n")
+            reader.problems += error.text.split("\n")
             # What would have come from there is not missing.
             reader.broken |= {name for name, option in reader.options.items() if option.section == "model"}
     if offer is None or not (asked or offer.huggingface):
@@ -175,9 +175,9 @@ def _with_offer(
 
 
 def _required(option: Option, offered: _Offered | None) -> str:
-    line = f"{option.flag}: required (as a flag, or as '{option.name}' in a --config file)"
+    line = f"{option.marked}: required (as a flag, or as '{option.name}' in a `config` file)"
     if offered is not None and not offered.architecture and option.section == "model":
-        return f"{line}; --use-checkpoint-args takes it from {offered.offer.where}"
+        return f"{line}; `use_checkpoint_args` takes it from {offered.offer.where}"
     return line
 
 
@@ -194,7 +194,7 @@ def _read_levels(reader: Reader, argv: Sequence[str]) -> list[Sequence[GivenOpti
     levels.append(flags)
     if not whole:  # what seems to be missing or wrong may be in the file that cannot be read
         _merge(levels, reader)
-        raise ConfigError(_unique(reader.problems))
+        raise _in_flags(reader.problems)
     return levels
 
 
@@ -211,7 +211,7 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
         _work_out_groups(here, merged)
         if "virtual_pipeline_model_parallel_size" in here and "num_layers_per_virtual_pipeline_stage" in here:
             reader.problems.append(
-                "--num-layers-per-virtual-pipeline-stage: excludes --virtual-pipeline-model-parallel-size; give one"
+                "`num_layers_per_virtual_pipeline_stage`: excludes `virtual_pipeline_model_parallel_size`; give one"
             )
         if "virtual_pipeline_model_parallel_size" in here:
             merged.pop("num_layers_per_virtual_pipeline_stage", None)
@@ -232,7 +232,7 @@ def _says_more(given: GivenOption) -> bool:
 def _typed(given: GivenOption) -> str:
     """A value as the user gave it: by which flag, or which `NAME=VALUE` of one."""
     name, _, rest = given.typed.partition(" ")
-    flag = "--" + name.replace("_", "-")
+    flag = f"`{name}`"
     if rest:
         return f"{flag} {rest}"
     return flag if name in CONSTANT_FLAGS else as_typed(flag, given.value)
@@ -242,12 +242,12 @@ def _as_given(line: str, merged: Mapping[str, GivenOption]) -> str:
     """Name a value that a line speaks of by the spelling that the user gave."""
 
     def spelling(match: re.Match[str]) -> str:
-        given = merged.get(match[1].replace("-", "_"))
+        given = merged.get(match[1])
         if given is None or given.typed in (given.name, *EXTRA_OPTIONS) or show(given.value) != match[2]:
             return match[0]
         return _typed(given)
 
-    return re.sub(r"--([a-z0-9-]+)=([^\s:;,()]+)", spelling, line)
+    return re.sub(r"`([a-z0-9_]+)`=([^\s:;,()]+)", spelling, line)
 
 
 def _work_out_groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> None:
@@ -270,8 +270,8 @@ def _work_out_chunks(merged: dict[str, GivenOption], reader: Reader) -> None:
     per_chunk = given.value
     if per_chunk < 1 or pipeline < 1 or layers % (per_chunk * pipeline):
         reader.problems.append(
-            f"--num-layers-per-virtual-pipeline-stage={per_chunk}: --num-layers={layers} is not a multiple of it times "
-            f"--pipeline-model-parallel-size={pipeline}; use --virtual-pipeline-model-parallel-size, which balances"
+            f"`num_layers_per_virtual_pipeline_stage`={per_chunk}: `num_layers`={layers} is not a multiple of it times "
+            f"`pipeline_model_parallel_size`={pipeline}; use `virtual_pipeline_model_parallel_size`, which balances"
         )
         return
     name = "virtual_pipeline_model_parallel_size"
@@ -322,12 +322,13 @@ def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[C
 
 def _with_place(line: str, origins: Mapping[str, str]) -> str:
     """Name the file where the value that a line begins with was given."""
-    match = re.match(r"--([a-z0-9-]+)[=:]", line)
-    where = origins.get(match[1].replace("-", "_")) if match else None
+    match = re.match(r"`([a-z0-9_]+)`[=:]", line)
+    where = origins.get(match[1]) if match else None
     if where is None or where == COMMAND_LINE or where.endswith("family") or where.startswith("default"):
         return line
     return f"{line} [{os.path.basename(where)}]" if os.sep in where else f"{line} [{where}]"
 
 
-def _unique(lines: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(lines))
+def _in_flags(lines: Iterable[str]) -> ConfigError:
+    """All problems, each once, in the words of the command line."""
+    return ConfigError(list(dict.fromkeys(map(in_flags, lines))))

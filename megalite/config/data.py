@@ -25,13 +25,13 @@ class DataConfig:
         "prefixes of .bin/.idx files, a text or JSONL file, or weights and prefixes in turn: 0.3 a 0.7 b",
         metavar="PATH",
     )
-    train_data_path: tuple[str, ...] = option((), "as --data-path, for training only", metavar="PATH")
-    valid_data_path: tuple[str, ...] = option((), "as --data-path, for validation only", metavar="PATH")
-    test_data_path: tuple[str, ...] = option((), "as --data-path, for the final test only", metavar="PATH")
-    data_args_path: str | None = option(None, "file that holds what --data-path would", metavar="FILE")
-    split: str = option("969,30,1", "parts of --data-path for training, validation and test", metavar="A,B,C")
+    train_data_path: tuple[str, ...] = option((), "as `data_path`, for training only", metavar="PATH")
+    valid_data_path: tuple[str, ...] = option((), "as `data_path`, for validation only", metavar="PATH")
+    test_data_path: tuple[str, ...] = option((), "as `data_path`, for the final test only", metavar="PATH")
+    data_args_path: str | None = option(None, "file that holds what `data_path` would", metavar="FILE")
+    split: str = option("969,30,1", "parts of `data_path` for training, validation and test", metavar="A,B,C")
     data_cache_path: str | None = option(
-        None, "folder of tokenised files and indices; unset: beside --save, else the user's cache", metavar="DIR"
+        None, "folder of tokenised files and indices; unset: beside `save`, else the user's cache", metavar="DIR"
     )
     mock_data: bool = option(False, "documents drawn from the seed: no file, no tokenizer needed")
     tokenizer_type: str | None = option(None, "tokenizer of the data; unset: bytes for raw text", choices=TOKENIZERS)

@@ -27,8 +27,8 @@ def cache_problem(config: Config) -> str | None:
     if not config.model.vocab_size or rows is None or rows >= needed:
         return None
     return (
-        f"--embedding-cache-rows={rows}: a micro-batch may use {needed:,} rows at once; use {needed} or more, or a "
-        "smaller --micro-batch-size"
+        f"`embedding_cache_rows`={rows}: a micro-batch may use {needed:,} rows at once; use {needed} or more, or a "
+        "smaller `micro_batch_size`"
     )
 
 

@@ -54,7 +54,7 @@ class Experts(Spelled):
         None, "groups of experts, of which a token takes some", ge=1, needs="num_experts"
     )
     moe_router_group_topk: int | None = option(
-        None, "groups of --moe-router-num-groups that a token takes its experts from", ge=1, needs="num_experts"
+        None, "groups of `moe_router_num_groups` that a token takes its experts from", ge=1, needs="num_experts"
     )
     moe_router_topk_scaling_factor: float | None = option(
         None, "the weights of a token's experts are multiplied by it", gt=0, needs="num_experts"

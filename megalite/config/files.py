@@ -27,28 +27,28 @@ def schedule_file(config: Config, world_size: int) -> Iterator[str]:
     try:
         program = load_program(path)
     except ScheduleError as error:
-        yield str(error)
+        yield error.text
         return
-    flag = f"--pipeline-schedule-file={path}"
+    flag = f"`pipeline_schedule_file`={path}"
     if program.num_ranks != ranks:
         yield (
             f"{flag}: is written for {program.num_ranks} ranks, not {ranks}; "
-            f"use --pipeline-model-parallel-size={program.num_ranks}"
+            f"use `pipeline_model_parallel_size`={program.num_ranks}"
         )
     if program.recomputed:
         yield from recomputed_twice(config, flag)
     batches = batches_in_micro_batches(config, world_size)
     others = [(count, samples) for count, samples in batches if count != program.num_microbatches]
     for count, samples in others[:1]:
-        fix = f"use --global-batch-size={samples // count * program.num_microbatches}"
+        fix = f"use `global_batch_size`={samples // count * program.num_microbatches}"
         if len(batches) > 1:
-            fix = "a batch size that changes needs a --pipeline-schedule"
+            fix = "a batch size that changes needs a `pipeline_schedule`"
         yield f"{flag}: is written for {program.num_microbatches} micro-batches per batch, not {count}; {fix}"
 
 
 def _data_files(config: Config) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        flag = "--" + name.replace("_", "-")
+        flag = f"`{name}`"
         paths = _paths(getattr(config.data, name))
         weight = next((path for path in paths if _is_number(path) and not _exists(path)), None)
         if weight is not None and len(paths) > 1:
@@ -87,7 +87,7 @@ def _tokenizer_files(config: Config) -> Iterator[str]:
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(config.data, name)
         if path is not None and not os.path.exists(path):
-            yield f"--{name.replace('_', '-')}={path}: no such file"
+            yield f"`{name}`={path}: no such file"
 
 
 def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
@@ -97,36 +97,36 @@ def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
     text = any(os.path.isfile(path) and not path.endswith((".bin", ".idx")) for path in given)
     if text or not (given or data.data_args_path or data.mock_data):
         yield (
-            f"--load={where}: the directory holds no tokenizer, and the data are text; give --tokenizer-type and "
-            "--tokenizer-model, or copy the model's tokenizer files there (tokenizer.json; vocab.json and merges.txt; "
+            f"`load`={where}: the directory holds no tokenizer, and the data are text; give `tokenizer_type` and "
+            "`tokenizer_model`, or copy the model's tokenizer files there (tokenizer.json; vocab.json and merges.txt; "
             "or tokenizer.model)"
         )
 
 
 def _other_files(config: Config) -> Iterator[str]:
     files = {
-        "--data-args-path": config.data.data_args_path,
-        "--sample-prompts": config.logging.samples.sample_prompts,
-        "--pipeline-schedule-file": config.parallel.pipeline_schedule_file,
+        "`data_args_path`": config.data.data_args_path,
+        "`sample_prompts`": config.logging.samples.sample_prompts,
+        "`pipeline_schedule_file`": config.parallel.pipeline_schedule_file,
     }
     for flag, path in files.items():
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
     folder = config.optimizer.offload.optimizer_offload_path
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
-        yield f"--optimizer-offload-path={folder}: is no folder; give one, in which each rank makes its file"
+        yield f"`optimizer_offload_path`={folder}: is no folder; give one, in which each rank makes its file"
     elif folder is not None and not os.path.isdir(folder):
-        yield f"--optimizer-offload-path={folder}: no such folder; make it first"
+        yield f"`optimizer_offload_path`={folder}: no such folder; make it first"
     elif folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-        yield f"--optimizer-offload-path={folder}: cannot be written to; give another folder"
+        yield f"`optimizer_offload_path`={folder}: cannot be written to; give another folder"
     load, save = config.checkpoint.load, config.checkpoint.save
     is_save = load is not None and save is not None and os.path.abspath(load) == os.path.abspath(save)
     if load is not None and not is_save and not os.path.lexists(load):  # a file has a message of its own
-        yield f"--load={load}: no such directory; omit --load to start fresh"
+        yield f"`load`={load}: no such directory; omit `load` to start fresh"
     if save is not None:
         place = os.path.abspath(save)
         while not os.path.lexists(place):
             place = os.path.dirname(place)
         if not os.path.isdir(place):
             what = "is no directory" if place == os.path.abspath(save) else f"{place} is no directory"
-            yield f"--save={save}: {what}; choose another --save"
+            yield f"`save`={save}: {what}; choose another `save`"

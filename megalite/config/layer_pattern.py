@@ -36,7 +36,7 @@ def layer_pattern(flag: str, text: str, num_layers: int) -> tuple[int, ...] | in
         ) from None
     if len(found) != num_layers:
         count = f"{len(found)} entries for" if len(found) < num_layers else "more entries than"
-        raise ConfigError(f"{flag}={text}: {count} --num-layers={num_layers}; give one for each layer")
+        raise ConfigError(f"{flag}={text}: {count} `num_layers`={num_layers}; give one for each layer")
     return tuple(found)
 
 

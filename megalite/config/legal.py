@@ -6,7 +6,6 @@ random layouts and keeps those for which `config_problems(config, world_size)` i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,12 +19,12 @@ from megalite.config.values import as_typed, bounds_problem, show
 
 
 def config_problems(config: Config, world_size: int, *, broken: frozenset[str] = frozenset()) -> list[str]:
-    """List what is wrong, one line each, in the form `--flag=value: what (facts); fix`.
+    """List what is wrong, one line each, in the form "`setting`=value: what (facts); fix".
 
     broken: fields whose value is a stand-in (the parser has reported them): rules that speak of them are silent.
     """
     lines: list[str] = []
-    silent = {option.flag for name, option in all_options().items() if name in broken}
+    silent = {option.marked for name, option in all_options().items() if name in broken}
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
         stand_ins: dict[str, Any] = {}
@@ -33,16 +32,16 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
             value = values[option.name]
             reason = bounds_problem(option, value)
             if reason is not None:
-                lines.append(f"{option.flag}={show(value)}: {reason}")
+                lines.append(f"{option.marked}={show(value)}: {reason}")
                 stand_ins[option.name] = placeholder(option)
-                silent.add(option.flag)
+                silent.add(option.marked)
         if stand_ins:
             values |= stand_ins
             config = replace(config, **{section: build_section(cls, values)})
         lines += _contradictions(options_of(section, cls), values)
         lines += _unaccompanied(options_of(section, cls), values, "needs")
     if config.model.is_foreign:  # what we say of our own model's sizes does not concern it
-        silent |= {option.flag for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
+        silent |= {option.marked for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
     for rule in rules.RULES:
         lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
     lines += rules.foreign_module(config, world_size)
@@ -60,7 +59,7 @@ def _contradictions(options: Sequence[Option], values: Mapping[str, Any]) -> Ite
     for number, option in enumerate(given):
         rival = next((before for before in given[:number] if option.excludes(before)), None)
         if rival is not None:
-            pair = [as_typed(each.flag, values[each.name]) for each in (option, rival)]
+            pair = [as_typed(each.marked, values[each.name]) for each in (option, rival)]
             yield f"{pair[0]}: contradicts {pair[1]}; give one of them"
 
 
@@ -69,7 +68,7 @@ def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: st
     for option in options:
         other = option.facts.get(tie)
         if other is not None and values[option.name] != option.default and not values[other]:
-            flag, typed = "--" + other.replace("_", "-"), as_typed(option.flag, values[option.name])
+            flag, typed = f"`{other}`", as_typed(option.marked, values[option.name])
             yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: has no effect without {flag}; drop it"
 
 
@@ -78,8 +77,8 @@ def _of_another_optimizer(options: Sequence[Option], values: Mapping[str, Any]) 
     for option in options:
         readers = option.facts.get("only_for")
         if readers is not None and values[option.name] != option.default and values["optimizer"] not in readers:
-            typed = as_typed(option.flag, values[option.name])
-            yield f"{typed}: has no effect with --optimizer={values['optimizer']}; drop it"
+            typed = as_typed(option.marked, values[option.name])
+            yield f"{typed}: has no effect with `optimizer`={values['optimizer']}; drop it"
 
 
 def config_warnings(config: Config, world_size: int) -> list[str]:
@@ -97,5 +96,5 @@ def placeholder(option: Option) -> Any:
     return option.kind(1) if option.required else option.default
 
 
-def _mentions(line: str, flags: set[str]) -> bool:
-    return any(re.search(re.escape(flag) + r"(?![\w-])", line) for flag in flags)
+def _mentions(line: str, settings: set[str]) -> bool:
+    return any(setting in line for setting in settings)

@@ -12,10 +12,10 @@ class WandB(Spelled):
     """Weights & Biases."""
 
     wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
-    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of --save", needs="wandb_project")
+    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of `save`", needs="wandb_project")
     wandb_entity: str | None = option(None, "account or team there", needs="wandb_project")
     wandb_save_dir: str | None = option(
-        None, "folder of its local files; unset: --save", metavar="DIR", needs="wandb_project"
+        None, "folder of its local files; unset: `save`", metavar="DIR", needs="wandb_project"
     )
 
 

@@ -45,15 +45,15 @@ class RopeScaling(Spelled):
     use_rope_scaling: bool = option(False, "scale the rotary frequencies")
     rope_scaling_type: str = option(
         "llama3",
-        "of --use-rope-scaling: llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
+        "of `use_rope_scaling`: llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
         choices=("llama3", "yarn"),
         only_with="use_rope_scaling",
     )
     rope_scaling_factor: float = option(
-        8.0, "factor of --use-rope-scaling for the low frequencies", ge=1, only_with="use_rope_scaling"
+        8.0, "factor of `use_rope_scaling` for the low frequencies", ge=1, only_with="use_rope_scaling"
     )
     rope_scaling_original_length: int = option(
-        8192, "sequence length of the training before --use-rope-scaling", ge=1, only_with="use_rope_scaling"
+        8192, "sequence length of the training before `use_rope_scaling`", ge=1, only_with="use_rope_scaling"
     )
 
     @property
@@ -84,7 +84,7 @@ class ModelConfig:
     kv_channels: int | None = option(None, "width d of one attention head; unset: h / a", ge=1)
     seq_length: int = required("tokens s of a training sample", ge=1)
     max_position_embeddings: int | None = option(
-        None, "longest sequence the model can represent; unset: --seq-length", ge=1
+        None, "longest sequence the model can represent; unset: `seq_length`", ge=1
     )
     position_embedding_type: str = option(
         "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
@@ -112,14 +112,14 @@ class ModelConfig:
         choices=("vanilla", "off-by-one", "learnable"),
     )
     softmax_type_skip_freq: str | None = option(
-        None, "layers without sinks, a pattern as --window-attn-skip-freq takes", metavar="N|LIST"
+        None, "layers without sinks, a pattern as `window_attn_skip_freq` takes", metavar="N|LIST"
     )
     attn_logit_softcapping: float | None = option(
         None, "soft cap c of attention scores, which become c tanh(score / c) (Gemma 2); unset: none", gt=0
     )
     attn_logit_softcapping_skip_freq: str | None = option(
         None,
-        "layers without the soft cap, a pattern as --window-attn-skip-freq takes",
+        "layers without the soft cap, a pattern as `window_attn_skip_freq` takes",
         metavar="N|LIST",
         needs="attn_logit_softcapping",
     )
@@ -157,13 +157,13 @@ class ModelConfig:
     recompute_granularity: str | None = option(
         None,
         "recompute in backward: selective (attention core), full (whole layers), auto (the fewest whole layers with "
-        "which --device-memory-budget-gb is kept) or none; unset: auto under a budget where it is possible, else none",
+        "which `device_memory_budget_gb` is kept) or none; unset: auto under a budget where it is possible, else none",
         choices=("selective", "full", "auto", "none"),
     )
     recompute_method: str | None = option(
         None,
-        "for full: uniform (chunks of --recompute-num-layers layers, each recomputed from its input) or "
-        "block (the first --recompute-num-layers layers of each stage)",
+        "for full: uniform (chunks of `recompute_num_layers` layers, each recomputed from its input) or "
+        "block (the first `recompute_num_layers` layers of each stage)",
         choices=("uniform", "block"),
     )
     recompute_num_layers: tuple[int, ...] | None = option(
@@ -205,7 +205,7 @@ class ModelConfig:
         """Which blocks have experts: with `--moe-layer-freq N` 0, N, 2N, ... (from 0 on). Raises ConfigError."""
         if self.experts.num_experts is None:
             return (False,) * self.num_layers
-        pattern = layer_pattern("--moe-layer-freq", self.experts.moe_layer_freq, self.num_layers)
+        pattern = layer_pattern("`moe_layer_freq`", self.experts.moe_layer_freq, self.num_layers)
         layers = range(self.num_layers)
         return tuple(i % pattern == 0 if isinstance(pattern, int) else bool(pattern[i]) for i in layers)
 
@@ -293,7 +293,7 @@ class ModelConfig:
         text = getattr(self, field)
         if text is None:
             return field in SKIPPED
-        pattern = layer_pattern(f"--{field.replace('_', '-')}", text, self.num_layers)
+        pattern = layer_pattern(f"`{field}`", text, self.num_layers)
         if isinstance(pattern, int):  # N: the lists of SKIPPED say what is kept
             return bool((index + 1) % pattern) == (field in SKIPPED)
         return bool(pattern[index])

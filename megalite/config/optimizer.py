@@ -61,8 +61,8 @@ class FinalDecay(OneOf):
 class WeightDecayRamp(Spelled):
     """Weight decay that changes over the training."""
 
-    start_weight_decay: float | None = option(None, "at the start; unset: --weight-decay", ge=0)
-    end_weight_decay: float | None = option(None, "at the end; unset: --weight-decay", ge=0)
+    start_weight_decay: float | None = option(None, "at the start; unset: `weight_decay`", ge=0)
+    end_weight_decay: float | None = option(None, "at the end; unset: `weight_decay`", ge=0)
     weight_decay_incr_style: str = option("constant", "way between", choices=("constant", "linear", "cosine"))
 
 
@@ -125,7 +125,7 @@ class HostOffload(Spelled):
     delayed_parameter_update: bool = option(
         False,
         "a batch computes its gradients on weights that lack the update of the batch before, whose step runs meanwhile "
-        "(ZeRO-Offload); steps on the host run in a thread. --pipeline-flush-steps first iterations wait for it",
+        "(ZeRO-Offload); steps on the host run in a thread. `pipeline_flush_steps` first iterations wait for it",
     )
     embedding_offload: str | None = option(
         None,
@@ -138,7 +138,7 @@ class HostOffload(Spelled):
     )
     embedding_cache_rows: int | None = option(
         None,
-        "rows of the cache; unset: those of --embedding-lookahead micro-batches and one more, at most the vocabulary",
+        "rows of the cache; unset: those of `embedding_lookahead` micro-batches and one more, at most the vocabulary",
         ge=1,
         needs="embedding_offload",
     )
@@ -146,7 +146,7 @@ class HostOffload(Spelled):
     param_offload: str = option(
         "auto",
         "keep weights and gradients in host memory, and masters and moments there or in files: those of a layer "
-        "are on the device while it uses them. auto: where --device-memory-budget-gb needs it",
+        "are on the device while it uses them. auto: where `device_memory_budget_gb` needs it",
         choices=("none", "cpu", "auto"),
     )
 

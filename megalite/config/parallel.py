@@ -65,7 +65,7 @@ class ExpertParallelism(Spelled):
 
     expert_model_parallel_size: int = option(1, "ranks over which experts are dealt out", ge=1)
     expert_tensor_parallel_size: int | None = option(
-        None, "ranks that share each expert: 1 or --tensor-model-parallel-size; unset: the latter", ge=1
+        None, "ranks that share each expert: 1 or `tensor_model_parallel_size`; unset: the latter", ge=1
     )
 
 
@@ -83,14 +83,14 @@ class DeviceOptions(Spelled):
     device_memory_budget_gb: float | None = option(
         None,
         "GB (1e9 bytes) of a device that a run may take: layers are recomputed, if that is enough "
-        "(--recompute-granularity none: never); masters and moments, then activations, go to the host as far as they "
+        "(`recompute_granularity` none: never); masters and moments, then activations, go to the host as far as they "
         "must",
         gt=0,
     )
     host_memory_budget_gb: float | None = option(
         None,
-        "GB of its host's memory that a rank may take for what --device-memory-budget-gb puts there; masters and "
-        "moments beyond that go into files of --optimizer-offload-path",
+        "GB of its host's memory that a rank may take for what `device_memory_budget_gb` puts there; masters and "
+        "moments beyond that go into files of `optimizer_offload_path`",
         gt=0,
         needs="device_memory_budget_gb",
     )
@@ -115,7 +115,7 @@ class ParallelConfig:
     tp_comm_overlap: bool = option(
         False,
         "two halves of each micro-batch take turns, so that messages between the tensor-parallel ranks of one travel "
-        "while the other computes; an even --micro-batch-size",
+        "while the other computes; an even `micro_batch_size`",
     )
     context: ContextParallelism = ContextParallelism()
     experts: ExpertParallelism = ExpertParallelism()
@@ -129,7 +129,7 @@ class ParallelConfig:
     )
     chimera_pairs: int = option(1, "pairs f of opposite pipelines in chimera: 2f copies of the weights", ge=1)
     pipeline_flush_steps: int = option(
-        0, "first iterations without delay: of 2bw as 1f1b, of --delayed-parameter-update with their updates", ge=0
+        0, "first iterations without delay: of 2bw as 1f1b, of `delayed_parameter_update` with their updates", ge=0
     )
     check_pipeline_messages: bool = option(
         False, "send a header with every message between stages and check it: names what two ranks disagree about"

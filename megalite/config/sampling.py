@@ -28,14 +28,14 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = []
         if not self.temperature >= 0:
-            problems.append(f"--temperature={self.temperature:g}: must be >= 0 (0: the most likely token, as --greedy)")
+            problems.append(f"`temperature`={self.temperature:g}: must be >= 0 (0: the most likely token, as `greedy`)")
         if self.top_k < 0:
-            problems.append(f"--top-k={self.top_k}: must be >= 0 (0: all tokens)")
+            problems.append(f"`top_k`={self.top_k}: must be >= 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
-            problems.append(f"--top-p={self.top_p:g}: must be above 0 and at most 1 (1: all tokens)")
+            problems.append(f"`top_p`={self.top_p:g}: must be above 0 and at most 1 (1: all tokens)")
         if not -(2**63) <= self.seed < 2**64:
-            problems.append(f"--seed={self.seed}: must be below 2^64; choose a smaller one")
+            problems.append(f"`seed`={self.seed}: must be below 2^64; choose a smaller one")
         if self.greedy and (self.temperature not in (0.0, 1.0) or (self.top_k, self.top_p) != (0, 1.0)):
-            problems.append("--greedy: leaves no choice to --temperature, --top-k and --top-p; drop one or the other")
+            problems.append("`greedy`: leaves no choice to `temperature`, `top_k` and `top_p`; drop one or the other")
         if problems:
             raise ConfigError(problems)

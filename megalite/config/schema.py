@@ -18,6 +18,8 @@ import types
 import typing
 from typing import Any
 
+from megalite.errors import flag_of, in_flags
+
 
 def option(default: Any, help: str, **facts: Any) -> Any:
     """Declare a field with a default.
@@ -72,7 +74,12 @@ class Option:
     @property
     def flag(self) -> str:
         """The flag as users write it: `--micro-batch-size`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
+
+    @property
+    def marked(self) -> str:
+        """The option as messages name it (`megalite.errors`)."""
+        return f"`{self.name}`"
 
     def excludes(self, other: Option) -> bool:
         """Whether the two give one field in ways that cannot stand together."""
@@ -88,7 +95,8 @@ class Option:
 
     @property
     def help(self) -> str:
-        return str(self.facts["help"])
+        """What it means, in the words of the command line."""
+        return in_flags(str(self.facts["help"]))
 
     @property
     def choices(self) -> tuple[str, ...] | None:

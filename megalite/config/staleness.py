@@ -20,7 +20,7 @@ class StalenessCorrection(Spelled):
 
     staleness_correction: str | None = option(
         None,
-        "what is done about the delay of gradients in 2bw, in pipedream and with --delayed-parameter-update: predict "
+        "what is done about the delay of gradients in 2bw, in pipedream and with `delayed_parameter_update`: predict "
         "computes on weights that are ahead by the steps that are missing, error-feedback makes up for each step when "
         "a fresher gradient is known, nesterov counts the newest gradient once more beside the moment; unset: the best "
         "of docs/asynchronous.md, for pipedream none",

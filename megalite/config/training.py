@@ -14,13 +14,13 @@ class BatchRamp(OneOf):
 
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
-        "START INCREMENT SAMPLES: from START by INCREMENT to --global-batch-size, evenly over SAMPLES samples",
+        "START INCREMENT SAMPLES: from START by INCREMENT to `global_batch_size`, evenly over SAMPLES samples",
         metavar="N",
         ge=1,
     )
     step_batch_size_schedule: str | None = option(
         None,
-        "sizes from given token counts on, instead of --global-batch-size: '0:768 250B:1536' (K, M, B, T)",
+        "sizes from given token counts on, instead of `global_batch_size`: '0:768 250B:1536' (K, M, B, T)",
         metavar="STEPS",
     )
 
@@ -38,7 +38,7 @@ class BatchRamp(OneOf):
 class TrainingLength(OneOf):
     """Length of the whole training."""
 
-    train_iters: int | None = option(None, "in iterations", ge=1, le=10**9, hint="to only evaluate use --skip-train")
+    train_iters: int | None = option(None, "in iterations", ge=1, le=10**9, hint="to only evaluate use `skip_train`")
     train_samples: int | None = option(None, "in samples", ge=1, le=10**12)
     train_tokens: int | None = option(None, "in tokens", ge=1, le=10**17)
 
@@ -116,7 +116,7 @@ class TrainingConfig:
     seq_length_schedule: str | None = option(
         None,
         "shorter sequences first, cut out of the samples, so that a batch keeps its tokens: '0:4096 500B:32768' is "
-        "4,096 until 500 billion tokens are consumed (K, M, B, T), then --seq-length, the longest",
+        "4,096 until 500 billion tokens are consumed (K, M, B, T), then `seq_length`, the longest",
         metavar="STEPS",
     )
     length: TrainingLength = TrainingLength()
@@ -142,7 +142,7 @@ class TrainingConfig:
 
     eval_interval: int | None = option(None, "iterations between evaluations; unset: only at the end", ge=1)
     eval_iters: int = option(100, "global batches of one evaluation, always the same ones; 0: never evaluate", ge=0)
-    full_validation: bool = option(False, "evaluate on the whole split, without overlap, not on --eval-iters batches")
+    full_validation: bool = option(False, "evaluate on the whole split, without overlap, not on `eval_iters` batches")
 
     exit_interval: int | None = option(None, "stop (and save) when the iteration is a multiple of this", ge=1)
     exit_duration_in_mins: float | None = option(None, "stop (and save) after this many minutes", gt=0)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from megalite.config.names import CONSTANT_FLAGS, RENAMED
 from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
+from megalite.errors import flag_of
 
 _HEAD = """\
 usage: pretrain_gpt.py [--config FILE.yaml ...] [--flag value ...]
@@ -31,7 +32,7 @@ def usage(options: Mapping[str, Option], width: int = 110) -> str:
         indent = " " * (4 if option.spells else 2)
         head = f"{indent}{option.flag} {value_text(option)}".rstrip()
         tail = option.help + default_text(option)
-        also = ", ".join("--" + alias.replace("_", "-") for alias in aliases_of(option.name))
+        also = ", ".join(flag_of(alias) for alias in aliases_of(option.name))
         text = tail + (f" [also {also}]" if also else "")
         lines += [head, *textwrap.wrap(text, width - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     return "\n".join(lines)

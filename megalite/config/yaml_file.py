@@ -59,7 +59,7 @@ def read_yaml(path: str, problems: list[str]) -> list[YamlEntry]:
 
 
 def _read_text(path: str) -> str:
-    flag = f"--config={path}"
+    flag = f"`config`={path}"
     if not os.path.isfile(path):
         kind = "is a directory" if os.path.isdir(path) else f"no such file (cwd {os.getcwd()})"
         raise ConfigError(f"{flag}: {kind}")

@@ -82,8 +82,8 @@ def launch(config: Settings, main: Main[Settings], place: LaunchEnvironment = SO
     try:
         if place.launcher and nprocs is not None:
             raise ConfigError(
-                f"--nprocs={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
-                f"{place.size}; drop --nprocs"
+                f"`nprocs`={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
+                f"{place.size}; drop `nprocs`"
             )
         if max(place.size, nprocs or 1) > 1:
             check_interface()
@@ -148,7 +148,7 @@ def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> int
     cores = os.cpu_count() or 1
     if nprocs > RANKS_PER_CORE * cores:
         most = RANKS_PER_CORE * cores
-        raise ConfigError(f"--nprocs={nprocs}: this host has {cores} cores, at most {most} ranks start; use more hosts")
+        raise ConfigError(f"`nprocs`={nprocs}: this host has {cores} cores, at most {most} ranks start; use more hosts")
 
     # The ranks share what is imported before the fork; torch._dynamo is what the first optimizer would import in each.
     # Not with GPUs: a library that asks the CUDA driver for devices while it is imported would spoil the fork.
@@ -326,11 +326,11 @@ def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None
     problems = []
     wants_cuda = parallel.hardware.device == "cuda" or (parallel.hardware.device == "auto" and devices > 0)
     if parallel.hardware.device == "cuda" and devices == 0:
-        problems.append(f"--device=cuda: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
+        problems.append(f"`device`=cuda: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
     elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
-        problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or --device=cpu")
+        problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or `device`=cpu")
     if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
-        problems.append("--distributed-backend=nccl: needs CUDA; use gloo")
+        problems.append("`distributed_backend`=nccl: needs CUDA; use gloo")
     if problems:
         raise ConfigError(problems)
 

@@ -38,7 +38,7 @@ from megalite.library.checkpoint import STATE, collected, lacking_states, still_
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.library.tensor_cut import whole as whole_tensor
-from megalite.library.words import in_words
+from megalite.library.words import in_arguments
 from megalite.optim import OPTIMIZERS, Delay, LossScaler
 from megalite.parallel.zero import ParameterBuffers, ZeroOptions
 from megalite.parallel.zero import ShardedOptimizer as StateShards
@@ -200,7 +200,7 @@ class ShardedOptimizer:
         try:
             return Checkpointer(directory, world=pipe.mesh.world).save(iteration, shards, stored)
         except CheckpointError as error:
-            raise CheckpointError(in_words(str(error))) from None
+            raise CheckpointError(in_arguments(error.text)) from None
 
     def load(self, path: Path | str, *, state: bool = True) -> dict[str, Any]:
         """Takes up what `save` of the same layers has written, at any layout. Collective.
@@ -222,7 +222,7 @@ class ShardedOptimizer:
             meta = checkpointer.load(found, shards, cast=not state)
         except CheckpointError as error:  # on all ranks alike
             lacks = lacking_states(found, shards, self._pipeline.mesh.world) if state else ""
-            raise CheckpointError(lacks or f"load: {in_words(str(error))}") from None
+            raise CheckpointError(lacks or f"load: {in_arguments(error.text)}") from None
         if state:
             self._take_up(progress)
         self._state.after_load(version)

@@ -19,7 +19,7 @@ from megalite.library.given import RECOMPUTES, check_free, check_schedule, check
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
 from megalite.library.traced_layer import together
-from megalite.library.words import in_words
+from megalite.library.words import in_arguments
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient
 from megalite.schedule import (
     Action,
@@ -169,7 +169,7 @@ class Pipeline:
             try:
                 self._programs[microbatches] = self._proved(microbatches)
             except ScheduleError as error:
-                raise ScheduleError(in_words(str(error))) from None
+                raise ScheduleError(in_arguments(error.text)) from None
         return self._programs[microbatches]
 
     def _proved(self, microbatches: int) -> Program:
@@ -236,7 +236,7 @@ class Pipeline:
     def check_drained(self, what: str) -> None:
         """Raises ConfigError where the next batch has begun."""
         if not self.drained:
-            raise ConfigError(f"{what}: the next batch has begun; give the step before it no `following`")
+            raise ConfigError(f"{what}: the next batch has begun; give the step before it no 'following'")
 
     def continue_from(self, batches: int, microbatches: int) -> None:
         """The next batch follows on so many, which another process has trained on."""
@@ -274,7 +274,7 @@ class Pipeline:
         """The batch that was announced. Raises ConfigError for another one."""
         micro_batches = list(given)
         if [id(pair) for pair in micro_batches] != [id(pair) for pair in self._announced]:
-            raise ConfigError("micro_batches: not those that the call before announced as `following`")
+            raise ConfigError("micro_batches: not those that the call before announced as 'following'")
         return micro_batches
 
     def _agree(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

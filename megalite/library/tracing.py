@@ -156,4 +156,4 @@ def _place(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename).is_file() and theirs not in Path(frame.filename).parents and frame.filename != __file__
     ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else "somewhere inside"
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "somewhere inside"

@@ -1,20 +1,20 @@
-"""Messages of rooms below, which name the flags of a command, in the words of the library."""
+"""Messages of rooms below in the words of a Python program."""
 
 from __future__ import annotations
 
-import re
+from megalite.errors import spelled
 
 _ARGUMENTS = {
-    "pipeline-schedule-file": "program",
-    "pipeline-schedule": "schedule",
-    "pipeline-model-parallel-size": "pp",
-    "virtual-pipeline-model-parallel-size": "chunks",
-    "num-layers": "layers",
-    "num-distributed-optimizer-instances": "dp_replicate",
-    "global-batch-size": "the number of micro-batches",
+    "pipeline_schedule_file": "program",
+    "pipeline_schedule": "schedule",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "chunks",
+    "num_layers": "layers",
+    "num_distributed_optimizer_instances": "dp_replicate",
+    "global_batch_size": "the number of micro-batches",
 }
 
 
-def in_words(text: str) -> str:
-    """`--pipeline-schedule=x` as `schedule=x`."""
-    return re.sub(r"--([a-z][a-z0-9-]+)", lambda m: _ARGUMENTS.get(m[1], m[1].replace("-", "_")), text)
+def in_arguments(text: str) -> str:
+    """The text with every setting by the name of its argument."""
+    return spelled(text, lambda name: _ARGUMENTS.get(name, name))

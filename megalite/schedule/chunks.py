@@ -187,6 +187,6 @@ def with_chunks(program: Program, chunks: WeightChunks) -> Program:
     """The program with weights that come and go. Raises ScheduleError for an asynchronous one."""
     if program.asynchronous:
         raise ScheduleError(
-            f"--param-offload: {program.name} keeps two versions of the weights; use --pipeline-schedule=1f1b"
+            f"`param_offload`: {program.name} keeps two versions of the weights; use `pipeline_schedule`=1f1b"
         )
     return replace(program, chunks=chunks)

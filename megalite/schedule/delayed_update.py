@@ -23,7 +23,7 @@ from megalite.schedule.program import BatchRange, Program
 def delay_update(program: Program) -> Program:
     """The same order of computations on weights one update older. Raises ScheduleError unless the program flushes."""
     if program.asynchronous or program.rounds is not None:
-        raise ScheduleError(f"--delayed-parameter-update: {program.name} has no flush after every batch")
+        raise ScheduleError(f"`delayed_parameter_update`: {program.name} has no flush after every batch")
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         return [_older(action) for action in program.order(rank, batch)]

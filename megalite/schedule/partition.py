@@ -76,15 +76,15 @@ def partition(
     if layout is not None:
         if first is not None or last is not None:
             raise ScheduleError(
-                f"--pipeline-model-parallel-layout={layout}: it already fixes every stage; leave out "
-                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
+                f"`pipeline_model_parallel_layout`={layout}: it already fixes every stage; leave out "
+                "`decoder_first_pipeline_num_layers` and `decoder_last_pipeline_num_layers`"
             )
         return parse_layout(layout, num_layers, num_stages)
     if first is not None or last is not None:
         return _fixed_ends(num_layers, placement, first, last)
     if num_layers + 2 < num_stages:
         raise ScheduleError(
-            f"--pipeline-model-parallel-size={placement.num_ranks}: {num_stages} stages for {num_layers} layers, "
+            f"`pipeline_model_parallel_size`={placement.num_ranks}: {num_stages} stages for {num_layers} layers, "
             f"embedding and head; use at most {num_layers + 2} stages, or more layers"
         )
     costs = (0.0, *[1.0] * num_layers, 0.0) if costs is None else tuple(float(cost) for cost in costs)
@@ -151,7 +151,7 @@ def _least_maximum(total: Sequence[float], num_stages: int) -> float:
 def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, last: int | None) -> Partition:
     """The first and last rank get what the flags say, the others the rest, evenly, with earlier ranks first."""
     p = placement.num_ranks
-    ends = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
+    ends = (("`decoder_first_pipeline_num_layers`", first), ("`decoder_last_pipeline_num_layers`", last))
     flags = " ".join(f"{flag}={count}" for flag, count in ends if count is not None)
     fixed = {rank: count for rank, count in ((0, first), (p - 1, last)) if count is not None}
     if p == 1 and first is not None and last is not None and first != last:
@@ -161,7 +161,7 @@ def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, l
     if min(fixed.values()) < 0 or rest < 0 or (rest > 0 and not free):
         raise ScheduleError(
             f"{flags}: {sum(fixed.values())} layers on the end ranks and {rest} for {len(free)} ranks between them; "
-            f"the sum must be --num-layers={num_layers}"
+            f"the sum must be `num_layers`={num_layers}"
         )
     per_rank = fixed | {rank: rest // len(free) + (turn < rest % len(free)) for turn, rank in enumerate(free)}
     counts = [0] * placement.num_stages
@@ -209,20 +209,20 @@ def parse_layout(layout: str, num_layers: int, num_stages: int) -> Partition:
 
     `Et*3|(tt|)*29,t|L` is 32 stages. Raises ScheduleError if it does not hold exactly this model in this many stages.
     """
-    flag = f"--pipeline-model-parallel-layout={layout}"
+    flag = f"`pipeline_model_parallel_layout`={layout}"
     stages = _expand(layout, flag).split("|")
     if "m" in layout:
         raise ScheduleError(f"{flag}: m (multi-token prediction layers) is not a layer of this model; use E, t and L")
     if len(stages) != num_stages:
         raise ScheduleError(
             f"{flag}: {len(stages)} stages, but pipeline ranks times chunks per rank are {num_stages}; change the "
-            f"layout or --pipeline-model-parallel-size and --virtual-pipeline-model-parallel-size"
+            f"layout or `pipeline_model_parallel_size` and `virtual_pipeline_model_parallel_size`"
         )
     whole = "".join(stages)
     if whole != "E" + "t" * num_layers + "L":
         raise ScheduleError(
             f"{flag}: holds {whole.count('E')} embeddings, {whole.count('t')} layers and {whole.count('L')} heads; the "
-            f"model is E, then --num-layers={num_layers} times t, then L, in this order"
+            f"model is E, then `num_layers`={num_layers} times t, then L, in this order"
         )
     if "" in stages:
         raise ScheduleError(f"{flag}: stage {stages.index('')} is empty; give each stage a layer, or use fewer stages")

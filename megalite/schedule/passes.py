@@ -107,8 +107,8 @@ def insert_unshard(program: Program) -> Program:
     """
     if program.asynchronous:
         raise ScheduleError(
-            f"--zero-stage=3: {program.name} computes on several weight versions, and each would have to be gathered; "
-            "use --zero-stage=1, or --pipeline-schedule=1f1b"
+            f"`zero_stage`=3: {program.name} computes on several weight versions, and each would have to be gathered; "
+            "use `zero_stage`=1, or `pipeline_schedule`=1f1b"
         )
 
     def order(rank: int, batch: BatchRange) -> list[Action]:

@@ -34,12 +34,12 @@ def load_program(path: str | Path) -> Program:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"--pipeline-schedule-file={path}: cannot be read ({error})") from error
+        raise ScheduleError(f"`pipeline_schedule_file`={path}: cannot be read ({error})") from error
     try:
         program = parse_program(text)
         validate(program)
     except ScheduleError as error:
-        raise ScheduleError(f"--pipeline-schedule-file={path}: {error}") from error
+        raise ScheduleError(f"`pipeline_schedule_file`={path}: {error}") from error
     return program
 
 

@@ -63,8 +63,8 @@ def insert_transfers(program: Program, room: ActivationRoom) -> Program:
     """
     if program.asynchronous:
         raise ScheduleError(
-            f"--device-memory-budget-gb: {program.name} never drains, and what it keeps outlives its batch; use "
-            "--pipeline-schedule=1f1b, or a larger budget"
+            f"`device_memory_budget_gb`: {program.name} never drains, and what it keeps outlives its batch; use "
+            "`pipeline_schedule`=1f1b, or a larger budget"
         )
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
@@ -111,7 +111,7 @@ def plan(
             now -= free[position].size
         if now > capacity:
             raise ScheduleError(
-                f"--device-memory-budget-gb: {who} holds {float(now):,g} of activations at once, with what is on "
+                f"`device_memory_budget_gb`: {who} holds {float(now):,g} of activations at once, with what is on "
                 f"its way to and from the host, and has room for {float(capacity):,g}; raise it"
             )
     return [saved for saved in everything if saved.evicted]

@@ -13,21 +13,21 @@ from megalite.schedule import find_schedule
 def embedding_offload(config: Config, world_size: int) -> Iterator[str]:
     """What it goes with, and how small its cache may be."""
     optimizer, model, given = config.optimizer, config.model, config.optimizer.offload
-    schedule, flag = find_schedule(config.parallel.schedule), f"--embedding-offload={given.embedding_offload}"
+    schedule, flag = find_schedule(config.parallel.schedule), f"`embedding_offload`={given.embedding_offload}"
     if given.embedding_offload is None:
         return
     if not model.untie_embeddings_and_output_weights:
-        yield f"{flag}: a tied output layer reads every row; needs --untie-embeddings-and-output-weights"
+        yield f"{flag}: a tied output layer reads every row; needs `untie_embeddings_and_output_weights`"
     if model.lora.lora_rank is not None:
-        yield f"{flag}: not with --lora-rank={model.lora.lora_rank}, beside which no embedding is trained; drop it"
+        yield f"{flag}: not with `lora_rank`={model.lora.lora_rank}, beside which no embedding is trained; drop it"
     if OPTIMIZER_SPECS[optimizer.optimizer].statistics:
-        yield f"{flag}: not with --optimizer={optimizer.optimizer}, whose step of a row depends on all; use adam"
+        yield f"{flag}: not with `optimizer`={optimizer.optimizer}, whose step of a row depends on all; use adam"
     if optimizer.optimizer_impl == "apex":
-        yield f"{flag}: not with --optimizer-impl=apex, which steps on GPUs alone; use torch"
+        yield f"{flag}: not with `optimizer_impl`=apex, which steps on GPUs alone; use torch"
     if given.delayed_parameter_update:
-        yield f"{flag}: not with --delayed-parameter-update, which reads older weights; drop one"
+        yield f"{flag}: not with `delayed_parameter_update`, which reads older weights; drop one"
     elif schedule.asynchronous and config.parallel.pipeline_schedule_file is None:
-        yield f"{flag}: not with --pipeline-schedule={schedule.name}, which keeps older weights; use 1f1b"
+        yield f"{flag}: not with `pipeline_schedule`={schedule.name}, which keeps older weights; use 1f1b"
     problem = cache_problem(config)
     if problem is not None:
         yield problem

@@ -18,23 +18,23 @@ def experts(config: Config, world_size: int) -> Iterator[str]:
         return
     try:
         if not any(config.model.sparse_layers):
-            yield f"--moe-layer-freq={given.moe_layer_freq}: no block is sparse; drop --num-experts"
+            yield f"`moe_layer_freq`={given.moe_layer_freq}: no block is sparse; drop `num_experts`"
     except ConfigError as error:
-        yield str(error)
+        yield error.text
     if k > number:
-        yield f"--moe-router-topk={k}: more than --num-experts={number}"
+        yield f"`moe_router_topk`={k}: more than `num_experts`={number}"
     if k == 1 and given.moe_router_score_function == "softmax" and not given.moe_router_pre_softmax:
         yield (
-            "--moe-router-topk=1: the softmax of one score is 1, so the router would learn nothing; add "
-            "--moe-router-pre-softmax"
+            "`moe_router_topk`=1: the softmax of one score is 1, so the router would learn nothing; add "
+            "`moe_router_pre_softmax`"
         )
     if given.moe_router_pre_softmax and given.moe_router_score_function == "sigmoid":
-        yield "--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them"
+        yield "`moe_router_pre_softmax`: not with `moe_router_score_function`=sigmoid; drop one of them"
     if given.moe_router_enable_expert_bias and given.moe_router_score_function != "sigmoid":
-        yield "--moe-router-enable-expert-bias: needs --moe-router-score-function=sigmoid"
+        yield "`moe_router_enable_expert_bias`: needs `moe_router_score_function`=sigmoid"
     if given.moe_router_load_balancing_type == "none" and given.moe_aux_loss_coeff > 0:
         coefficient = show(given.moe_aux_loss_coeff)
-        yield f"--moe-aux-loss-coeff={coefficient}: not with --moe-router-load-balancing-type=none; drop one of them"
+        yield f"`moe_aux_loss_coeff`={coefficient}: not with `moe_router_load_balancing_type`=none; drop one of them"
     yield from _groups(config)
 
 
@@ -43,17 +43,17 @@ def _groups(config: Config) -> Iterator[str]:
     groups, chosen = given.moe_router_num_groups, given.moe_router_group_topk
     k, number = given.moe_router_topk, given.num_experts or 1
     if groups is None and chosen is not None:
-        yield f"--moe-router-group-topk={chosen}: needs --moe-router-num-groups"
+        yield f"`moe_router_group_topk`={chosen}: needs `moe_router_num_groups`"
     elif groups is not None and chosen is None:
-        yield f"--moe-router-num-groups={groups}: needs --moe-router-group-topk"
+        yield f"`moe_router_num_groups`={groups}: needs `moe_router_group_topk`"
     elif groups is not None and chosen is not None:
-        flag = f"--moe-router-num-groups={groups}"
+        flag = f"`moe_router_num_groups`={groups}"
         if number % groups:
-            yield f"{flag}: does not divide --num-experts={number}; legal: {listed(divisors(number))}"
+            yield f"{flag}: does not divide `num_experts`={number}; legal: {listed(divisors(number))}"
         elif chosen > groups:
-            yield f"--moe-router-group-topk={chosen}: more than {flag}"
+            yield f"`moe_router_group_topk`={chosen}: more than {flag}"
         elif k > (have := chosen * number // groups):
-            yield f"--moe-router-topk={k}: --moe-router-group-topk={chosen} groups have {have} experts"
+            yield f"`moe_router_topk`={k}: `moe_router_group_topk`={chosen} groups have {have} experts"
 
 
 def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
@@ -64,15 +64,15 @@ def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
     if number is None:
         for flag, value in ((EP, ep), (ETP, axes.expert_tensor_parallel_size)):
             if value not in (None, 1):
-                yield f"{flag}={value}: needs --num-experts"
+                yield f"{flag}={value}: needs `num_experts`"
         return
     if number % ep:
-        yield f"{EP}={ep}: does not divide --num-experts={number}; legal: {listed(divisors(number))}"
+        yield f"{EP}={ep}: does not divide `num_experts`={number}; legal: {listed(divisors(number))}"
     if etp not in (1, tp):
         yield f"{ETP}={etp}: must be 1 or {TP}={tp}"
     elif etp < tp and not parallel.sequence_parallel:
         yield (
-            f"{ETP}={etp}: with {TP}={tp} each rank must have tokens of its own; add --sequence-parallel, or {ETP}={tp}"
+            f"{ETP}={etp}: with {TP}={tp} each rank must have tokens of its own; add `sequence_parallel`, or {ETP}={tp}"
         )
     stage = world_size // parallel.pipeline_model_parallel_size
     if world_size % parallel.model_parallel_size == 0 and stage % (etp * ep):
@@ -83,12 +83,12 @@ def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
     elif stage // max(1, etp * ep) % parallel.num_distributed_optimizer_instances:
         instances = parallel.num_distributed_optimizer_instances
         yield (
-            f"--num-distributed-optimizer-instances={instances}: must divide the {stage // (etp * ep)} ranks that hold "
+            f"`num_distributed_optimizer_instances`={instances}: must divide the {stage // (etp * ep)} ranks that hold "
             "the same experts"
         )
     width = config.model.expert_ffn_size
     if width % etp:
-        yield f"{ETP}={etp}: does not divide --moe-ffn-hidden-size={width}; try {multiples_around(width, etp)}"
+        yield f"{ETP}={etp}: does not divide `moe_ffn_hidden_size`={width}; try {multiples_around(width, etp)}"
     shared = given.moe_shared_expert_intermediate_size
     if shared is not None and shared % tp:
-        yield f"{TP}={tp}: does not divide --moe-shared-expert-intermediate-size={shared}"
+        yield f"{TP}={tp}: does not divide `moe_shared_expert_intermediate_size`={shared}"

@@ -17,7 +17,7 @@ def foreign_module(config: Config, world_size: int) -> Iterator[str]:
     model, given = config.model, config.model.module
     if given.model_module is None:
         return
-    flag, size = f"--model-module={given.model_module}", config.parallel.tensor_model_parallel_size
+    flag, size = f"`model_module`={given.model_module}", config.parallel.tensor_model_parallel_size
     name, colon, factory = given.model_module.rpartition(":")
     if not name or not factory.isidentifier():
         yield f"{flag}: expected package.module:factory, or my_model.py:factory"
@@ -25,26 +25,26 @@ def foreign_module(config: Config, world_size: int) -> Iterator[str]:
     for option in options_of("model", ModelConfig):
         value = values[option.name]
         if option.name not in OF_MODULES and not option.required and value != option.default:
-            yield not_with_module(as_typed(option.flag, value))
+            yield not_with_module(as_typed(option.marked, value))
     yield from (not_with_module(typed) for typed in _of_our_models(config))
     budget = config.parallel.hardware.device_memory_budget_gb
     if budget is not None:
         yield (
-            f"--device-memory-budget-gb={budget:g}: decides for megalite's own models; of a --model-module say by "
-            "--optimizer-cpu-offload, --optimizer-offload-fraction or --optimizer-offload-path what leaves the device"
+            f"`device_memory_budget_gb`={budget:g}: decides for megalite's own models; of a `model_module` say by "
+            "`optimizer_cpu_offload`, `optimizer_offload_fraction` or `optimizer_offload_path` what leaves the device"
         )
     try:
         table = given.table
     except ValueError as error:
-        yield f"--tensor-parallel-globs={error}: expected {', '.join(f'{kind}:GLOB' for kind in KINDS)}"
+        yield f"`tensor_parallel_globs`={error}: expected {', '.join(f'{kind}:GLOB' for kind in KINDS)}"
         return
     if size > 1 and not table:
-        yield f"{TP}={size}: --model-module says by --tensor-parallel-globs which layers its ranks share; give it"
+        yield f"{TP}={size}: `model_module` says by `tensor_parallel_globs` which layers its ranks share; give it"
 
 
 def not_with_module(typed: str) -> str:
     """The line about a flag that speaks of our own models."""
-    return f"{typed}: speaks of megalite's own models, not of a --model-module; drop it"
+    return f"{typed}: speaks of megalite's own models, not of a `model_module`; drop it"
 
 
 def _of_our_models(config: Config) -> Iterator[str]:
@@ -53,25 +53,25 @@ def _of_our_models(config: Config) -> Iterator[str]:
     if parallel.context.context_parallel_size > 1:
         yield f"{CP}={parallel.context.context_parallel_size}"
     if parallel.experts.expert_model_parallel_size > 1:
-        yield f"--expert-model-parallel-size={parallel.experts.expert_model_parallel_size}"
+        yield f"`expert_model_parallel_size`={parallel.experts.expert_model_parallel_size}"
     if parallel.experts.expert_tensor_parallel_size is not None:
-        yield f"--expert-tensor-parallel-size={parallel.experts.expert_tensor_parallel_size}"
+        yield f"`expert_tensor_parallel_size`={parallel.experts.expert_tensor_parallel_size}"
     for name, value in flat(parallel.stage_layout).items():
         if value is not None:
-            yield as_typed(f"--{name.replace('_', '-')}", value)
+            yield as_typed(f"`{name}`", value)
     if training.float8.fp8_format is not None:
-        yield f"--fp8-format={training.float8.fp8_format}"
+        yield f"`fp8_format`={training.float8.fp8_format}"
     if training.seq_length_schedule is not None:
-        yield f"--seq-length-schedule={training.seq_length_schedule}"
+        yield f"`seq_length_schedule`={training.seq_length_schedule}"
     if samples.sample_interval is not None:
-        yield f"--sample-interval={samples.sample_interval}"
+        yield f"`sample_interval`={samples.sample_interval}"
     if config.optimizer.offload.embedding_offload is not None:
-        yield f"--embedding-offload={config.optimizer.offload.embedding_offload}"
+        yield f"`embedding_offload`={config.optimizer.offload.embedding_offload}"
     switches = {
-        "--sequence-parallel": parallel.sequence_parallel,
-        "--tp-comm-overlap": parallel.tp_comm_overlap,
-        "--compile": training.compile,
-        "--reset-position-ids": data.reset_position_ids,
-        "--reset-attention-mask": data.reset_attention_mask,
+        "`sequence_parallel`": parallel.sequence_parallel,
+        "`tp_comm_overlap`": parallel.tp_comm_overlap,
+        "`compile`": training.compile,
+        "`reset_position_ids`": data.reset_position_ids,
+        "`reset_attention_mask`": data.reset_attention_mask,
     }
     yield from (flag for flag, on in switches.items() if on)

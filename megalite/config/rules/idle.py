@@ -43,7 +43,7 @@ def _given(config: Config) -> dict[str, Any]:
 
 def _typed(name: str, value: Any) -> str:
     """As the user gave it: a switch that is on by itself is given by its `--no-` form."""
-    return f"--no-{name.replace('_', '-')}" if value is False else as_typed(f"--{name.replace('_', '-')}", value)
+    return f"`no_{name}`" if value is False else as_typed(f"`{name}`", value)
 
 
 def _of_model(config: Config) -> Iterable[Idle]:
@@ -54,36 +54,36 @@ def _of_model(config: Config) -> Iterable[Idle]:
         (
             "rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling",
             kind != "rope",
-            f"with --position-embedding-type={kind}",
+            f"with `position_embedding_type`={kind}",
         ),
         (
             "position_embedding_type rotary_base rotary_percent",
             kind == "rope" and not any(map(model.has_rope, range(model.num_layers))),
-            f"with --no-rope-freq={model.no_rope_freq}, which leaves no layer with RoPE",
+            f"with `no_rope_freq`={model.no_rope_freq}, which leaves no layer with RoPE",
         ),
-        ("reset_position_ids", kind == "none", "with --position-embedding-type=none"),
+        ("reset_position_ids", kind == "none", "with `position_embedding_type`=none"),
         (
             "window_size",
             model.window_size is not None and model.window_size >= model.seq_length,
-            f"with --seq-length={model.seq_length}, of which a token sees at most all",
+            f"with `seq_length`={model.seq_length}, of which a token sees at most all",
         ),
         (
             "attention_softmax_in_fp32 fp32_residual_connection",
             not precision.half,
             f"in {precision.name}, which is no narrower",
         ),
-        ("float32_matmul_precision", precision.fp64, "with --fp64"),
+        ("float32_matmul_precision", precision.fp64, "with `fp64`"),
         (
             "moe_router_load_balancing_type",
             experts.moe_router_load_balancing_type != "none" and not experts.balances,
-            "without --moe-aux-loss-coeff",
+            "without `moe_aux_loss_coeff`",
         ),
         (
             "moe_expert_capacity_factor",
             (experts.moe_expert_capacity_factor or 0) * experts.moe_router_topk >= (experts.num_experts or 1),
             "at this size: an expert has room for all tokens",
         ),
-        ("ffn_hidden_size", not dense, "where every block has experts of --moe-ffn-hidden-size"),
+        ("ffn_hidden_size", not dense, "where every block has experts of `moe_ffn_hidden_size`"),
     )
 
 
@@ -94,32 +94,32 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
     ramp = optimizer.weight_decay_ramp.weight_decay_incr_style
     skips = training.precision.fp16 or training.nonfinite == "skip"
     return (
-        ("min_lr lr_decay_iters lr_decay_samples", style == "constant", "with --lr-decay-style=constant"),
-        ("lr_wsd_decay_style", style != "WSD", f"with --lr-decay-style={style}"),
+        ("min_lr lr_decay_iters lr_decay_samples", style == "constant", "with `lr_decay_style`=constant"),
+        ("lr_wsd_decay_style", style != "WSD", f"with `lr_decay_style`={style}"),
         (
             "seq_length_schedule",
             training.seq_length_schedule is not None and len(config.length_schedule.lengths) == 1,
             "with one length",
         ),
         ("lr_warmup_init", not warms, "without a warm-up"),
-        ("weight_decay", ramp != "constant", f"with --weight-decay-incr-style={ramp}, which has ends of its own"),
+        ("weight_decay", ramp != "constant", f"with `weight_decay_incr_style`={ramp}, which has ends of its own"),
         (
             "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
             scaling.loss_scale is not None and training.precision.fp16,
-            "with --loss-scale, which is constant",
+            "with `loss_scale`, which is constant",
         ),
-        ("max_skipped_updates", not skips, "without --fp16 or --nonfinite=skip, where no update is skipped"),
-        ("eval_interval full_validation", training.eval_iters == 0, "with --eval-iters=0"),
+        ("max_skipped_updates", not skips, "without `fp16` or `nonfinite`=skip, where no update is skipped"),
+        ("eval_interval full_validation", training.eval_iters == 0, "with `eval_iters`=0"),
         (
             "eval_iters",
             training.full_validation and training.eval_iters > 0,
-            "with --full-validation, which takes the whole split",
+            "with `full_validation`, which takes the whole split",
         ),
         (
             "eval_interval exit_interval exit_duration_in_mins iterations_to_skip save_interval async_save keep_last_n "
             "save_retain_interval",
             training.skip_train,
-            "with --skip-train",
+            "with `skip_train`",
         ),
         ("check_pipeline_messages", config.parallel.pipeline_model_parallel_size == 1, "without pipeline ranks"),
     )
@@ -129,9 +129,9 @@ def _of_saving(config: Config) -> Iterable[Idle]:
     settings = config.checkpoint
     loads = settings.load is not None or settings.auto_resume
     return (
-        ("save_retain_interval", settings.keep_last_n is None, "without --keep-last-n, which is what deletes"),
-        ("allow_data_change", not loads, "without --load"),
-        ("load_optim load_rng", settings.finetune, "with --finetune, which takes the weights alone"),
+        ("save_retain_interval", settings.keep_last_n is None, "without `keep_last_n`, which is what deletes"),
+        ("allow_data_change", not loads, "without `load`"),
+        ("load_optim load_rng", settings.finetune, "with `finetune`, which takes the weights alone"),
     )
 
 
@@ -150,12 +150,12 @@ def _never_reached(config: Config, world_size: int, given: dict[str, Any]) -> It
     }
     for name, on in starts.items():
         if on and name in given and given[name] > total:
-            yield f"--{name.replace('_', '-')}={given[name]}: {OFF}, the training ends after {total} iterations"
+            yield f"`{name}`={given[name]}: {OFF}, the training ends after {total} iterations"
     late = [number for number in training.iterations_to_skip if number > total]
     if late:
-        yield f"--iterations-to-skip={late[0]}: {OFF}, the training ends after {total} iterations"
+        yield f"`iterations_to_skip`={late[0]}: {OFF}, the training ends after {total} iterations"
     if parallel.pipeline_flush_steps >= total:
-        yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: no iteration of {total} has any delay left"
+        yield f"`pipeline_flush_steps`={parallel.pipeline_flush_steps}: no iteration of {total} has any delay left"
     growing = {"rampup_batch_size": sizes.steps, "step_batch_size_schedule": sizes.steps}
     growing["seq_length_schedule"] = config.length_schedule.steps
     for name, steps in growing.items():

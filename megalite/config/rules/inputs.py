@@ -11,17 +11,17 @@ from megalite.config.rules.text import multiples_around
 
 def data(config: Config, world_size: int) -> Iterator[str]:
     source = config.data
-    given = [f"--{split}-data-path" for split in ("train", "valid", "test") if getattr(source, f"{split}_data_path")]
+    given = [f"`{split}_data_path`" for split in ("train", "valid", "test") if getattr(source, f"{split}_data_path")]
     if source.data_path:
         for flag in given:
-            yield f"{flag}: excludes --data-path; give one kind"
+            yield f"{flag}: excludes `data_path`; give one kind"
     if source.data_args_path is not None and (source.data_path or given):
-        yield f"--data-args-path={source.data_args_path}: excludes --data-path and its kin; give one kind"
+        yield f"`data_args_path`={source.data_args_path}: excludes `data_path` and its kin; give one kind"
     if source.mock_data and (source.data_path or given or source.data_args_path is not None):
-        yield "--mock-data: excludes --data-path and its kin; give one kind"
+        yield "`mock_data`: excludes `data_path` and its kin; give one kind"
     for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
         if path.endswith((".bin", ".idx")):
-            yield f"--data-path={path}: give the prefix, '{path[:-4]}'"
+            yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
     yield from _split_weights(source.split)
     yield from _tokenizer(config)
 
@@ -32,27 +32,27 @@ def _split_weights(text: str) -> Iterator[str]:
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
-        yield f"--split={text}: expected up to three weights such as 969,30,1, not all 0"
+        yield f"`split`={text}: expected up to three weights such as 969,30,1, not all 0"
 
 
 def _tokenizer(config: Config) -> Iterator[str]:
     source, kind = config.data, config.data.tokenizer_type
     if kind == "GPT2BPETokenizer" and source.tokenizer_model is None:
-        for flag, value in (("--vocab-file", source.vocab_file), ("--merge-file", source.merge_file)):
+        for flag, value in (("`vocab_file`", source.vocab_file), ("`merge_file`", source.merge_file)):
             if value is None:
-                yield f"--tokenizer-type={kind}: needs {flag}"
+                yield f"`tokenizer_type`={kind}: needs {flag}"
     elif kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and source.tokenizer_model is None:
-        yield f"--tokenizer-type={kind}: needs --tokenizer-model"
+        yield f"`tokenizer_type`={kind}: needs `tokenizer_model`"
     elif kind == "NullTokenizer" and config.model.vocab_size < 2:
-        yield f"--vocab-size={config.model.vocab_size}: --tokenizer-type={kind} needs at least 2 ids; give their number"
+        yield f"`vocab_size`={config.model.vocab_size}: `tokenizer_type`={kind} needs at least 2 ids; give their number"
     files = {
-        "--tokenizer-model": (source.tokenizer_model, ("ByteTokenizer", "NullTokenizer")),
-        "--vocab-file": (source.vocab_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
-        "--merge-file": (source.merge_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
+        "`tokenizer_model`": (source.tokenizer_model, ("ByteTokenizer", "NullTokenizer")),
+        "`vocab_file`": (source.vocab_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
+        "`merge_file`": (source.merge_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
     }
     for flag, (value, without) in files.items():
         if value is not None and kind in without:
-            yield f"{flag}={value}: --tokenizer-type={kind} reads no such file; drop one of them"
+            yield f"{flag}={value}: `tokenizer_type`={kind} reads no such file; drop one of them"
 
 
 def checkpoint(config: Config, world_size: int) -> Iterator[str]:
@@ -60,51 +60,51 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
     interval, retain = settings.save_interval, settings.save_retain_interval
     if retain is not None and interval is not None and retain % interval:
         near = multiples_around(retain, interval)
-        yield f"--save-retain-interval={retain}: not a multiple of --save-interval={interval}; try {near}"
+        yield f"`save_retain_interval`={retain}: not a multiple of `save_interval`={interval}; try {near}"
     if settings.load is None:
         if settings.ckpt_step is not None and not settings.auto_resume:
-            yield f"--ckpt-step={settings.ckpt_step}: needs --load"
+            yield f"`ckpt_step`={settings.ckpt_step}: needs `load`"
         if settings.finetune:
-            yield "--finetune: needs --load"
-        for flag, loads in (("--no-load-optim", settings.load_optim), ("--no-load-rng", settings.load_rng)):
+            yield "`finetune`: needs `load`"
+        for flag, loads in (("`no_load_optim`", settings.load_optim), ("`no_load_rng`", settings.load_rng)):
             if not loads and not settings.auto_resume:
-                yield f"{flag}: needs --load"
+                yield f"{flag}: needs `load`"
     elif settings.auto_resume and settings.load != settings.save and settings.ckpt_step is not None:
         yield (
-            f"--ckpt-step={settings.ckpt_step}: of --load, or of --save (--auto-resume)? "
-            "let --load name the step's directory"
+            f"`ckpt_step`={settings.ckpt_step}: of `load`, or of `save` (`auto_resume`)? "
+            "let `load` name the step's directory"
         )
 
 
 def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     """What is taken from the checkpoint besides its tensors."""
     settings = config.checkpoint
-    override, adopt = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
+    override, adopt = "`override_opt_param_scheduler`", "`use_checkpoint_opt_param_scheduler`"
     given = {
-        "--use-checkpoint-args": settings.use_checkpoint_args,
+        "`use_checkpoint_args`": settings.use_checkpoint_args,
         override: settings.schedules.override_opt_param_scheduler,
         adopt: settings.schedules.use_checkpoint_opt_param_scheduler,
     }
     for flag, on in given.items():
         if on and settings.load is None and not settings.auto_resume:
-            yield f"{flag}: needs --load"
+            yield f"{flag}: needs `load`"
     reasons = {
-        "--finetune": settings.finetune,
-        "--no-load-optim": not settings.load_optim,
-        "--skip-train": config.training.skip_train,
+        "`finetune`": settings.finetune,
+        "`no_load_optim`": not settings.load_optim,
+        "`skip_train`": config.training.skip_train,
     }
     reason = next((flag for flag, on in reasons.items() if on), None)
     for flag in (override, adopt):
         if given[flag] and reason is not None:
-            yield f"{flag}: has no effect with {reason}, which takes no schedules from --load; drop it"
+            yield f"{flag}: has no effect with {reason}, which takes no schedules from `load`; drop it"
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:
     log = config.logging
     if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
-        yield f"--trace-pipeline={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
+        yield f"`trace_pipeline`={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
     if log.samples.sample_interval is not None and config.training.skip_train:
         yield (
-            f"--sample-interval={log.samples.sample_interval}: has no effect with --skip-train; drop it, and use "
+            f"`sample_interval`={log.samples.sample_interval}: has no effect with `skip_train`; drop it, and use "
             "tools/generate_text.py"
         )

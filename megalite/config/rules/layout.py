@@ -26,62 +26,62 @@ def world(config: Config, world_size: int) -> Iterator[str]:
     needed = parallel.model_parallel_size
     product = f"{TP} x {CP} x {PP}" if parallel.context.context_parallel_size > 1 else f"{TP} x {PP}"
     if world_size < needed:
-        yield f"world size {world_size}: {product} = {needed}: use --nprocs {needed}, or torchrun with as many"
+        yield f"world size {world_size}: {product} = {needed}: use `nprocs` {needed}, or torchrun with as many"
     elif world_size % needed:
         yield (
             f"world size {world_size}: not divisible by {product} = {needed}; "
             f"use {multiples_around(world_size, needed)}"
         )
     if parallel.nprocs is not None and parallel.nprocs != world_size:
-        yield f"--nprocs={parallel.nprocs}: the launcher already started {world_size} processes; drop it"
+        yield f"`nprocs`={parallel.nprocs}: the launcher already started {world_size} processes; drop it"
     instances = parallel.num_distributed_optimizer_instances
     replicas = max(1, world_size // needed)
     if replicas % instances:
         yield (
-            f"--num-distributed-optimizer-instances={instances}: must divide the data-parallel size {replicas}; "
+            f"`num_distributed_optimizer_instances`={instances}: must divide the data-parallel size {replicas}; "
             f"legal: {listed(divisors(replicas))}"
         )
     if instances > 1 and parallel.zero_stage == 0:
-        yield f"--num-distributed-optimizer-instances={instances}: needs --zero-stage=1 or more"
+        yield f"`num_distributed_optimizer_instances`={instances}: needs `zero_stage`=1 or more"
     if parallel.hardware.device == "cpu" and parallel.hardware.distributed_backend == "nccl":
-        yield "--distributed-backend=nccl: needs CUDA; use gloo"
+        yield "`distributed_backend`=nccl: needs CUDA; use gloo"
     for rank in config.logging.profiling.profile_ranks:
         if config.logging.profiling.profile and rank >= world_size:
-            yield f"--profile-ranks={rank}: there are {world_size} ranks (0 to {world_size - 1})"
+            yield f"`profile_ranks`={rank}: there are {world_size} ranks (0 to {world_size - 1})"
 
 
 def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     model, size = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % size:
-        yield f"{TP}={size}: does not divide --num-attention-heads={heads}; legal: {listed(divisors(heads))}"
+        yield f"{TP}={size}: does not divide `num_attention_heads`={heads}; legal: {listed(divisors(heads))}"
     elif heads % groups == 0 and groups % size:
-        yield f"{TP}={size}: does not divide --num-query-groups={groups}; legal: {listed(divisors(groups))}"
+        yield f"{TP}={size}: does not divide `num_query_groups`={groups}; legal: {listed(divisors(groups))}"
     if model.ffn_size % size:
         yield (
-            f"{TP}={size}: does not divide the MLP width {model.ffn_size} (--ffn-hidden-size); "
+            f"{TP}={size}: does not divide the MLP width {model.ffn_size} (`ffn_hidden_size`); "
             f"try {multiples_around(model.ffn_size, size)}"
         )
     if config.parallel.sequence_parallel and model.seq_length % size:
         yield (
-            f"--sequence-parallel: {TP}={size} does not divide --seq-length={model.seq_length}; "
+            f"`sequence_parallel`: {TP}={size} does not divide `seq_length`={model.seq_length}; "
             f"try {multiples_around(model.seq_length, size)}"
         )
 
 
 def overlap(config: Config, world_size: int) -> Iterator[str]:
     """Can two halves of a micro-batch take turns?"""
-    size, flag = config.training.micro_batch_size, "--tp-comm-overlap"
+    size, flag = config.training.micro_batch_size, "`tp_comm_overlap`"
     if not config.parallel.tp_comm_overlap:
         return
     if config.parallel.tensor_model_parallel_size == 1:
         yield f"{flag}: {TP}=1 sends no messages; drop it, or use {TP}=2 or more"
     if size % 2:
-        yield f"{flag}: --micro-batch-size={size} has no two halves of whole samples; use {size + 1}, or drop it"
+        yield f"{flag}: `micro_batch_size`={size} has no two halves of whole samples; use {size + 1}, or drop it"
     if config.model.experts.num_experts is not None:
-        yield f"{flag}: not with --num-experts={config.model.experts.num_experts}; drop it"
+        yield f"{flag}: not with `num_experts`={config.model.experts.num_experts}; drop it"
     if config.training.float8.fp8_recipe == "delayed" and config.training.float8.fp8_format is not None:
-        yield f"{flag}: not with --fp8-recipe=delayed, whose scales follow whole micro-batches; use tensorwise"
+        yield f"{flag}: not with `fp8_recipe`=delayed, whose scales follow whole micro-batches; use tensorwise"
 
 
 def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
@@ -89,17 +89,17 @@ def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
     size, chunks = parallel.pipeline_model_parallel_size, parallel.num_chunks
     layout = parallel.stage_layout.pipeline_model_parallel_layout
     if size > layers and layout is None:
-        yield f"{PP}={size}: more stages than --num-layers={layers}"
+        yield f"{PP}={size}: more stages than `num_layers`={layers}"
     elif size * chunks > layers and layout is None:
         yield (
-            f"{VPP}={chunks}: {size} ranks x {chunks} chunks = {size * chunks} stages, more than --num-layers={layers}"
+            f"{VPP}={chunks}: {size} ranks x {chunks} chunks = {size * chunks} stages, more than `num_layers`={layers}"
         )
     given = parallel.virtual_pipeline_model_parallel_size
     if given is not None and given > 1 and size == 1:
         yield f"{VPP}={given}: needs {PP} >= 2"
     ends = {
-        "--decoder-first-pipeline-num-layers": parallel.stage_layout.decoder_first_pipeline_num_layers,
-        "--decoder-last-pipeline-num-layers": parallel.stage_layout.decoder_last_pipeline_num_layers,
+        "`decoder_first_pipeline_num_layers`": parallel.stage_layout.decoder_first_pipeline_num_layers,
+        "`decoder_last_pipeline_num_layers`": parallel.stage_layout.decoder_last_pipeline_num_layers,
     }
     for flag, count in ends.items():
         if count is not None and size == 1:
@@ -124,7 +124,7 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     try:
         schedules.partition(config.model.num_layers, program.placement, first=first, last=last, layout=layout)
     except ScheduleError as error:
-        yield str(error)
+        yield error.text
 
 
 def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
@@ -133,7 +133,7 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
     name, size = parallel.schedule, parallel.pipeline_model_parallel_size
     if parallel.pipeline_schedule_file is not None:
         if parallel.pipeline_schedule is not None:
-            yield f"--pipeline-schedule={name}: excludes --pipeline-schedule-file; give one of them"
+            yield f"`pipeline_schedule`={name}: excludes `pipeline_schedule_file`; give one of them"
         return
     for micro_batches, samples in batches_in_micro_batches(config, world_size):
         for reason in parallel.schedule_problems(micro_batches):
@@ -142,34 +142,34 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
     delayed = config.optimizer.offload.delayed_parameter_update
     if parallel.pipeline_flush_steps and schedule.flush_schedule is None and not delayed:
         why = "steps after every micro-batch" if schedule.update_per_microbatch else "flushes after every iteration"
-        yield f"--pipeline-flush-steps={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
+        yield f"`pipeline_flush_steps`={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
     if schedule.update_per_microbatch and size > 1:
         why = f"{name} takes a step on each stage after each micro-batch"
         if config.optimizer.clip_grad > 0:
-            yield f"--clip-grad={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
+            yield f"`clip_grad`={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
         if training.precision.fp16:
-            yield f"--fp16: {why}, so stages cannot agree on a loss scale; use --bf16 or 2bw"
+            yield f"`fp16`: {why}, so stages cannot agree on a loss scale; use `bf16` or 2bw"
         if not config.model.untie_embeddings_and_output_weights:
             yield (
-                f"--pipeline-schedule={name}: {why}, so tied embeddings would drift apart; "
-                "use --untie-embeddings-and-output-weights or 2bw"
+                f"`pipeline_schedule`={name}: {why}, so tied embeddings would drift apart; "
+                "use `untie_embeddings_and_output_weights` or 2bw"
             )
     if schedule.recomputes and size > 1:
-        yield from recomputed_twice(config, f"--pipeline-schedule={name}")
+        yield from recomputed_twice(config, f"`pipeline_schedule`={name}")
     excluded = schedule.zero_excluded.get(parallel.zero_stage)
     if excluded is not None:
         legal = listed(stage for stage in range(4) if stage not in schedule.zero_excluded)
-        yield f"--zero-stage={parallel.zero_stage}: not with --pipeline-schedule={name}: {excluded}; legal: {legal}"
+        yield f"`zero_stage`={parallel.zero_stage}: not with `pipeline_schedule`={name}: {excluded}; legal: {legal}"
 
 
 def recomputed_twice(config: Config, flag: str) -> Iterator[str]:
     """What is not said of a run whose schedule, given by `flag`, recomputes whole stages."""
     model, kind = config.model, config.model.recompute_granularity
     if kind in ("full", "auto"):
-        yield f"--recompute-granularity={kind}: {flag} recomputes whole stages itself; leave it out"
+        yield f"`recompute_granularity`={kind}: {flag} recomputes whole stages itself; leave it out"
     if model.cpu_offloading_num_layers:
         yield (
-            f"--cpu-offloading-num-layers={model.cpu_offloading_num_layers}: {flag} recomputes whole stages and keeps "
+            f"`cpu_offloading_num_layers`={model.cpu_offloading_num_layers}: {flag} recomputes whole stages and keeps "
             "the activations of one micro-batch; leave it out"
         )
 
@@ -188,7 +188,7 @@ def _enough_samples(parallel: ParallelConfig, micro_batches: int, samples: int) 
     """The nearest larger batch with which the schedule runs, where that is what is missing."""
     for more in range(micro_batches + 1, micro_batches + 4 * parallel.pipeline_model_parallel_size + 1):
         if not parallel.schedule_problems(more):
-            return f" (legal: --global-batch-size={samples // micro_batches * more})"
+            return f" (legal: `global_batch_size`={samples // micro_batches * more})"
     return ""
 
 
@@ -196,16 +196,16 @@ def batch(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     replicas = max(1, config.data_parallel_size(world_size))
     unit = training.micro_batch_size * replicas
-    rule = f"--micro-batch-size={training.micro_batch_size} x data-parallel size {replicas} = {unit}"
+    rule = f"`micro_batch_size`={training.micro_batch_size} x data-parallel size {replicas} = {unit}"
     size = training.global_batch_size
     if size is not None and size < unit:
-        yield f"--global-batch-size={size}: smaller than {rule}; use {unit}, or a smaller --micro-batch-size"
+        yield f"`global_batch_size`={size}: smaller than {rule}; use {unit}, or a smaller `micro_batch_size`"
     elif size is not None and size % unit:
-        yield f"--global-batch-size={size}: not divisible by {rule}; nearest {multiples_around(size, unit)}"
+        yield f"`global_batch_size`={size}: not divisible by {rule}; nearest {multiples_around(size, unit)}"
     elif size is not None and size // unit > MOST_MICROBATCHES:
         yield (
-            f"--global-batch-size={size}: {size // unit:,} micro-batches in one iteration of a replica, at most "
-            f"{MOST_MICROBATCHES:,}; use a larger --micro-batch-size, or more replicas"
+            f"`global_batch_size`={size}: {size // unit:,} micro-batches in one iteration of a replica, at most "
+            f"{MOST_MICROBATCHES:,}; use a larger `micro_batch_size`, or more replicas"
         )
     ramp = training.batch_ramp
     if ramp.rampup_batch_size is not None:
@@ -215,24 +215,24 @@ def batch(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _ramp(ramp: tuple[int, ...], unit: int, rule: str, full: int) -> Iterator[str]:
-    flag = f"--rampup-batch-size={show(ramp)}"
+    flag = f"`rampup_batch_size`={show(ramp)}"
     if len(ramp) != 3:
         yield f"{flag}: expected three numbers, START INCREMENT SAMPLES"
         return
     start, increment, _ = ramp
     if start > full:
-        yield f"{flag}: starts above --global-batch-size={full}"
+        yield f"{flag}: starts above `global_batch_size`={full}"
     elif (full - start) % increment:
-        yield f"{flag}: increments of {increment} do not lead from {start} to --global-batch-size={full}"
+        yield f"{flag}: increments of {increment} do not lead from {start} to `global_batch_size`={full}"
     for what, number in (("start", start), ("increment", increment)):
         if number % unit:
             yield f"{flag}: the {what} is not divisible by {rule}; nearest {multiples_around(number, unit)}"
 
 
 def _step_schedule(config: Config, text: str, unit: int, rule: str) -> Iterator[str]:
-    flag, size = f"--step-batch-size-schedule='{text}'", config.training.global_batch_size
+    flag, size = f"`step_batch_size_schedule`='{text}'", config.training.global_batch_size
     if size is not None:
-        yield f"--global-batch-size={size}: excludes --step-batch-size-schedule; give one of them"
+        yield f"`global_batch_size`={size}: excludes `step_batch_size_schedule`; give one of them"
     try:
         sizes = parse_step_schedule(text, config.model.seq_length).sizes
     except ValueError as error:
@@ -250,10 +250,10 @@ def warnings(config: Config, world_size: int) -> list[str]:
     parallel = config.parallel
     lines = []
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        lines.append(f"--sequence-parallel: has no effect at {TP}=1; drop it")
+        lines.append(f"`sequence_parallel`: has no effect at {TP}=1; drop it")
     lines += context_warnings(config)
     if config.model.module.tensor_parallel_globs and parallel.tensor_model_parallel_size == 1:
-        lines.append(f"--tensor-parallel-globs: has no effect at {TP}=1; drop it, or raise {TP}")
+        lines.append(f"`tensor_parallel_globs`: has no effect at {TP}=1; drop it, or raise {TP}")
     lines += [*_doubtful_numbers(config), *_random_weights(config), *lora_warnings(config.model)]
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
         size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -263,9 +263,9 @@ def warnings(config: Config, world_size: int) -> list[str]:
     source = config.data
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
     if not any(named):
-        lines.append("--data-path: not given; the text is the Python standard library's own sources")
+        lines.append("`data_path`: not given; the text is the Python standard library's own sources")
     if source.split != type(source)().split and not source.data_path and source.data_args_path is None:
-        lines.append(f"--split={source.split}: has no effect without --data-path; drop it, or give --data-path")
+        lines.append(f"`split`={source.split}: has no effect without `data_path`; drop it, or give `data_path`")
     return list(dict.fromkeys([*lines, *idle_settings(config, world_size)]))
 
 
@@ -274,18 +274,18 @@ def _doubtful_numbers(config: Config) -> Iterator[str]:
     training, optimizer = config.training, config.optimizer
     if training.float8.fp8_format is not None and training.precision.fp64:
         yield (
-            f"--fp8-format={training.float8.fp8_format}: of the 16 digits of --fp64 its products keep one or two, "
-            "which only a test can want; use --bf16"
+            f"`fp8_format`={training.float8.fp8_format}: of the 16 digits of `fp64` its products keep one or two, "
+            "which only a test can want; use `bf16`"
         )
     if training.precision.fp16 and config.parallel.hardware.device == "cpu":
-        yield "--fp16: slow on a CPU; --bf16 needs no loss scaling"
+        yield "`fp16`: slow on a CPU; `bf16` needs no loss scaling"
     name, lr = optimizer.optimizer, optimizer.lr
     high = OPTIMIZER_SPECS[name].high_lr
     if high is not None and lr > high:
-        yield f"--lr={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common"
+        yield f"`lr`={show(lr)}: unusually high for {name}; 1e-4 to 1e-3 is common"
     decay = max(optimizer.weight_decay, optimizer.weight_decay_ramp.end_weight_decay or 0.0)
     if lr * decay >= 1:
-        yield f"--weight-decay={show(decay)}: times --lr={show(lr)} a step takes whole weights away; use 0.1"
+        yield f"`weight_decay`={show(decay)}: times `lr`={show(lr)} a step takes whole weights away; use 0.1"
 
 
 def _random_weights(config: Config) -> Iterator[str]:
@@ -294,8 +294,8 @@ def _random_weights(config: Config) -> Iterator[str]:
     if settings.load is not None or settings.auto_resume:
         return
     if model.lora.lora_rank is not None:
-        yield f"--lora-rank={model.lora.lora_rank}: without --load the model beside the adapters is random; add --load"
+        yield f"`lora_rank`={model.lora.lora_rank}: without `load` the model beside the adapters is random; add `load`"
     if config.training.skip_train:
-        yield "--skip-train: without --load a random model is evaluated; add --load"
+        yield "`skip_train`: without `load` a random model is evaluated; add `load`"
     if model.init_method_std == 0 and not model.is_foreign:
-        yield "--init-method-std=0: matrices that are all 0 pass no gradient on and stay 0; use 0.02"
+        yield "`init_method_std`=0: matrices that are all 0 pass no gradient on and stay 0; use 0.02"

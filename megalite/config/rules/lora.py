@@ -14,14 +14,14 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
     model, given = config.model, config.model.lora
     if given.lora_rank is None:
         return
-    flag = f"--lora-targets={' '.join(given.lora_targets)}"
+    flag = f"`lora_targets`={' '.join(given.lora_targets)}"
     unknown = [name for name in given.lora_targets if name not in TARGETS]
     if unknown or not given.lora_targets:
         yield f"{flag}: {', '.join(unknown) or 'none'} is no layer; legal: {', '.join(TARGETS)}"
     if model.experts.num_experts is not None:
-        yield f"--lora-rank={given.lora_rank}: not with --num-experts, whose matrices have no adapters; train it whole"
+        yield f"`lora_rank`={given.lora_rank}: not with `num_experts`, whose matrices have no adapters; train it whole"
     if config.training.float8.fp8_format is not None:
-        yield f"--fp8-format={config.training.float8.fp8_format}: not with --lora-rank; use --bf16"
+        yield f"`fp8_format`={config.training.float8.fp8_format}: not with `lora_rank`; use `bf16`"
     parts = model.adapted_parts
     for whole, members in TOGETHER.items():
         both = [part for part in members if part in parts]
@@ -29,7 +29,7 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
             yield f"{flag}: one adapter for all of {whole}, or one each ({', '.join(both)})? Name one kind"
     yield from _rank(model)
     if not model.gated and {"gate", "up"} & set(parts):
-        yield f"{flag}: --activation={model.activation} has no gate; use linear_fc1 (c_fc)"
+        yield f"{flag}: `activation`={model.activation} has no gate; use linear_fc1 (c_fc)"
 
 
 def _rank(model: ModelConfig) -> Iterator[str]:
@@ -38,7 +38,7 @@ def _rank(model: ModelConfig) -> Iterator[str]:
     if sides and rank > max(sides.values()):
         largest = max(sides, key=lambda part: sides[part])
         yield (
-            f"--lora-rank={rank}: above the smaller side of every adapted matrix, {sides[largest]} at most "
+            f"`lora_rank`={rank}: above the smaller side of every adapted matrix, {sides[largest]} at most "
             f"({largest}); use less, or train the model whole"
         )
 
@@ -49,7 +49,7 @@ def lora_warnings(model: ModelConfig) -> Iterator[str]:
     wide = {part: min(size) for part, size in adapted_sizes(model).items() if rank > min(size)}
     if wide:
         part, side = next(iter(wide.items()))
-        yield f"--lora-rank={rank}: above the smaller side of {part}, {side}, whose adapter has more numbers than it"
+        yield f"`lora_rank`={rank}: above the smaller side of {part}, {side}, whose adapter has more numbers than it"
 
 
 def adapted_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -10,24 +10,24 @@ from megalite.schedule import find_schedule
 
 def param_offload(config: Config, world_size: int) -> Iterator[str]:
     """Weights and gradients that come and go: what reads them otherwise than layer by layer, or keeps two of them."""
-    flag, parallel, optimizer = "--param-offload=cpu", config.parallel, config.optimizer
+    flag, parallel, optimizer = "`param_offload`=cpu", config.parallel, config.optimizer
     if not optimizer.offload.hosts_params:
         return
     schedule = find_schedule(parallel.schedule)
     if schedule.asynchronous and parallel.pipeline_schedule_file is None:
-        yield f"{flag}: not with --pipeline-schedule={schedule.name}, which keeps two versions of the weights; use 1f1b"
+        yield f"{flag}: not with `pipeline_schedule`={schedule.name}, which keeps two versions of the weights; use 1f1b"
     if optimizer.offload.delayed_parameter_update:
-        yield f"{flag}: not with --delayed-parameter-update, which keeps two versions of the weights; drop one"
+        yield f"{flag}: not with `delayed_parameter_update`, which keeps two versions of the weights; drop one"
     if parallel.zero_stage == 3 and schedule.gathers_once and parallel.pipeline_schedule_file is None:
         yield (
-            f"{flag}: not with --zero-stage=3 and --pipeline-schedule={schedule.name}, which keeps a stage's weights "
-            "on the device; use --zero-stage=2, or --pipeline-schedule=1f1b"
+            f"{flag}: not with `zero_stage`=3 and `pipeline_schedule`={schedule.name}, which keeps a stage's weights "
+            "on the device; use `zero_stage`=2, or `pipeline_schedule`=1f1b"
         )
     if optimizer.store_param_remainders:
-        yield f"--store-param-remainders: excludes {flag}; give one of them"
+        yield f"`store_param_remainders`: excludes {flag}; give one of them"
     if optimizer.offload.embedding_offload is not None:
-        yield f"{flag}: not with --embedding-offload, whose rows are on the host already; drop one"
+        yield f"{flag}: not with `embedding_offload`, whose rows are on the host already; drop one"
     if config.training.compile:
-        yield f"{flag}: not with --compile, whose code reads weights where they were; drop one"
+        yield f"{flag}: not with `compile`, whose code reads weights where they were; drop one"
     if config.model.is_foreign:
-        yield f"{flag}: not with --model-module, whose layers have no plan; use --zero-stage=3"
+        yield f"{flag}: not with `model_module`, whose layers have no plan; use `zero_stage`=3"

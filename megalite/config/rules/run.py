@@ -16,13 +16,13 @@ from megalite.schedule import find_schedule
 def length(config: Config, world_size: int) -> Iterator[str]:
     """How long the training is, and what must fit into it."""
     if config.training.length == TrainingLength() and not config.training.skip_train:
-        yield "--train-iters: required (or --train-samples, --train-tokens, or --skip-train to only evaluate)"
+        yield "`train_iters`: required (or `train_samples`, `train_tokens`, or `skip_train` to only evaluate)"
     if config.training.skip_train and config.training.eval_iters == 0:
-        yield "--skip-train: with --eval-iters=0 there is nothing to do; drop one of them"
+        yield "`skip_train`: with `eval_iters`=0 there is nothing to do; drop one of them"
     window = config.logging.profiling
     if window.profile and window.profile_step_end <= window.profile_step_start:
         end, start = window.profile_step_end, window.profile_step_start
-        yield f"--profile-step-end={end}: not above --profile-step-start={start}"
+        yield f"`profile_step_end`={end}: not above `profile_step_start`={start}"
 
 
 def precision(config: Config, world_size: int) -> Iterator[str]:
@@ -30,9 +30,9 @@ def precision(config: Config, world_size: int) -> Iterator[str]:
     scaling = training.loss_scaling
     if scaling.min_loss_scale > scaling.initial_loss_scale:
         smallest, first = show(scaling.min_loss_scale), show(scaling.initial_loss_scale)
-        yield f"--min-loss-scale={smallest}: above --initial-loss-scale={first}"
+        yield f"`min_loss_scale`={smallest}: above `initial_loss_scale`={first}"
     if config.parallel.grad_reduce_in_bf16 and not training.precision.bf16:
-        yield "--grad-reduce-in-bf16: needs --bf16"
+        yield "`grad_reduce_in_bf16`: needs `bf16`"
 
 
 def float8(config: Config, world_size: int) -> Iterator[str]:
@@ -40,39 +40,39 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size
     if given.fp8_format is None:
         return
-    flag, tp = f"--fp8-format={given.fp8_format}", config.parallel.tensor_model_parallel_size
+    flag, tp = f"`fp8_format`={given.fp8_format}", config.parallel.tensor_model_parallel_size
     if config.training.precision.fp16:
-        yield f"{flag}: not with --fp16, whose loss scale has no use for it; use --bf16"
+        yield f"{flag}: not with `fp16`, whose loss scale has no use for it; use `bf16`"
     if given.fp8_recipe != "delayed" and given.fp8_amax_history_len != Float8().fp8_amax_history_len:
         yield (
-            f"--fp8-amax-history-len={given.fp8_amax_history_len}: --fp8-recipe={given.fp8_recipe} looks at the "
-            "numbers themselves; drop it, or use --fp8-recipe=delayed"
+            f"`fp8_amax_history_len`={given.fp8_amax_history_len}: `fp8_recipe`={given.fp8_recipe} looks at the "
+            "numbers themselves; drop it, or use `fp8_recipe`=delayed"
         )
     if given.fp8_recipe != "blockwise":
         return
     sizes = {
         "the queries, keys and values": (model.query_size + 2 * model.kv_size, TP, tp),
         "the heads": (model.query_size, TP, tp),
-        "the MLP width (--ffn-hidden-size)": (model.ffn_size, TP, tp),
+        "the MLP width (`ffn_hidden_size`)": (model.ffn_size, TP, tp),
         "the tokens of a micro-batch, twice": (model.seq_length * config.training.micro_batch_size, CP, 2 * context),
     }
     for what, (size, axis, parts) in sizes.items():
         if parts > (2 if axis == CP else 1) and size % (128 * parts):
-            yield f"--fp8-recipe=blockwise: {axis} cuts {what}, {size}, not at multiples of 128; use rowwise"
+            yield f"`fp8_recipe`=blockwise: {axis} cuts {what}, {size}, not at multiples of 128; use rowwise"
 
 
 def learning_rate(config: Config, world_size: int) -> Iterator[str]:
     """Warm-up and decay against each other and against the length."""
     optimizer, training = config.optimizer, config.training
-    for flag, value in (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup.lr_warmup_init)):
+    for flag, value in (("`min_lr`", optimizer.min_lr), ("`lr_warmup_init`", optimizer.lr_warmup.lr_warmup_init)):
         if value > optimizer.lr:
-            yield f"{flag}={show(value)}: above --lr={show(optimizer.lr)}"
+            yield f"{flag}={show(value)}: above `lr`={show(optimizer.lr)}"
     warmup = optimizer.lr_warmup
     for unit, length in (("iters", warmup.lr_warmup_iters), ("samples", warmup.lr_warmup_samples)):
         decay, train = getattr(optimizer.lr_decay, f"lr_decay_{unit}"), getattr(training.length, f"train_{unit}")
-        flag, end = (f"--lr-decay-{unit}", decay) if decay is not None else (f"--train-{unit}", train)
+        flag, end = (f"`lr_decay_{unit}`", decay) if decay is not None else (f"`train_{unit}`", train)
         if end is not None and length and length >= end:
-            yield f"--lr-warmup-{unit}={length}: not below {flag}={end}; use {end // 10}, or train longer"
+            yield f"`lr_warmup_{unit}`={length}: not below {flag}={end}; use {end // 10}, or train longer"
     yield from _wsd(config)
     yield from _in_samples(config, world_size)
 
@@ -94,36 +94,36 @@ def _in_samples(config: Config, world_size: int) -> Iterator[str]:
         told = given >= min((end for end in alike if end is not None), default=given + 1)
         samples = given * (batch if unit == "iters" else 1)
         if given and not told and samples >= decay:
-            yield f"--lr-warmup-{unit}={given}: {samples:,} samples, not below {whole}; warm up less, or train longer"
+            yield f"`lr_warmup_{unit}`={given}: {samples:,} samples, not below {whole}; warm up less, or train longer"
     final = settings.lr_wsd_decay
     if settings.lr_decay_style == "WSD" and (samples := final.samples(batch)) > decay:
         flag = "iters" if final.lr_wsd_decay_samples is None else "samples"
         number = final.lr_wsd_decay_iters if final.lr_wsd_decay_samples is None else final.lr_wsd_decay_samples
-        yield f"--lr-wsd-decay-{flag}={number}: {samples:,} samples, above {whole}; decay less, or train longer"
+        yield f"`lr_wsd_decay_{flag}`={number}: {samples:,} samples, above {whole}; decay less, or train longer"
 
 
 def _wsd(config: Config) -> Iterator[str]:
     style, decay = config.optimizer.lr_decay_style, config.optimizer.lr_wsd_decay
     lengths = {
-        "--lr-wsd-decay-iters": decay.lr_wsd_decay_iters,
-        "--lr-wsd-decay-samples": decay.lr_wsd_decay_samples,
+        "`lr_wsd_decay_iters`": decay.lr_wsd_decay_iters,
+        "`lr_wsd_decay_samples`": decay.lr_wsd_decay_samples,
     }
     given = [flag for flag, value in lengths.items() if value is not None]
     if style == "WSD" and not given:
-        yield "--lr-decay-style=WSD: needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
+        yield "`lr_decay_style`=WSD: needs `lr_wsd_decay_iters` (or `lr_wsd_decay_samples`)"
     elif style != "WSD" and given:
-        yield f"{given[0]}={lengths[given[0]]}: needs --lr-decay-style=WSD"
+        yield f"{given[0]}={lengths[given[0]]}: needs `lr_decay_style`=WSD"
 
 
 def weight_decay(config: Config, world_size: int) -> Iterator[str]:
     ramp = config.optimizer.weight_decay_ramp
-    ends = {"--start-weight-decay": ramp.start_weight_decay, "--end-weight-decay": ramp.end_weight_decay}
+    ends = {"`start_weight_decay`": ramp.start_weight_decay, "`end_weight_decay`": ramp.end_weight_decay}
     style = ramp.weight_decay_incr_style
     for flag, value in ends.items():
         if style != "constant" and value is None:
-            yield f"--weight-decay-incr-style={style}: needs {flag}"
+            yield f"`weight_decay_incr_style`={style}: needs {flag}"
         elif style == "constant" and value is not None:
-            yield f"{flag}={show(value)}: needs --weight-decay-incr-style linear or cosine"
+            yield f"{flag}={show(value)}: needs `weight_decay_incr_style` linear or cosine"
 
 
 def update_rule(config: Config, world_size: int) -> Iterator[str]:
@@ -133,61 +133,61 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
         value = getattr(optimizer, field)
         if value != getattr(type(optimizer), field) and field not in OPTIMIZER_SPECS[name].settings:
             users = " and ".join(user for user, rule in OPTIMIZER_SPECS.items() if field in rule.settings)
-            yield f"--{field.replace('_', '-')}={value}: not with --optimizer={name}; it belongs to {users}"
+            yield f"`{field}`={value}: not with `optimizer`={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
-        yield "--optimizer-impl=apex: keeps both moments in fp32; drop --exp-avg-dtype and --exp-avg-sq-dtype"
+        yield "`optimizer_impl`=apex: keeps both moments in fp32; drop `exp_avg_dtype` and `exp_avg_sq_dtype`"
     yield from _staleness(config)
     yield from _delayed_update(config)
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:
-            yield "--store-param-remainders: needs --bf16 (only a bf16 weight is the upper half of its master)"
+            yield "`store_param_remainders`: needs `bf16` (only a bf16 weight is the upper half of its master)"
         for flag in ("optimizer_cpu_offload", "optimizer_offload_path"):
             if getattr(optimizer.offload, flag):
-                yield f"--store-param-remainders: excludes --{flag.replace('_', '-')}; give one of them"
+                yield f"`store_param_remainders`: excludes `{flag}`; give one of them"
         if find_schedule(config.parallel.schedule).asynchronous:
             yield (
-                f"--store-param-remainders: not with --pipeline-schedule={config.parallel.schedule}, which writes the "
+                f"`store_param_remainders`: not with `pipeline_schedule`={config.parallel.schedule}, which writes the "
                 "weights of an update elsewhere than it reads them"
             )
 
 
 def _delayed_update(config: Config) -> Iterator[str]:
-    schedule, flag = find_schedule(config.parallel.schedule), "--delayed-parameter-update"
+    schedule, flag = find_schedule(config.parallel.schedule), "`delayed_parameter_update`"
     if not config.optimizer.offload.delayed_parameter_update:
         return
     if config.optimizer.store_param_remainders:
-        yield f"{flag}: excludes --store-param-remainders, whose masters share memory with the weights; drop one"
+        yield f"{flag}: excludes `store_param_remainders`, whose masters share memory with the weights; drop one"
     if config.parallel.zero_stage == 3 and config.model.adapted_parts:
-        yield f"{flag}: not with --zero-stage=3 and --lora-rank, whose frozen weights have one version; use stage 2"
+        yield f"{flag}: not with `zero_stage`=3 and `lora_rank`, whose frozen weights have one version; use stage 2"
     if config.parallel.pipeline_schedule_file is not None:
         return
     if schedule.asynchronous:
-        yield f"{flag}: not with --pipeline-schedule={schedule.name}, whose gradients are late already; drop one"
+        yield f"{flag}: not with `pipeline_schedule`={schedule.name}, whose gradients are late already; drop one"
     if config.parallel.zero_stage == 3 and schedule.gathers_once:
         yield (
-            f"{flag}: not with --zero-stage=3 and --pipeline-schedule={schedule.name}, which would gather both weight "
-            "versions at once; use --zero-stage=2, or --pipeline-schedule=1f1b"
+            f"{flag}: not with `zero_stage`=3 and `pipeline_schedule`={schedule.name}, which would gather both weight "
+            "versions at once; use `zero_stage`=2, or `pipeline_schedule`=1f1b"
         )
 
 
 def _staleness(config: Config) -> Iterator[str]:
     optimizer, parallel, given = config.optimizer, config.parallel, config.optimizer.staleness
     method, ahead = given.staleness_correction, given.staleness_lookahead
-    flag = f"--staleness-correction={method}"
+    flag = f"`staleness_correction`={method}"
     if method not in (None, "none"):
         if not has_delay(config):
             schedule = parallel.pipeline_schedule_file or parallel.schedule
             alone = " on one rank" if find_schedule(parallel.schedule).asynchronous else ""
-            yield f"{flag}: {schedule}{alone} has no delay to correct; drop it, or use --pipeline-schedule=2bw"
+            yield f"{flag}: {schedule}{alone} has no delay to correct; drop it, or use `pipeline_schedule`=2bw"
         if optimizer.optimizer_impl == "apex":
-            yield f"{flag}: not with --optimizer-impl=apex, whose step is closed; drop one of them"
+            yield f"{flag}: not with `optimizer_impl`=apex, whose step is closed; drop one of them"
         rule = OPTIMIZER_SPECS[optimizer.optimizer]
         why = rule.nesterov or (None if rule.moments(optimizer) else "its momentum is 0")
         if method == "nesterov" and why is not None:
-            yield f"{flag}: not with --optimizer={optimizer.optimizer}: {why}; use predict"
+            yield f"{flag}: not with `optimizer`={optimizer.optimizer}: {why}; use predict"
     numbers = 1 if OPTIMIZER_SPECS[optimizer.optimizer].whole is None else 2
     if ahead is not None and len(ahead) > numbers:
         why = f"a second number is of what Muon and SOAP leave to AdamW; give {('one', 'one or two')[numbers - 1]}"
-        yield f"--staleness-lookahead={show(ahead)}: {why}"
+        yield f"`staleness_lookahead`={show(ahead)}: {why}"
     if ahead is not None and config.staleness.method != "predict":
-        yield f"--staleness-lookahead={show(ahead)}: needs --staleness-correction=predict and a schedule with delay"
+        yield f"`staleness_lookahead`={show(ahead)}: needs `staleness_correction`=predict and a schedule with delay"

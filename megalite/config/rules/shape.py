@@ -17,39 +17,39 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
     if model.kv_channels is None and hidden % heads:
         near = multiples_around(hidden, heads)
-        yield f"--hidden-size={hidden}: not divisible by --num-attention-heads={heads}; try {near}"
+        yield f"`hidden_size`={hidden}: not divisible by `num_attention_heads`={heads}; try {near}"
     if heads % groups:
         legal = listed(divisors(heads))
-        yield f"--num-query-groups={groups}: must divide --num-attention-heads={heads}; legal: {legal}"
+        yield f"`num_query_groups`={groups}: must divide `num_attention_heads`={heads}; legal: {legal}"
     if model.position_embedding_type == "learned_absolute" and model.seq_length > model.max_positions:
         yield (
-            f"--seq-length={model.seq_length}: exceeds --max-position-embeddings={model.max_positions} "
-            "(learned positions); raise it or use --position-embedding-type rope"
+            f"`seq_length`={model.seq_length}: exceeds `max_position_embeddings`={model.max_positions} "
+            "(learned positions); raise it or use `position_embedding_type` rope"
         )
     if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or model.rotary_dim == 0):
         yield (
-            f"--rotary-percent={show(model.rotary_percent)}: rotates {model.rotary_dim} of a head's {model.head_dim} "
-            "channels (--hidden-size / --num-attention-heads); RoPE needs an even number above 0"
+            f"`rotary_percent`={show(model.rotary_percent)}: rotates {model.rotary_dim} of a head's {model.head_dim} "
+            "channels (`hidden_size` / `num_attention_heads`); RoPE needs an even number above 0"
         )
     if model.ffn_size < 1:
         yield (
-            f"--hidden-size={hidden}: the default MLP width of --activation={model.activation} would be 0; "
-            "give --ffn-hidden-size"
+            f"`hidden_size`={hidden}: the default MLP width of `activation`={model.activation} would be 0; "
+            "give `ffn_hidden_size`"
         )
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
-        yield f"--qk-layernorm-across-heads: not with --normalization={model.normalization}; use RMSNorm"
+        yield f"`qk_layernorm_across_heads`: not with `normalization`={model.normalization}; use RMSNorm"
     yield from _layer_patterns(model)
 
 
 def _layer_patterns(model: ModelConfig) -> Iterator[str]:
     """Lists of layers that are none, or that leave nothing of what they speak of."""
     for field in LAYER_PATTERNS:
-        text, flag = getattr(model, field), f"--{field.replace('_', '-')}"
+        text, flag = getattr(model, field), f"`{field}`"
         if text is not None:
             try:
                 pattern = layer_pattern(flag, text, model.num_layers)
             except ConfigError as error:
-                yield str(error)
+                yield error.text
             else:
                 yield from _no_rope(model, pattern) if field == "no_rope_freq" else _skips(model, field, pattern)
 
@@ -58,44 +58,44 @@ def _no_rope(model: ModelConfig, pattern: Sequence[int] | int) -> Iterator[str]:
     if isinstance(pattern, int) and model.num_layers % pattern:
         near = multiples_around(model.num_layers, pattern)
         yield (
-            f"--no-rope-freq={pattern}: does not divide --num-layers={model.num_layers}; give a list, or {near} layers"
+            f"`no_rope_freq`={pattern}: does not divide `num_layers`={model.num_layers}; give a list, or {near} layers"
         )
     if model.position_embedding_type != "rope":
-        yield f"--no-rope-freq={model.no_rope_freq}: needs --position-embedding-type=rope"
+        yield f"`no_rope_freq`={model.no_rope_freq}: needs `position_embedding_type`=rope"
 
 
 def _skips(model: ModelConfig, field: str, pattern: Sequence[int] | int) -> Iterator[str]:
-    skipped, flag = SKIPPED[field], f"--{field.replace('_', '-')}={getattr(model, field)}"
+    skipped, flag = SKIPPED[field], f"`{field}`={getattr(model, field)}"
     value = getattr(model, skipped)
     if value == "vanilla":
-        yield f"{flag}: needs --softmax-type=off-by-one or learnable"
+        yield f"{flag}: needs `softmax_type`=off-by-one or learnable"
     elif value is not None and (pattern == 1 or not any(pattern if isinstance(pattern, tuple) else (1,))):
-        yield f"{flag}: leaves no layer with --{skipped.replace('_', '-')}={show(value)}; drop both"
+        yield f"{flag}: leaves no layer with `{skipped}`={show(value)}; drop both"
 
 
 def recompute(config: Config, world_size: int) -> Iterator[str]:
     model = config.model
     if model.recompute_granularity != "full":
-        settings = {"method": model.recompute_method, "num-layers": model.recompute_num_layers}
+        settings = {"method": model.recompute_method, "num_layers": model.recompute_num_layers}
         for name, value in settings.items():
-            flag = f"--recompute-{name}"
+            flag = f"`recompute_{name}`"
             if value is not None:
-                yield f"{flag}={show(value)}: needs --recompute-granularity=full"
+                yield f"{flag}={show(value)}: needs `recompute_granularity`=full"
     else:
         yield from _recomputed_layers(config)
     budget = config.parallel.hardware.device_memory_budget_gb
     if model.recompute_granularity in ("auto", "none") and budget is None:
-        yield f"--recompute-granularity={model.recompute_granularity}: needs --device-memory-budget-gb; leave it out"
+        yield f"`recompute_granularity`={model.recompute_granularity}: needs `device_memory_budget_gb`; leave it out"
     offloaded = model.cpu_offloading_num_layers
     if offloaded > model.num_layers:
-        yield f"--cpu-offloading-num-layers={offloaded}: more than --num-layers={model.num_layers}"
+        yield f"`cpu_offloading_num_layers`={offloaded}: more than `num_layers`={model.num_layers}"
     elif offloaded and model.recompute_granularity == "full":
         yield (
-            f"--cpu-offloading-num-layers={offloaded}: not with --recompute-granularity=full, which keeps nothing of a "
+            f"`cpu_offloading_num_layers`={offloaded}: not with `recompute_granularity`=full, which keeps nothing of a "
             "layer to offload; give one of them"
         )
     if offloaded and config.training.compile:
-        yield f"--cpu-offloading-num-layers={offloaded}: not with --compile, which decides itself what is kept"
+        yield f"`cpu_offloading_num_layers`={offloaded}: not with `compile`, which decides itself what is kept"
 
 
 def _recomputed_layers(config: Config) -> Iterator[str]:
@@ -104,15 +104,15 @@ def _recomputed_layers(config: Config) -> Iterator[str]:
     numbers = model.recompute_num_layers
     if numbers is None:
         return
-    flag, block = f"--recompute-num-layers={show(numbers)}", model.recompute_method == "block"
+    flag, block = f"`recompute_num_layers`={show(numbers)}", model.recompute_method == "block"
     if len(numbers) > 1 and not block:
-        yield f"{flag}: one number for each stage needs --recompute-method=block; give that, or one number"
+        yield f"{flag}: one number for each stage needs `recompute_method`=block; give that, or one number"
     elif len(numbers) > 1 and parallel.pipeline_schedule_file is not None:
-        yield f"{flag}: not with --pipeline-schedule-file; give one number for all stages"
+        yield f"{flag}: not with `pipeline_schedule_file`; give one number for all stages"
     elif len(numbers) > 1 and len(numbers) != (stages := parallel.pipeline_model_parallel_size * parallel.num_chunks):
         ranks = f"{PP}={parallel.pipeline_model_parallel_size} x {parallel.num_chunks} chunks per rank"
         yield f"{flag}: {len(numbers)} numbers for {stages} stages ({ranks}); give {stages}, or one for all"
     elif max(numbers) > model.num_layers:
-        yield f"{flag}: more than --num-layers={model.num_layers}"
+        yield f"{flag}: more than `num_layers`={model.num_layers}"
     elif not any(numbers):
-        yield f"{flag}: recomputes nothing; leave out --recompute-granularity=full"
+        yield f"{flag}: recomputes nothing; leave out `recompute_granularity`=full"

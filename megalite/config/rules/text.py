@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-TP = "--tensor-model-parallel-size"
-CP = "--context-parallel-size"
-EP = "--expert-model-parallel-size"
-ETP = "--expert-tensor-parallel-size"
-PP = "--pipeline-model-parallel-size"
-VPP = "--virtual-pipeline-model-parallel-size"
+TP = "`tensor_model_parallel_size`"
+CP = "`context_parallel_size`"
+EP = "`expert_model_parallel_size`"
+ETP = "`expert_tensor_parallel_size`"
+PP = "`pipeline_model_parallel_size`"
+VPP = "`virtual_pipeline_model_parallel_size`"
 
 
 def divisors(number: int) -> list[int]:

@@ -31,9 +31,9 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
     return [
-        f"--pipeline-schedule=breadth-first: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks, "
-        f"so a chunk is done before its input has come round; raise --global-batch-size, or use "
-        f"--pipeline-schedule=1f1b"
+        f"`pipeline_schedule`=breadth-first: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks, "
+        f"so a chunk is done before its input has come round; raise `global_batch_size`, or use "
+        f"`pipeline_schedule`=1f1b"
     ]
 
 

@@ -50,13 +50,13 @@ def problems(shape: ScheduleShape) -> list[str]:
     reasons = []
     if p % (2 * f):
         reasons.append(
-            f"--pipeline-schedule=chimera: p = {p} ranks cannot hold {2 * f} opposite pipelines (p must be a multiple "
-            f"of 2f = {2 * f}); change --pipeline-model-parallel-size, or use --pipeline-schedule=1f1b"
+            f"`pipeline_schedule`=chimera: p = {p} ranks cannot hold {2 * f} opposite pipelines (p must be a multiple "
+            f"of 2f = {2 * f}); change `pipeline_model_parallel_size`, or use `pipeline_schedule`=1f1b"
         )
     if m % p:
         reasons.append(
-            f"--pipeline-schedule=chimera: m = {m} micro-batches per batch is not a multiple of p = {p} ranks, the "
-            f"unit that its two directions share; change --global-batch-size, or use --pipeline-schedule=1f1b"
+            f"`pipeline_schedule`=chimera: m = {m} micro-batches per batch is not a multiple of p = {p} ranks, the "
+            f"unit that its two directions share; change `global_batch_size`, or use `pipeline_schedule`=1f1b"
         )
     return reasons
 

@@ -95,8 +95,8 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= 2 * shape.p:
         return []
     return [
-        f"--pipeline-schedule=dualpipe-v: m = {shape.m} micro-batches per batch are fewer than 2p = {2 * shape.p} (p = "
-        f"{shape.p} ranks); raise --global-batch-size, or use --pipeline-schedule=zb-v"
+        f"`pipeline_schedule`=dualpipe-v: m = {shape.m} micro-batches per batch are fewer than 2p = {2 * shape.p} (p = "
+        f"{shape.p} ranks); raise `global_batch_size`, or use `pipeline_schedule`=zb-v"
     ]
 
 

@@ -53,8 +53,8 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m % shape.p == 0:
         return []
     return [
-        f"--pipeline-schedule=interleaved: m = {shape.m} micro-batches per batch is not a multiple of p = {shape.p} "
-        f"ranks, which take micro-batches in groups of p; change --global-batch-size, or use --pipeline-schedule=1f1b"
+        f"`pipeline_schedule`=interleaved: m = {shape.m} micro-batches per batch is not a multiple of p = {shape.p} "
+        f"ranks, which take micro-batches in groups of p; change `global_batch_size`, or use `pipeline_schedule`=1f1b"
     ]
 
 

@@ -54,9 +54,9 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p - 1:
         return []
     return [
-        f"--pipeline-schedule=pipedream: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
-        f"{shape.p - 1} forwards ahead, beyond the next batch (m >= p-1 = {shape.p - 1}); raise --global-batch-size or "
-        "use --pipeline-schedule=1f1b"
+        f"`pipeline_schedule`=pipedream: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
+        f"{shape.p - 1} forwards ahead, beyond the next batch (m >= p-1 = {shape.p - 1}); raise `global_batch_size` or "
+        "use `pipeline_schedule`=1f1b"
     ]
 
 

@@ -80,9 +80,9 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p - 1:
         return []
     return [
-        f"--pipeline-schedule=2bw: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
+        f"`pipeline_schedule`=2bw: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
         f"{shape.p - 1} forwards ahead and would need weights before their update (m >= p-1 = {shape.p - 1}); raise "
-        "--global-batch-size or use --pipeline-schedule=1f1b"
+        "`global_batch_size` or use `pipeline_schedule`=1f1b"
     ]
 
 
@@ -90,7 +90,7 @@ def warnings(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
     return [
-        f"--pipeline-schedule=2bw: m = p-1 = {shape.m} leaves no slack on rank 0 between an update and its first use: "
+        f"`pipeline_schedule`=2bw: m = p-1 = {shape.m} leaves no slack on rank 0 between an update and its first use: "
         f"reduction and norm are not hidden; m >= p = {shape.p} micro-batches per batch is faster"
     ]
 

@@ -50,7 +50,7 @@ def find_schedule(name: str) -> Schedule:
     """The schedule called `name` or with this alias. Raises ScheduleError that lists all names."""
     schedule: Schedule | None = SCHEDULES.get(ALIASES.get(name, name))
     if schedule is None:
-        raise ScheduleError(f"--pipeline-schedule={name}: no such schedule; one of {', '.join([*SCHEDULES, *ALIASES])}")
+        raise ScheduleError(f"`pipeline_schedule`={name}: no such schedule; one of {', '.join([*SCHEDULES, *ALIASES])}")
     return schedule
 
 
@@ -73,23 +73,23 @@ def schedule_problems(
     shape = ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
     counts = ("number of ranks", "micro-batches per batch", "chunks per rank", "pairs of pipelines")
     wrong = [f"{what} = {n}" for what, n in zip(counts, shape, strict=True) if n < 1]
-    reasons = [f"--pipeline-schedule={name}: {text}, must be 1 or more" for text in wrong]
+    reasons = [f"`pipeline_schedule`={name}: {text}, must be 1 or more" for text in wrong]
     if reasons:
         return reasons
     if schedule.num_chunks is not None and shape.v != schedule.num_chunks:
         reasons.append(
-            f"--virtual-pipeline-model-parallel-size={shape.v}: {schedule.name} has {schedule.num_chunks} "
-            f"chunk{'s' * (schedule.num_chunks > 1)} per rank; leave it out, or use --pipeline-schedule=interleaved"
+            f"`virtual_pipeline_model_parallel_size`={shape.v}: {schedule.name} has {schedule.num_chunks} "
+            f"chunk{'s' * (schedule.num_chunks > 1)} per rank; leave it out, or use `pipeline_schedule`=interleaved"
         )
     elif shape.v < schedule.min_chunks:
         reasons.append(
-            f"--virtual-pipeline-model-parallel-size={shape.v}: {schedule.name} needs {schedule.min_chunks} or more "
-            "chunks per rank; raise it, or use --pipeline-schedule=1f1b"
+            f"`virtual_pipeline_model_parallel_size`={shape.v}: {schedule.name} needs {schedule.min_chunks} or more "
+            "chunks per rank; raise it, or use `pipeline_schedule`=1f1b"
         )
     if shape.f != 1 and not schedule.paired:
         reasons.append(
-            f"--chimera-pairs={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
-            "--pipeline-schedule=chimera"
+            f"`chimera_pairs`={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
+            "`pipeline_schedule`=chimera"
         )
     return reasons + schedule.problems(shape)
 

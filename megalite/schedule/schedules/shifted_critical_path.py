@@ -53,8 +53,8 @@ def warnings(shape: ScheduleShape) -> list[str]:
     if shape.p > 1:
         return []
     return [
-        "--pipeline-schedule=shifted-critical-path: recomputes nothing on one pipeline rank, whose stage is the last; "
-        "use --recompute-granularity=full"
+        "`pipeline_schedule`=shifted-critical-path: recomputes nothing on one pipeline rank, whose stage is the last; "
+        "use `recompute_granularity`=full"
     ]
 
 

@@ -35,8 +35,8 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= shape.p:
         return []
     return [
-        f"--pipeline-schedule=zb-h1: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks; raise "
-        "--global-batch-size, or use --pipeline-schedule=1f1b"
+        f"`pipeline_schedule`=zb-h1: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks; raise "
+        "`global_batch_size`, or use `pipeline_schedule`=1f1b"
     ]
 
 

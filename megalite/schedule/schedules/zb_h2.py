@@ -20,8 +20,8 @@ def problems(shape: ScheduleShape) -> list[str]:
     if shape.m >= least:
         return []
     return [
-        f"--pipeline-schedule=zb-h2: m = {shape.m} micro-batches per batch are fewer than 2p-1 = {least} (p = "
-        f"{shape.p} ranks); raise --global-batch-size, or use --pipeline-schedule=zb-h1"
+        f"`pipeline_schedule`=zb-h2: m = {shape.m} micro-batches per batch are fewer than 2p-1 = {least} (p = "
+        f"{shape.p} ranks); raise `global_batch_size`, or use `pipeline_schedule`=zb-h1"
     ]
 
 

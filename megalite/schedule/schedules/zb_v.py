@@ -84,7 +84,7 @@ def warnings(shape: ScheduleShape) -> list[str]:
     if shape.m >= least:
         return []
     return [
-        f"--pipeline-schedule=zb-v: m = {shape.m} micro-batches per batch leave gaps; m >= 2p-1 = {least} has none (p "
+        f"`pipeline_schedule`=zb-v: m = {shape.m} micro-batches per batch leave gaps; m >= 2p-1 = {least} has none (p "
         f"= {shape.p})"
     ]
 

@@ -14,7 +14,7 @@ from megalite.config import parse
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, SHORT_FORMS
 from megalite.config.reader import known_options
 from megalite.config.root import all_options
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, in_flags
 from tools.make_flag_table import flag_table, main
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +90,7 @@ def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str
         assert name not in known and name in NOT_NEEDED, "no: the parser refuses it with a reason"
         with pytest.raises(ConfigError) as caught:
             parse([*argv(), flag])
-        assert caught.value.problems == [f"{flag}: {NOT_NEEDED[name]}"]
+        assert caught.value.problems == [in_flags(f"{flag}: {NOT_NEEDED[name]}")]
     else:
         assert name in known
         assert here == "same" or name in (set(RENAMED) | set(CONSTANT_FLAGS) | set(EXTRA_OPTIONS))
@@ -106,5 +106,5 @@ def test_tables_of_names_point_at_fields() -> None:
         assert name not in options, name
     assert not set(NOT_NEEDED) & known_options(options)
     for reason in NOT_NEEDED.values():
-        for other in FLAG.findall(reason):
+        for other in FLAG.findall(in_flags(reason)):
             assert other.replace("-", "_") in options or other == "config", reason

@@ -13,12 +13,17 @@ from megalite.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.config.parallel import SCHEDULES
 from megalite.config.training import Precision, TrainingLength
 from megalite.config.yaml_file import read_yaml
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, in_flags
 
 MODEL = ModelConfig(
     num_layers=16, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=64,
     untie_embeddings_and_output_weights=True,
 )  # fmt: skip
+
+
+def problems(config: Config, world_size: int) -> list[str]:
+    """In the words of the command line."""
+    return [in_flags(line) for line in config_problems(config, world_size)]
 
 
 def config_of(samples: int = 16, **parallel: object) -> Config:
@@ -42,7 +47,7 @@ def test_every_couple_of_schedule_and_zero_stage(name: str, zero_stage: int, ten
         tensor_model_parallel_size=tensor,
         zero_stage=zero_stage,
     )
-    lines = config_problems(config, 4 * tensor)
+    lines = problems(config, 4 * tensor)
     # 2BW holds two weight versions and never flushes; PipeDream steps after every micro-batch; the others flush.
     legal = {"2bw": {0, 1}, "pipedream": {0}}.get(name, {0, 1, 2, 3})
     if zero_stage in legal:
@@ -65,7 +70,7 @@ def test_nothing_is_recomputed_twice(given: dict[str, object], line: str | None)
     for size in (1, 2):
         config = config_of(pipeline_schedule="shifted-critical-path", pipeline_model_parallel_size=size)
         config = dataclasses.replace(config, model=dataclasses.replace(MODEL, **given))  # type: ignore[arg-type]
-        lines = config_problems(config, size)
+        lines = problems(config, size)
         if line is None or size == 1:  # on one rank, the last, nothing is recomputed
             assert lines == []
         else:
@@ -86,7 +91,7 @@ def test_what_is_legal_is_consistent_and_builds(seed: int) -> None:
             pipeline_schedule=draw.choice([None, *SCHEDULES]),
             zero_stage=draw.randrange(4),
         )
-        if config_problems(config, world_size):
+        if problems(config, world_size):
             continue
         accepted += 1
         parallel, replicas = config.parallel, config.data_parallel_size(world_size)
@@ -106,7 +111,7 @@ def test_what_is_legal_is_consistent_and_builds(seed: int) -> None:
 
 def test_a_schedule_that_needs_its_own_chunks_is_told() -> None:
     config = config_of(pipeline_schedule="1f1b", pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    (line,) = config_problems(config, 2)
+    (line,) = problems(config, 2)
     assert line.startswith("--virtual-pipeline-model-parallel-size=2: 1f1b has 1 chunk per rank")
     assert ParallelConfig(virtual_pipeline_model_parallel_size=2).schedule == "interleaved"
     assert ParallelConfig(pipeline_schedule="zbv").num_chunks == 2
@@ -126,13 +131,13 @@ def test_pipedream_refuses_what_needs_the_whole_pipeline_at_a_step(changes: dict
         values = getattr(config, section)
         own = {name: value for name, value in changes.items() if hasattr(values, name)}
         config = dataclasses.replace(config, **{section: dataclasses.replace(values, **own)})
-    (line,) = config_problems(config, 2)
+    (line,) = problems(config, 2)
     assert line.startswith(flag)
 
 
 def test_out_of_bounds_values_do_not_break_the_other_rules() -> None:
     config = config_of(0, tensor_model_parallel_size=0, pipeline_model_parallel_size=-3, pipeline_schedule="nonsense")
-    lines = config_problems(config, 1)
+    lines = problems(config, 1)
     flags = ["--tensor-model-parallel-size=0", "--pipeline-model-parallel-size=-3", "--pipeline-schedule=nonsense"]
     for flag in [*flags, "--global-batch-size=0"]:
         assert sum(line.startswith(flag) for line in lines) == 1, lines
@@ -140,10 +145,10 @@ def test_out_of_bounds_values_do_not_break_the_other_rules() -> None:
 
 def test_judging_a_layout_takes_a_millisecond() -> None:
     config = config_of()
-    config_problems(config, 1)
+    problems(config, 1)
     begin = time.process_time()
     for _ in range(50):
-        config_problems(config, 1)
+        problems(config, 1)
     assert (time.process_time() - begin) / 50 < 5e-3
 
 
