@@ -39,5 +39,13 @@ class ForeignModule(Spelled):
         return found
 
 
-OF_MODULES = ("model_module", "tensor_parallel_globs", "seq_length", "vocab_size")
+OF_MODULES = (
+    "model_module",
+    "tensor_parallel_globs",
+    "seq_length",
+    "vocab_size",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
 """What of the model section says something about a module of the user's."""

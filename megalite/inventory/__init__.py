@@ -65,4 +65,5 @@ from megalite.inventory.tiling import (
     chunk_length,
     query_blocks,
     recompute_ranges,
+    recomputed_layers,
 )

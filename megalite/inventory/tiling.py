@@ -38,13 +38,18 @@ def recompute_ranges(count: int, blocks: Sequence[int], config: ModelConfig) -> 
     """Cuts `count` layers, of which the indices `blocks` are transformer blocks, into (begin, end, recompute)."""
     if config.recompute_granularity != "full" or not blocks:
         return [(0, count, False)]
-    number = config.recomputed_layers
     first, last = blocks[0], blocks[-1] + 1
     ranges = [(0, first, False)] if first else []
-    if config.recompute_method == "block":
-        kept = min(first + number, last)
-        ranges += [(i, i + 1, True) for i in range(first, kept)]
-        ranges += [(kept, last, False)] if kept < last else []
-    else:
-        ranges += [(i, min(i + number, last), True) for i in range(first, last, number)]
+    ranges += recomputed_layers(first, last, config.recompute_method, config.recomputed_layers)
     return ranges + ([(last, count, False)] if last < count else [])
+
+
+def recomputed_layers(first: int, last: int, method: str | None, number: int) -> list[tuple[int, int, bool]]:
+    """Cuts the layers `first` to `last` (excluded) into (begin, end, recompute).
+
+    method: 'block': the first `number` layers, each from its own input; else ('uniform') every chunk of `number`.
+    """
+    if method != "block":
+        return [(i, min(i + number, last), True) for i in range(first, last, number)]
+    kept = min(first + number, last)
+    return [*((i, i + 1, True) for i in range(first, kept)), *([(kept, last, False)] if kept < last else [])]

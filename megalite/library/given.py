@@ -9,14 +9,12 @@ from typing import Any
 from torch import nn
 
 from megalite.errors import ConfigError, ScheduleError
+from megalite.inventory import recomputed_layers
 from megalite.library.traced_layer import BODY
 from megalite.schedule import SCHEDULES, find_schedule
 
 TAKEN = "of_a_pipeline"
 """An attribute of layers and parameters that a pipeline has."""
-
-RECOMPUTES = "it runs forwards again (R), in which modules of your own might draw other random numbers"
-
 
 def listed(layers: Any) -> Sequence[nn.Module]:
     """The layers as a list of modules. Raises ConfigError for anything else."""
@@ -36,15 +34,26 @@ def listed(layers: Any) -> Sequence[nn.Module]:
 
 
 def check_schedule(name: str) -> None:
-    """Raises ScheduleError for one that does not exist, ConfigError for one that cannot run here."""
-    fit = [own for own, known in SCHEDULES.items() if not known.recomputes]
+    """Raises ScheduleError for one that does not exist."""
     try:
-        known = find_schedule(name)
+        find_schedule(name)
     except ScheduleError:
-        hint = "".join(f" (did you mean {near!r}?)" for near in get_close_matches(str(name).lower(), fit, n=1))
-        raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(fit)}") from None
-    if known.recomputes:
-        raise ConfigError(f"schedule={name!r}: {RECOMPUTES}; pretrain_gpt.py runs it; here use one of {', '.join(fit)}")
+        near = get_close_matches(str(name).lower(), SCHEDULES, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(SCHEDULES)}") from None
+
+
+def check_recompute(layers: int | None, method: str) -> None:
+    """Raises ConfigError."""
+    if method not in ("uniform", "block"):
+        raise ConfigError(f"recompute_method={method!r}: 'uniform' or 'block'")
+    if layers is not None and layers < 1:
+        raise ConfigError(f"recompute_num_layers={layers}: a number above 0 is wanted; None recomputes nothing")
+
+
+def layer_ranges(count: int, recompute: int | None, method: str) -> list[tuple[int, int, bool]]:
+    """(begin, end, recompute) of the layers of a stage."""
+    return [(0, count, False)] if recompute is None else recomputed_layers(0, count, method, recompute)
 
 
 def check_free(layers: Sequence[nn.Module]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
 from megalite.library.cutting import Boundary, Tensors, call
 from megalite.library.traced_layer import Product, product
+from megalite.parallel.pipeline import repeated
 from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -31,10 +34,14 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Sample:
-    """A micro-batch of a user: what the first layer takes, and what the loss is computed with."""
+    """A micro-batch of a user: what the first layer takes, and what the loss is computed with.
+
+    number: of its first sample, which keys what layers draw; None where it does not.
+    """
 
     inputs: Tensors
     target: Any
+    number: int | None = None
 
     def arranged(self, x: Tensor) -> Tensor:
         return x
@@ -44,7 +51,8 @@ class StageModule(nn.Module):
     """Consecutive layers.
 
     loss: on the last stage. arrives: from the stage before, if there is one. leaves: what the next one expects.
-    first: number of the first layer. copies: the first layer writes into its input, and gets a copy.
+    first: number of the first layer. copies: places of layers that write into their input, and get a copy.
+    ranges: (begin, end, recompute) of its layers; those that recompute keep their input alone.
     trained: (name, parameter) of what learns, each once.
     """
 
@@ -59,26 +67,47 @@ class StageModule(nn.Module):
         leaves: Boundary,
         first: int,
         *,
-        copies: bool,
+        copies: frozenset[int],
+        ranges: Sequence[tuple[int, int, bool]],
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.loss, self.arrives, self.leaves, self.first, self.copies = loss, arrives, leaves, first, copies
+        self.loss, self.arrives, self.leaves, self.first = loss, arrives, leaves, first
+        self.copies, self.ranges = copies, ranges
 
     def forward(self, x: Tensor | None, sample: Sample) -> Tensor:
         """`x` is None on the first stage."""
         y = sample.inputs if x is None else self.arrives.unpack(x)
-        if self.copies:
-            y = tuple(value.clone() for value in y)
-        for number, layer in enumerate(self.layers, self.first):
-            self.before(number)
-            y = call(layer, y, sample.inputs)
+        for begin, end, again in self.ranges:
+            if again and torch.is_grad_enabled():
+                contexts = partial(self._contexts, begin, end)
+                y = checkpoint(self._run, begin, end, y, sample, use_reentrant=False, preserve_rng_state=False,
+                               context_fn=contexts)  # fmt: skip
+            else:
+                y = self._run(begin, end, y, sample)
         if self.loss is None:
             return self._message(y)
         value = self.loss(y[0] if len(y) == 1 else y, sample.target)
         if value.dim():
             raise ConfigError(f"loss: returns a tensor of shape {tuple(value.shape)}; it must return the mean, 0-dim")
         return value
+
+    def _run(self, begin: int, end: int, y: Tensors, sample: Sample) -> Tensors:
+        if begin in self.copies:
+            y = tuple(value.clone() for value in y)
+        for number in range(begin, end):
+            self.before(self.first + number, sample)
+            y = call(self.layers[number], y, sample.inputs)
+        return y
+
+    def _contexts(self, begin: int, end: int) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of a forward, and of the same forward again."""
+        buffers = [buffer for layer in self.layers[begin:end] for buffer in layer.buffers()]
+        return nullcontext(), repeated(buffers, self.leaves.specs[0].device)
+
+    def repeat(self) -> AbstractContextManager[None]:
+        """Of a forward that a schedule runs again."""
+        return self._contexts(0, len(self.layers))[1]
 
     def ordered(self) -> list[nn.Module]:
         """The layers in order."""
@@ -88,7 +117,7 @@ class StageModule(nn.Module):
         """(Name, parameter) of what learns, each once."""
         return self.trained
 
-    def before(self, layer: int) -> None:
+    def before(self, layer: int, sample: Sample) -> None:
         """Called before each layer is, with its number."""
 
     def _message(self, y: Tensors) -> Tensor:

@@ -14,7 +14,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import Boundary, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
-from megalite.parallel.pipeline import RecomputedStage, Stage
+from megalite.parallel.pipeline import Stage, stage_type
 from megalite.schedule import Program, StageKey, StagePlacement
 
 OPERATIONS, PARAMETERS = "operations", "parameters"
@@ -28,7 +28,7 @@ class Parts:
 
     cuts: the layers of each stage. found: what leaves each layer, its operations and parameters.
     names: of all their parameters. tied: names of those that several stages hold, and `tied_stages` these.
-    held: this rank's stages as they are made, in their first weight version.
+    held: this rank's stages as they are made, in their first weight version. stages: in that order.
     Raises ConfigError.
     """
 
@@ -53,6 +53,7 @@ class Parts:
         self.tied, self.tied_stages = self.names.tied(self.cuts)
         self.given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, device) for x in example))
         self.held: dict[StageKey, StageModule] = {}
+        self.stages: list[Stage] = []
         self._taken: set[int] = set()  # parameters of these stages
 
     @property
@@ -65,15 +66,17 @@ class Parts:
         return Ties(self.tied, ranks, (min(self.tied_stages), 0))
 
     def stage(
-        self, key: StageKey, loss: LossFunction, program: Program, kind: type[StageModule] = StageModule
+        self,
+        key: StageKey,
+        loss: LossFunction,
+        program: Program,
+        ranges: Sequence[tuple[int, int, bool]],
+        kind: type[StageModule] = StageModule,
     ) -> tuple[Stage, list[StageModule]]:
         """A stage of this rank and its modules, one for each weight version of the program. What learns is apart in
-        each version; everything else is one."""
-        items, queue, versions = (
-            self.cuts[key[0]],
-            WeightGradQueue(),
-            program.weight_versions[self.placement.rank_of(*key)],
-        )
+        each version; everything else is one. ranges: (begin, end, recompute) of its layers."""
+        items, queue = self.cuts[key[0]], WeightGradQueue()
+        versions = program.weight_versions[self.placement.rank_of(*key)]
         own = [self.layers[index] for index in items]
         own = [
             self.names.copied(layer, index) if any(id(p) in self._taken for p in layer.parameters()) else layer
@@ -82,14 +85,15 @@ class Parts:
         own = [layer.to(self.device) for layer in own]
         self._taken |= {id(p) for layer in own for p in layer.parameters()}
         more = [self._version(own, items) for _ in range(versions - 1)]  # before their forwards are replaced
-        modules = [self._module(key, layers, loss, kind, queue) for layers in [own, *more]]
+        modules = [self._module(key, layers, loss, kind, queue, ranges) for layers in [own, *more]]
         for module in modules:
             module.trained = self.parameters(module)
         self.held[key] = modules[0]
         first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
         spec, out_spec = modules[0].arrives.message, modules[0].leaves.message
-        make = RecomputedStage if key[0] in program.recomputed else Stage
-        return make(modules, queue, spec=spec, out_spec=out_spec, is_first=first, is_last=last), modules
+        make = stage_type(program, key, self.stages, self.device)
+        self.stages.append(make(modules, queue, spec=spec, out_spec=out_spec, is_first=first, is_last=last))
+        return self.stages[-1], modules
 
     def parameters(self, module: StageModule) -> list[tuple[str, nn.Parameter]]:
         """(Name, parameter) of what learns in a stage, each once. Tied ones come first, in an order that is the same on
@@ -102,12 +106,20 @@ class Parts:
         ]
 
     def _module(
-        self, key: StageKey, own: list[nn.Module], loss: LossFunction, kind: type[StageModule], queue: WeightGradQueue
+        self,
+        key: StageKey,
+        own: list[nn.Module],
+        loss: LossFunction,
+        kind: type[StageModule],
+        queue: WeightGradQueue,
+        ranges: Sequence[tuple[int, int, bool]],
     ) -> StageModule:
         items, last = self.cuts[key[0]], key[0] == self.placement.num_stages - 1
         arrives = self.found[items.start - 1].boundary if items.start else self.given
-        leaves, writes = self.found[items.stop - 1].boundary, self.found[items.start].writes
-        module = kind(own, loss if last else None, arrives, leaves, items.start, copies=writes)
+        leaves = self.found[items.stop - 1].boundary
+        begins = {0, *(begin for begin, _, again in ranges if again)}
+        copies = frozenset(begin for begin in begins if self.found[items.start + begin].writes)
+        module = kind(own, loss if last else None, arrives, leaves, items.start, copies=copies, ranges=ranges)
         split_backwards(module, queue, self.device, self._calls)
         return module
 

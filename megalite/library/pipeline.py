@@ -15,7 +15,7 @@ from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.library.agreement import other_inputs, seen
 from megalite.library.cutting import Tensors
-from megalite.library.given import RECOMPUTES, check_free, check_schedule, check_values, listed, take
+from megalite.library.given import check_free, check_recompute, check_schedule, check_values, layer_ranges, listed, take
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
 from megalite.library.traced_layer import together
@@ -67,6 +67,8 @@ class Pipeline:
     chunks: stages of each rank, where the schedule leaves the choice (interleaved).
     sizes: number of layers of each stage; None: cut so that the fullest stage is as light as possible.
     balance: what a layer weighs: its 'operations' (the slowest stage is as fast as possible) or its 'parameters'.
+    recompute_num_layers: recompute in backward: of each chunk of so many layers of a stage its input alone is kept;
+        recompute_method='block': of each of the first so many. None: nothing is recomputed.
     device: where to compute; None: the current GPU if there is one, else the CPU.
 
     Raises ConfigError for what does not go together.
@@ -83,6 +85,8 @@ class Pipeline:
         chunks: int | None = None,
         sizes: Sequence[int] | None = None,
         balance: str = OPERATIONS,
+        recompute_num_layers: int | None = None,
+        recompute_method: str = "uniform",
         device: torch.device | str | None = None,
     ) -> None:
         self.mesh = mesh or ParallelMesh.single()
@@ -93,6 +97,7 @@ class Pipeline:
         layers, given = listed(layers), together(example)
         check_free(layers)
         self._check(layers, balance)
+        check_recompute(recompute_num_layers, recompute_method)
         self._programs: dict[int, Program] = {}
         self.batches = self.microbatches = 0  # that have been trained on
         self.drained = True
@@ -106,7 +111,10 @@ class Pipeline:
         self.cuts, self.names, self.tied = self.parts.cuts, self.parts.names, self.parts.tied
         check_values(layers)
         keys = self.placement.stages_of(self.mesh.coordinate("pp"))
-        self.built: BuiltStages = {key: self.parts.stage(key, loss, program) for key in keys}
+        self.built: BuiltStages = {}
+        for key in keys:
+            ranges = layer_ranges(len(self.cuts[key[0]]), recompute_num_layers, recompute_method)
+            self.built[key] = self.parts.stage(key, loss, program, ranges)
         self.stages = {key: stage for key, (stage, _) in self.built.items()}
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
@@ -126,8 +134,6 @@ class Pipeline:
                     f"schedule {self.schedule.name!r}: a program of {self.schedule.num_ranks} ranks, the mesh has "
                     f"pp={self.mesh.size('pp')}"
                 )
-            if self.schedule.recomputed:
-                raise ConfigError(f"schedule {self.schedule.name!r}: {RECOMPUTES}; leave R out")
         else:
             check_schedule(self.schedule)
         if self.mesh.size("cp") > 1:

@@ -23,7 +23,7 @@ from megalite.comm import Axis, ParallelMesh, TensorShard
 from megalite.config import Config
 from megalite.engine import BuiltStages, Ties
 from megalite.errors import ConfigError
-from megalite.inventory import ParameterPlacement, Shape, placement_of
+from megalite.inventory import ParameterPlacement, Shape, placement_of, recompute_ranges
 from megalite.library import Parts, Sample, StageModule, draws, layers_over, module_of, still_shards
 from megalite.microbatch import Microbatch
 from megalite.schedule import Program
@@ -55,13 +55,13 @@ class TokenStage(StageModule):
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]  # made to a Sample
         """`x` is None on the first stage."""
-        self.sample = int(microbatch.sample_ids[0]) if self.seed is not None and self.training else None
-        return super().forward(x, Sample((microbatch.tokens,), microbatch))
+        number = int(microbatch.sample_ids[0]) if self.seed is not None and self.training else None
+        return super().forward(x, Sample((microbatch.tokens,), microbatch, number))
 
-    def before(self, layer: int) -> None:
+    def before(self, layer: int, sample: Sample) -> None:
         """Begins torch's generators at a key of the layer's own."""
-        if self.seed is not None and self.sample is not None:
-            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {self.sample}".encode()) >> 1)
+        if sample.number is not None:
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {sample.number}".encode()) >> 1)
 
 
 def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -91,7 +91,7 @@ class ForeignModel:
         look: bool = False,
         probe: bool = False,
     ) -> None:
-        self.name, self._seed, size = config.model.module.model_module or "", config.training.seed, axis.size
+        self.name, self._config, size = config.model.module.model_module or "", config, axis.size
         shape = config.training.micro_batch_size, config.model.seq_length
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         module = made(config, look=look)
@@ -130,6 +130,11 @@ class ForeignModel:
         found = {name: place.global_shape for stage in stages for name, _, place in self._held[stage]}
         return sum(map(math.prod, found.values()))
 
+    def ranges(self, stage: int) -> list[tuple[int, int, bool]]:
+        """(Begin, end, recompute) of the layers of a stage."""
+        count = len(self.cuts[stage])
+        return recompute_ranges(count, range(count), self._config.for_stage(stage).model)
+
     @property
     def ties(self) -> Ties:
         """Which of its parameters several stages hold."""
@@ -140,11 +145,11 @@ class ForeignModel:
         made before one's memory is shared out: two may hold the same parameters."""
         rank, built = mesh.coordinate("pp"), BuiltStages()
         for key in program.placement.stages_of(rank):
-            stage, modules = self.parts.stage(key, summed_loss, program, TokenStage)
+            stage, modules = self.parts.stage(key, summed_loss, program, self.ranges(key[0]), TokenStage)
             found = [module for module in modules if isinstance(module, TokenStage)]
             random = any(draws(layer) for layer in found[0].layers)
             for module in found:
-                module.seed = self._seed if random else None
+                module.seed = self._config.training.seed if random else None
             built[key] = stage, found
         self.parts.layers.clear()
         self.still = list(still_shards(self.parts, mesh))

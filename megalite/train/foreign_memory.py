@@ -7,6 +7,8 @@ counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ def memory_of(
 ) -> list[RankMemory]:
     """Bytes of the ranks at each pipeline coordinate. Asked before the stages are built."""
     last = len(foreign.cuts) - 1
-    kept = {stage: stage_activations(foreign, stage, last=stage == last) for stage in range(last + 1)}
+    measured = {stage: stage_activations(foreign, stage, last=stage == last) for stage in range(last + 1)}
+    kept = {stage: activations for stage, (activations, _) in measured.items()}
     specs = [layer.boundary.message for layer in foreign.parts.found]
     message = max((math.prod(spec.shape) * spec.dtype.itemsize for spec in specs[:-1]), default=0)
     wide = torch.promote_types(torch.float32, specs[-1].dtype).itemsize
@@ -46,24 +49,29 @@ def memory_of(
             )
         own = {stage: kept[stage] for stage in stages}
         logits = 2 * math.prod(specs[-1].shape) * wide if last in own else 0
+        logits = max(logits, *(measured[stage][1] for stage in stages))
         found.append(foreign_memory(config, program, rank, states, own, message=message, logits=logits, on_cpu=on_cpu))
     return found
 
 
-def stage_activations(foreign: ForeignModel, stage: int, *, last: bool) -> StageActivations:
-    """Bytes that one micro-batch leaves for its backward."""
+def stage_activations(foreign: ForeignModel, stage: int, *, last: bool) -> tuple[StageActivations, int]:
+    """Bytes that one micro-batch leaves for its backward, and those that come and go where layers are recomputed."""
     parts, items = foreign.parts, foreign.cuts[stage]
     arrives = parts.found[items.start - 1].boundary if items.start else parts.given
-    body, out = saved_bytes(parts, items, arrives)
+    body, again, out = saved_bytes(parts, items, arrives, foreign.ranges(stage))
     head = 0
     if last:
         head = out.numel() * torch.promote_types(torch.float32, out.dtype).itemsize  # log-probabilities
     entry = math.prod(arrives.message.shape) * arrives.message.dtype.itemsize if items.start else 0
-    return StageActivations(full=body, boundary=entry, head=head, weight_only=body / 2, weight_only_block=0.0)
+    found = StageActivations(full=body, boundary=entry, head=head, weight_only=body / 2, weight_only_block=0.0)
+    return found, again
 
 
-def saved_bytes(parts: Parts, items: range, arrives: Boundary) -> tuple[int, Tensor]:
-    """(Bytes that the layers `items` save beside their weights and their input, the first of what leaves)."""
+def saved_bytes(
+    parts: Parts, items: range, arrives: Boundary, ranges: Sequence[tuple[int, int, bool]]
+) -> tuple[int, int, Tensor]:
+    """(Bytes that the layers `items` save beside their weights and their input, the most that some of them save when
+    they are recomputed, the first of what leaves). ranges: (begin, end, recompute) of them."""
     device = parts.device if parts.device.type == "cuda" else torch.device("cpu")  # which decides how attention runs
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         inputs = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in parts.given.specs)
@@ -71,7 +79,7 @@ def saved_bytes(parts: Parts, items: range, arrives: Boundary) -> tuple[int, Ten
         # A tensor that is written into may be no leaf.
         x = tuple(value.requires_grad_().clone() if value.is_floating_point() else value for value in x)
         kept = {value.untyped_storage()._cdata: value.untyped_storage() for value in (*x, *inputs)}
-        states = []
+        states, most = [], 0
         for layer in (parts.layers[index] for index in items):
             tensors = [*layer.named_parameters(), *layer.named_buffers()]
             state = {name: _like(tensor, device) for name, tensor in tensors}
@@ -79,18 +87,31 @@ def saved_bytes(parts: Parts, items: range, arrives: Boundary) -> tuple[int, Ten
             states.append(state)
         weights = len(kept)
 
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept.setdefault(storage._cdata, storage)
-            return tensor
+        for begin, end, again in ranges:
+            if again:
+                kept |= {value.untyped_storage()._cdata: value.untyped_storage() for value in x}
+            noted = dict(kept)
+            with saved_tensors_hooks(partial(_note, noted), lambda tensor: tensor):
+                for index, state in zip(items[begin:end], states[begin:end], strict=True):
+                    layer = parts.layers[index]
+                    more = {"inputs": inputs} if isinstance(layer, TracedLayer) else {}
+                    x = functional_call(layer, state, x, more)
+                    x = x if isinstance(x, tuple) else (x,)
+            if again:
+                most = max(most, _bytes(list(noted.values())[len(kept) :]))
+            else:
+                kept = noted
+    return _bytes(list(kept.values())[weights:]), most, x[0]
 
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            for index, state in zip(items, states, strict=True):
-                layer = parts.layers[index]
-                more = {"inputs": inputs} if isinstance(layer, TracedLayer) else {}
-                x = functional_call(layer, state, x, more)
-                x = x if isinstance(x, tuple) else (x,)
-    return sum(storage.nbytes() for storage in list(kept.values())[weights:]), x[0]
+
+def _note(kept: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    kept.setdefault(storage._cdata, storage)
+    return tensor
+
+
+def _bytes(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:

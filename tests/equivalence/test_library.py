@@ -173,7 +173,6 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
     ("options", "line"),
     [
         ({"schedule": "2bw"}, "schedule='2bw': never drains, so it needs a ShardedOptimizer"),
-        ({"schedule": "shifted-critical-path"}, "schedule='shifted-critical-path': it runs forwards again (R), in"),
         ({"pp": 1, "tp": 2}, "mesh: tp=2: modules of your own are not cut; make it 1"),
         ({"pp": 1}, "mesh: dp=2: make a ShardedOptimizer, which sums the gradients"),
         ({"layers": "few"}, "1 layers: 2 stages (2 pipeline ranks) hold one each at least"),

@@ -27,6 +27,9 @@ def foreign_module(config: Config, world_size: int) -> Iterator[str]:
         if option.name not in OF_MODULES and not option.required and value != option.default:
             yield not_with_module(as_typed(option.marked, value))
     yield from (not_with_module(typed) for typed in _of_our_models(config))
+    if model.recompute_granularity not in (None, "full"):
+        kind = f"--recompute-granularity={model.recompute_granularity}"
+        yield f"{kind}: of a --model-module whole layers are recomputed; use --recompute-granularity=full"
     budget = config.parallel.hardware.device_memory_budget_gb
     if budget is not None:
         yield (

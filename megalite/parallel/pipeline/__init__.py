@@ -17,7 +17,7 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 from megalite.parallel.pipeline.executor import Events, Executor
 from megalite.parallel.pipeline.forward_only import ForwardOnly
 from megalite.parallel.pipeline.offloaded import OffloadedStage, stage_type
-from megalite.parallel.pipeline.recomputed import RecomputedStage
+from megalite.parallel.pipeline.recomputed import RecomputedStage, repeated
 from megalite.parallel.pipeline.saved_tensors import SavedTensors
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders, replica_axes
 from megalite.parallel.pipeline.stage import Stage

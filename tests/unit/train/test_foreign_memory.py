@@ -51,7 +51,8 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
     config = parse(f"{BASE} --model-module {Path(own_models.__file__)}:{name}".split())
     program = ProgramCache(config).full(1)
     model = ForeignModel(config, Axis.single("tp"), program, torch.device("cpu"), torch.float32)
-    found, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given)
+    found, again, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given, model.ranges(0))
+    assert again == 0
     assert found == kept_by_autograd(model)
     memory = memory_of(config, 1, program, model, on_cpu=True)
     count = model.count(range(1))
@@ -62,6 +63,19 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
     assert line is not None and "1 rank needs" in line and line.endswith("continue by --ignore-memory-estimate")
     states = demands_of(config, pools, program, model.cuts, on_cpu=True, memory=memory)["here"]
     assert states.least < memory[0].model_states < states.predicted, "only what surely lasts refuses a run"
+
+
+def test_recomputed_layers_keep_their_inputs_and_come_back_one_by_one() -> None:
+    argv = f"{BASE} --model-module {Path(own_models.__file__)}:untied --recompute-granularity full".split()
+    program = ProgramCache(parse(argv)).full(1)
+    model = ForeignModel(parse(argv), Axis.single("tp"), program, torch.device("cpu"), torch.float32)
+    count = len(model.cuts[0])
+    kept, again, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given, model.ranges(0))
+    everything, *_ = saved_bytes(model.parts, model.cuts[0], model.parts.given, [(0, count, False)])
+    assert kept == 4 * 2 * 32 * 6 * (count - 1), "what enters all layers but the first, which reads tokens"
+    assert kept < everything and everything / count < again < everything - kept
+    memory = memory_of(parse(argv), 1, program, model, on_cpu=True)[0]
+    assert memory.activations == kept and memory.logits >= again
 
 
 def _pool(free: int) -> Any:
