@@ -16,6 +16,7 @@ from megalite.schedule import SCHEDULES, find_schedule
 TAKEN = "of_a_pipeline"
 """An attribute of layers and parameters that a pipeline has."""
 
+
 def listed(layers: Any) -> Sequence[nn.Module]:
     """The layers as a list of modules. Raises ConfigError for anything else."""
     if isinstance(layers, nn.Module) and not isinstance(layers, nn.Sequential | nn.ModuleList):
