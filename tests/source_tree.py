@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,9 +91,15 @@ def room_of(module: str) -> str:
     return ""
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, listed once: a dozen tests walk each."""
+    return list(ast.walk(tree))
+
+
 def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Absolute names of what a module imports, wherever in the file; `from package import name` gives package.name."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,14 +108,13 @@ def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{node.module}.{alias.name}"
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[int, str, ast.Call]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node.lineno, ast.unparse(node.func), node
+@cache
+def calls(tree: ast.AST) -> list[tuple[int, str, ast.Call]]:
+    return [(node.lineno, ast.unparse(node.func), node) for node in nodes(tree) if isinstance(node, ast.Call)]
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 

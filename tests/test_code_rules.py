@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from source_tree import PRODUCT, ROOT, SOURCES, calls, check, everything, functions, imports, room_of, sources
+from source_tree import PRODUCT, ROOT, SOURCES, calls, check, everything, functions, imports, nodes, room_of, sources
 
 MAY_ASK = ("megalite.train.build", "megalite.planner.startup_table")
 LAUNCH = "megalite.launch.launcher"
@@ -53,7 +53,7 @@ PICKLES = {(UNPICKLER, "torch.load"), ("megalite.convert.megatron_writing", "tor
 def test_no_global_statement_and_no_mutable_class_state() -> None:
     problems = []
     for module, tree in SOURCES.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Global):
                 problems.append(f"{module}:{node.lineno}: global")
             if isinstance(node, ast.ClassDef):
@@ -126,7 +126,7 @@ def test_torch_distributed_is_used_in_comm_and_launch_only() -> None:
         ]
         problems += [
             f"{module}:{node.lineno}: torch.distributed; only megalite.comm and megalite.launch may"
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
         ]
     check(problems)
@@ -155,7 +155,7 @@ def test_environment_is_read_in_launch_only() -> None:
             f"{module}:{node.lineno}: environment variables; only {LAUNCH} may"
             for module, tree in PRODUCT.items()
             if module != LAUNCH
-            for node in ast.walk(tree)
+            for node in nodes(tree)
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv", "unsetenv")
         ]
     )
@@ -198,7 +198,7 @@ def test_training_does_not_branch_on_schedule_or_zero_stage() -> None:
     for module, tree in PRODUCT.items():
         if not module.startswith("megalite.train") or module in MAY_ASK:
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):
                 test = ast.unparse(node.subject if isinstance(node, ast.Match) else node.test)
                 if re.search(r"\b(pipeline_schedule|zero_stage|parallel\.schedule)\b", test):
@@ -242,7 +242,7 @@ def test_schedules_and_optimizers_are_named_in_their_rooms_alone() -> None:
     for module, tree in SOURCES.items():
         if room_of(module) in ("megalite.schedule", "megalite.optim") or NAMES_ITS_SUBJECT.fullmatch(module):
             continue
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Constant) and node.value in names:
                 problems.append(f"{module}:{node.lineno}: {node.value!r}: ask its entry in the table")
     check(problems)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from source_tree import SOURCES, TESTING, nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -33,19 +34,6 @@ Definition = tuple[int, str, ast.stmt]
 """Line, name, and the node whose own body does not count as a use."""
 
 
-def product() -> Iterator[Path]:
-    for path in sorted(
-        [
-            *ROOT.glob("megalite/**/*.py"),
-            *ROOT.glob("tools/**/*.py"),
-            *ROOT.glob("benchmarks/*.py"),
-            ROOT / "pretrain_gpt.py",
-        ]
-    ):
-        if "testing" not in path.relative_to(ROOT).parts:
-            yield path
-
-
 def targets(node: ast.stmt) -> Iterator[ast.expr]:
     if isinstance(node, ast.Assign):
         yield from node.targets
@@ -55,7 +43,7 @@ def targets(node: ast.stmt) -> Iterator[ast.expr]:
 
 def definitions(tree: ast.Module) -> Iterator[Definition]:
     """Functions, classes and methods, names assigned in a module or a class, attributes assigned to `self`."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name, node
         for statement in node.body if isinstance(node, ast.Module | ast.ClassDef) else []:
@@ -64,14 +52,14 @@ def definitions(tree: ast.Module) -> Iterator[Definition]:
         if isinstance(node, ast.stmt):
             for target in targets(node):
                 for part in ast.walk(target):
-                    if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                    if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
                         yield part.lineno, part.attr, node
 
 
 def uses(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Names and attributes that are read, and strings that look like one, each with its line."""
     exported: set[int] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             exported.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -110,8 +98,8 @@ def unused(trees: dict[str, ast.Module], words: set[str]) -> list[str]:
 
 
 def test_everything_is_used() -> None:
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in product()}
-    found = unused(trees, documented())
+    product = {f"{name.replace('.', '/')}.py": tree for name, tree in SOURCES.items() if not name.startswith(TESTING)}
+    found = unused(product, documented())
     if found:
         pytest.fail("nobody but a test names these; delete them\n" + "\n".join(found), pytrace=False)
 

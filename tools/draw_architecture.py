@@ -14,6 +14,7 @@ import ast
 import re
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def imported(tree: ast.AST) -> set[Path]:
     return found
 
 
+@cache
 def rooms() -> dict[str, Room]:
     """All rooms by name, those without imports first."""
     texts: dict[str, str] = {}
