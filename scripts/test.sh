@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Everything that must hold: formatting, lint, spelling, types, tests. Sets up what it needs (see environment.sh).
 #
-#   scripts/test.sh            large matrices are sampled; at most eight minutes on two cores
+#   scripts/test.sh            every room; large matrices are sampled; five minutes on two idle cores
+#   scripts/test.sh --landing  what CI asks of every change (.ci/run): more kills, mutations and cases
 #   scripts/test.sh --full     all of the large matrices; run before a large change is called done
 #   scripts/test.sh --coverage     which lines of the product the unit tests run
 #
-# Further arguments go to pytest. All steps run even if one fails; the last line of either half is pytest's. While the
-# half with several ranks is still running, coverage of inventory/ and schedule/ is measured (tracing doubles the time of a
-# test, so CI does not measure the others; what forked ranks run is not seen).
+# Further arguments go to pytest. All steps run even if one fails; the last line of either half is pytest's. --landing also
+# measures coverage of inventory/ and schedule/ (tracing doubles the time of a test, so CI does not measure the others;
+# what forked ranks run is not seen).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -28,26 +29,29 @@ if [[ ${1:-} == --coverage ]]; then
 fi
 
 status=0
+# One thread: the cores belong to the ranks that the tests start.
+export OMP_NUM_THREADS=1
+if [[ -z $* || $* == --full || $* == --landing ]]; then
+    # Ranks mostly wait for each other: the tests that start them run beside everything else.
+    log=$(mktemp)
+    RANKS=(tests/distributed tests/equivalence)
+    python -m pytest --durations=10 "${RANKS[@]}" "$@" > "$log" 2>&1 &
+    ranks=$!
+    trap 'kill "$ranks" 2> /dev/null || true; rm -f "$log"' EXIT
+    set -- "${RANKS[@]/#/--ignore=}" "$@"
+fi
 echo "== formatting" && python -m ruff format --check . || status=1
 echo "== lint" && python -m ruff check . || status=1
 echo "== spelling" && python -m codespell_lib || status=1
 echo "== types" && python -m mypy || status=1
 echo "== tests"
-# One thread: the cores belong to the ranks that the tests start.
-export OMP_NUM_THREADS=1
-if [[ -n $* && $* != --full ]]; then
-    python -m pytest --durations=10 "$@" || status=1
-    exit "$status"
+python -m pytest --durations=10 "$@" || status=1
+if [[ -n ${ranks:-} ]]; then
+    if [[ " $* " == *" --landing "* ]]; then
+        echo "== coverage"
+        measure_coverage megalite.inventory,megalite.schedule tests/unit/{inventory,schedule} || status=1
+    fi
+    wait "$ranks" || status=1
+    cat "$log"
 fi
-# Ranks mostly wait for each other: the tests that start them run beside those that do not.
-log=$(mktemp)
-RANKS=(tests/distributed tests/equivalence)
-python -m pytest --durations=10 "${RANKS[@]}" "$@" > "$log" 2>&1 &
-ranks=$!
-trap 'kill "$ranks" 2> /dev/null || true; rm -f "$log"' EXIT
-python -m pytest --durations=10 "${RANKS[@]/#/--ignore=}" "$@" || status=1
-echo "== coverage"
-measure_coverage megalite.inventory,megalite.schedule tests/unit/{inventory,schedule} || status=1
-wait "$ranks" || status=1
-cat "$log"
 exit "$status"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import signal
 import time
 from collections import Counter
@@ -18,7 +19,8 @@ SEED = 1
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the large matrices too (scripts/test.sh --full)")
     parser.addoption("--seed", type=int, help=f"what random tests draw from, in place of {SEED} (--full: of the clock)")
-    parser.addoption("--turn", type=int, choices=(0, 1), default=0, help="which half of the cases `in_turn` runs")
+    parser.addoption("--landing", action="store_true", help="run more: all that .ci/run asks of a change")
+    parser.addoption("--turn", type=int, choices=range(4), default=0, help="which quarter of the cases `in_turn` runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,20 +47,37 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    large = pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full")
-    others = pytest.mark.skip(reason="the other half: runs with --turn=1 and with scripts/test.sh --full")
+    """Leaves out what takes long: `full` unless asked for, `landing` too, and of `in_turn` three cases of four.
+
+    With --landing two cases of four run: those of --turn and of the next turn but one.
+    """
+    landing = config.option.landing
+    turns = {config.option.turn, (config.option.turn + 2) % 4} if landing else {config.option.turn}
     cases: Counter[str] = Counter()
-    no_gpu = pytest.mark.skip(reason="torch sees no GPU")
     for item in items:
-        if item.get_closest_marker("full") and not config.getoption("--full"):
-            item.add_marker(large)
-        elif item.get_closest_marker("in_turn") and not config.getoption("--full"):
-            test = item.nodeid.partition("[")[0]
-            cases[test] += 1
-            if cases[test] % 2 == config.option.turn:
-                item.add_marker(others)
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
-            item.add_marker(no_gpu)
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+        if config.option.full:
+            continue
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="a large matrix: runs with scripts/test.sh --full"))
+        elif item.get_closest_marker("landing") and not landing:
+            item.add_marker(pytest.mark.skip(reason="takes long: runs with scripts/test.sh --landing or --full"))
+        elif item.get_closest_marker("in_turn"):
+            test = item.nodeid.partition("[")[0]
+            turn = cases[test] % 4
+            cases[test] += 1
+            if turn not in turns:
+                item.add_marker(pytest.mark.skip(reason=f"runs with scripts/test.sh --turn={turn} or --full"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says in one line how much was left out, and what runs it."""
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr]
+    ways = Counter(way for reason in reasons for way in re.findall(r"--(?:full|landing|turn=\d)", reason)[:1])
+    if ways:
+        counts = ", ".join(f"{count} with {way}" for way, count in sorted(ways.items()))
+        terminalreporter.write_line(f"left out of this run: {counts}")
 
 
 @pytest.fixture(autouse=True)

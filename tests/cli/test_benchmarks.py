@@ -81,6 +81,7 @@ def body_turns(world: World, name: str, folder: str) -> dict[str, Any]:
     return case_record(case, samples)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_tiny_case_of_each_is_measured(name: str, tmp_path: Path) -> None:
     if name in ("single", "attention", "tiers"):

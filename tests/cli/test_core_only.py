@@ -111,6 +111,7 @@ def test_no_module_imports_an_optional_package_at_its_top() -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.landing
 def test_every_tool_shows_its_help_and_but_one_without_torch(tmp_path: Path) -> None:
     """In one process that forks for each, so that it is fresh and costs what it imports."""
     program = Path(__file__).with_name("core_only.py")
@@ -123,6 +124,7 @@ def test_every_tool_shows_its_help_and_but_one_without_torch(tmp_path: Path) -> 
         assert record["torch"] == (name in NEEDS_TORCH), f"{name} --help imports torch"
 
 
+@pytest.mark.landing
 def test_every_command_of_readme(tmp_path: Path) -> None:
     """With a tiny model; without the two plans, which only CI's trial waits for."""
     trials = runpy.run_path(str(ROOT / "scripts" / "readme_commands.py"))["trials"]()

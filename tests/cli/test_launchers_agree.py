@@ -84,6 +84,7 @@ def test_environments_of_launchers(launcher: str, reference: list[float], tmp_pa
     assert _losses(tmp_path) == pytest.approx(reference, rel=1e-12)
 
 
+@pytest.mark.landing
 def test_the_real_torchrun(reference: list[float], tmp_path: Path) -> None:
     command = [
         sys.executable,

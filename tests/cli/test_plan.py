@@ -147,6 +147,7 @@ def test_a_picture_without_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatc
         check("picture.svg")
 
 
+@pytest.mark.landing
 def test_a_profile_of_this_machine_replaces_the_roofline(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     tool = [sys.executable, str(ROOT / "tools" / "profile_layers.py"), *SMALL]

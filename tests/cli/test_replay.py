@@ -69,6 +69,7 @@ def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder / "run", max(rise, key=lambda i: rise[i])
 
 
+@pytest.mark.landing
 def test_the_documents_of_a_spike_are_named_at_another_layout(spiked: tuple[Path, int]) -> None:
     directory, iteration = spiked
     layout = ["--nprocs", "2", "--pipeline-model-parallel-size", "2"]

@@ -86,6 +86,7 @@ def verdict(world: World, run: str, iteration: int, flags: list[str]) -> str:
 FAULTS = ["weights", "gradient", "optimizer/exp_avg/", "optimizer/exp_avg_sq/", ""]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("layout", "precision", "fault"),
     [
@@ -209,6 +210,7 @@ def documents(count: int, seed: int, *, between: float = 0.3, within: float = 1.
     return found
 
 
+@pytest.mark.landing
 def test_ordinary_documents_are_not_blamed_and_broken_ones_are() -> None:
     """In 60 batches of documents of 1 to 256 tokens; the median and its deviation had blamed the short ones."""
     blamed = 0

@@ -141,6 +141,7 @@ def test_pipedream_continues_with_more_stages_on_the_newest_weights_that_it_has(
     assert f"previous/{middle}" not in start and torch.equal(moved[f"previous/{middle}"], start[middle])
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("method", ["predict", "error-feedback"])
 def test_soap_is_corrected_alike_at_every_depth(method: str) -> None:
     """What its matrices add is the last step, as for Muon; the rest is AdamW's."""
@@ -167,6 +168,7 @@ def scales_body(world: World, argv: list[str], steps: int, drained: tuple[int, .
     return found
 
 
+@pytest.mark.landing
 def test_in_fp16_2bw_skips_the_same_batches_at_every_depth(tmp_path: Path) -> None:
     """However deep the pipeline is, and whenever it drains for a checkpoint: what the update of batch t says of the
     scale counts from batch t + 2 on."""

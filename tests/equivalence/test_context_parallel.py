@@ -101,6 +101,7 @@ def test_every_kind_beside_every_axis() -> None:
             check(kind, family, mask, beside)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("kind", ["ring", "all-gather", "all-to-all"])
 def test_four_ranks_a_sequence(kind: str) -> None:
     model = (*FAMILIES["llama GQA"], *MASKS["layers that differ"], "--softmax-type", "learnable")
@@ -192,6 +193,7 @@ def losses_body(world: World, argv: list[str], name: str) -> list[float]:
         return train_body(world, argv, 3)[0]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_mutation_is_seen(mutation: Callable) -> None:
     argv = [*TINY, *MODEL, "--micro-batch-size", "1"]

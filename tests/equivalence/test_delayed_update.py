@@ -30,6 +30,7 @@ ON_HOST = (*DELAYED, "--optimizer-cpu-offload")
 SPLIT = (*ON_HOST, "--optimizer-offload-fraction", "0.5", "--ddp-bucket-size", "3000")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("p", "flags"), [(1, ON_HOST), (2, DELAYED), (2, SPLIT)])
 def test_it_is_bitwise_the_delayed_reference(p: int, flags: tuple[str, ...]) -> None:
     """Untied and unclipped the order of additions is the same: not one bit differs."""
@@ -82,6 +83,7 @@ def evaluated_body(world: World, argv: list[str], steps: int) -> list[float]:
     return seen
 
 
+@pytest.mark.landing
 def test_it_is_2bw_on_one_rank_with_its_correction_and_its_checkpoint(tmp_path: Path) -> None:
     """Losses, evaluations in between (of the masters), what is saved, and where a resumed run gets to: bit for bit."""
     base = [*TINY, *UNTIED, "--eval-iters", "1", "--data-cache-path", str(tmp_path / "cache"), "--clip-grad", "0.5"]

@@ -87,6 +87,7 @@ def evaluated_body(world: World, argv: list[str], steps: int) -> list[object]:
     return seen
 
 
+@pytest.mark.landing
 def test_runs_with_and_without_it_continue_each_other(tmp_path: Path) -> None:
     """Evaluations and samples in between use rows past the cache; what is saved is as ever."""
     prompts = tmp_path / "prompts.txt"

@@ -78,6 +78,7 @@ CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
 LATER = ("two samples at once", "dp4 ep2 zero1", "tp2", "tp2 etp1", "tp2 dp2 ep2")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name in LATER else []) for name in CORNERS]
 )
@@ -260,6 +261,7 @@ def losses_body(world: World, argv: list[str], name: str) -> tuple[list[float], 
         return train_body(world, argv, 3)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize(
     ("mutation", "model", "layout"), MUTATIONS, ids=[f"{m.__name__} {' '.join(flags)}" for m, _, flags in MUTATIONS]
 )

@@ -100,6 +100,7 @@ def test_a_scale_of_its_own_on_each_rank_is_seen() -> None:
         compare(case("tp2 sequence parallel", "--fp8-format", "e4m3"), body=own_scales_body)
 
 
+@pytest.mark.landing
 def test_delayed_scales_resume_bitwise(tmp_path: Path) -> None:
     """2BW's older weights have scales of their own; the first of all has none yet."""
     model = ("--num-layers", "2", "--fp8-format", "e4m3", "--fp8-recipe", "delayed", "--micro-batch-size", "1")

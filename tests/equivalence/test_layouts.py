@@ -67,6 +67,7 @@ def block_forwards_body(world: World, argv: list[str]) -> int:
     return calls
 
 
+@pytest.mark.landing
 def test_every_stage_recomputes_its_own_number_of_layers() -> None:
     model, pp2 = ("--num-layers", "5", "--hidden-dropout", "0.1"), CORNERS["pp2"][0]
     layout = ("--micro-batch-size", "1", *pp2, "--decoder-first-pipeline-num-layers", "2", *AGAIN, "1", "3")

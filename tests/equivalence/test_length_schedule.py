@@ -234,6 +234,7 @@ def whole_run(world: World, argv: list[str]) -> int:
     return run_training(parse(argv, world_size=world.size), world)
 
 
+@pytest.mark.landing
 def test_killed_at_a_switch(tmp_path: Path) -> None:
     argv = [*TINY, *FOUR, *SCHEDULE, "--micro-batch-size", "1", *PP2, "zb-v", "--save-interval", "1"]
     argv[argv.index("--train-iters") + 1] = "5"
@@ -338,6 +339,7 @@ def losses_body(world: World, argv: list[str], name: str) -> list[float]:
         return train_body(world, argv, 3)[0]
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_mutation_is_seen(mutation: Callable) -> None:
     argv = [*TINY, *MUTATED, "--micro-batch-size", "1", *SCHEDULE]

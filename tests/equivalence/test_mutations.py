@@ -92,6 +92,7 @@ def plain_body(world: World, argv: list[str], steps: int) -> list[float]:
     return train_body(world, argv, steps)[0]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_mutation_is_seen(mutation: Callable) -> None:
     layout, world_size, delay = MUTATIONS[mutation]

@@ -135,6 +135,7 @@ def test_nothing_is_read_between_any_log_lines(case: tuple[str, int, str], tmp_p
     check(*case, tmp_path)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_update_leaves_everything_as_it_was(optimizer: str, tmp_path: Any) -> None:
     """Batch 2 of 5 overflows: its update is left out on the device; schedules, counts and scale go on as if read at
@@ -155,6 +156,7 @@ def test_the_loss_scale_falls_on_the_device(tmp_path: Any) -> None:
     assert counted == (1, 4 * 8) and taken == 4
 
 
+@pytest.mark.landing
 def test_a_skip_with_delayed_gradients(tmp_path: Any) -> None:
     argv = [*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--pipeline-model-parallel-size", "2"]
     argv += ["--pipeline-schedule", "2bw", "--nonfinite", "skip"]

@@ -135,6 +135,7 @@ def mutated_body(world: World, argv: list[str], steps: int, name: str) -> Any:
         return train_body(world, argv, steps)
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_the_oracle_sees(mutation: Callable[[], Any]) -> None:
     optimizer, layout, size = MUTATIONS[mutation]
@@ -152,6 +153,7 @@ def scale_of_this_update() -> Any:
     )
 
 
+@pytest.mark.landing
 def test_a_scale_that_depends_on_the_depth_is_seen() -> None:
     flags = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --num-layers 4 --pipeline-schedule 2bw".split()
     argv = [*(flag for flag in TINY if flag != "--fp64"), *flags, "--micro-batch-size", "1"]

@@ -96,6 +96,7 @@ def by_hand(kind: str, p: int, iterations: int, of: int) -> tuple[list[float], d
     return losses, {name: value.detach() for name, value in newest.items()}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("kind", ["adam", "sgd", "muon"])
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_an_update_is_that_of_its_own_micro_batch(kind: str, p: int) -> None:

@@ -123,6 +123,7 @@ def small_form(flags: list[str], ranks: int):
     return shrink(config, world_size, steps=STEPS, most_ranks=8)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_by_layer_and_action(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags, ranks, account = MISTAKES[name]

@@ -307,6 +307,7 @@ def account(name: str, flags: list[str], ranks: int, capsys: pytest.CaptureFixtu
     return status, next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), output)
 
 
+@pytest.mark.landing
 def test_a_wrong_side_of_an_if_is_named(full: bool, fresh: int, capsys: pytest.CaptureFixture[str]) -> None:
     for mutation in MUTATIONS if full else random.Random(fresh).sample([*MUTATIONS], 3):
         flags, ranks, expected = MUTATIONS[mutation]

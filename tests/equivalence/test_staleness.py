@@ -119,6 +119,7 @@ class Runs:
 compare = Runs().compare
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("method", [method for method in METHODS if ("adam", method) in CASES])
 def test_adam_is_bitwise_the_delayed_reference(method: str) -> None:
     expected = reference("adam", method, UNTIED)
@@ -155,6 +156,7 @@ def test_pipedream_corrects_each_stage_by_its_own_delay(drawn: Draws) -> None:
         compare(expected, losses, argv, 3, 3, 1e-12)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("method", ["predict 2", "error-feedback", "nesterov"])
 def test_the_switch_from_flushes_is_exact(method: str) -> None:
     """Batches that run without delay are not corrected, the first that does is."""
@@ -267,6 +269,7 @@ MUTATIONS: dict[str, tuple[Callable, Callable[[Runs, Path], None]]] = {
 }
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutation_is_seen(mutation: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as seen:

@@ -56,6 +56,7 @@ def check(tmp_path: Path, layout: str, ranks: int) -> None:
     assert any(line["text"] for line in written)
 
 
+@pytest.mark.landing
 def test_a_delayed_pipeline_writes_what_its_masters_write(tmp_path: Path) -> None:
     """2BW predicts weights for its gradients; samples are of the masters."""
     check(tmp_path, "--pipeline-model-parallel-size 2 --pipeline-schedule 2bw", 2)

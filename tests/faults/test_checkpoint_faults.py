@@ -77,6 +77,7 @@ SAMPLE = {  # every point, every role and both ways of saving; the rest runs wit
 }  # fmt: skip
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("point", "rank", "asynchronous"),
     [pytest.param(*role, marks=() if role in SAMPLE else pytest.mark.full) for role in ROLES],

@@ -50,6 +50,7 @@ def body_launch(world: World, main_name: str) -> tuple[int, float]:
     return status, time.monotonic() - start
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("action", "account"),
     [

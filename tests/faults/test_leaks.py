@@ -69,6 +69,7 @@ def body_counts(world: World, argv: list[str], moments: list[int]) -> list[dict[
 SAMPLE = ("cp2", "param-offload", "2bw predict")
 
 
+@pytest.mark.landing
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in LAYOUTS]

@@ -118,6 +118,7 @@ def body_runs_as_nobody(world: World, name: str, root: str) -> int:
         os.setresuid(0, 0, 0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_not_ours_is_one_line(name: str, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _, _, _, begin, part = CASES[name]

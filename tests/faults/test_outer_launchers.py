@@ -61,6 +61,7 @@ def body_ranks(world: World) -> tuple[list[int], float]:
     return statuses, time.monotonic() - began
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("action", "status", "account"),
     [

@@ -69,6 +69,7 @@ def test_interval_stops_saves_and_the_last_multiple_completes(tmp_path: Path) ->
     assert [record["iteration"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.landing
 def test_what_waits_for_the_interpreters_end_does_not_hold_up_a_run_that_is_done(tmp_path: Path) -> None:
     """Neither a library's last words nor the tearing down of torch: "completed" is followed by the exit."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n")
@@ -133,6 +134,7 @@ def body_not_finite(world: World, argv: list[str], bad: int) -> int:
     return 0
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("layout", "bad"), sampled(itertools.product(LAYOUTS, (0, 1)), {("dp", 1), ("tp", 0), ("pp", 1)})
 )

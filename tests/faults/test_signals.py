@@ -86,6 +86,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.in_turn
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in Linux's /proc")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", pytest.param("SIGINT", marks=pytest.mark.full)])
 @pytest.mark.parametrize("whom", ["parent", "worker"])
@@ -171,6 +172,7 @@ def test_an_evaluation_is_cut_short_and_the_state_before_it_saved(tmp_path: Path
     assert records(tmp_path, "summary")[-1]["status"] == "exit_signal" and not records(tmp_path, "valid")
 
 
+@pytest.mark.landing
 def test_the_last_evaluation_is_cut_short_and_made_up_for(tmp_path: Path) -> None:
     argv = command(tmp_path, *EVALUATES, "1", "--auto-resume", steps=2)
     assert run_ranks(whole_run, 2, argv, "evaluation") == [0, 0]
@@ -186,6 +188,7 @@ def test_a_second_signal_does_not_tear_a_save_in_the_background(tmp_path: Path) 
     assert saved(tmp_path) == ["iter_0000002"] and not list(tmp_path.glob("*.tmp-*"))
 
 
+@pytest.mark.landing
 def test_without_its_handler_a_run_leaves_signals_to_the_system(tmp_path: Path) -> None:
     argv = [sys.executable, "pretrain_gpt.py", *command(tmp_path, "--no-exit-signal-handler", steps=100_000)]
     running = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)

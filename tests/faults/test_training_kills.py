@@ -76,6 +76,7 @@ POINTS = ("iteration", "action", "grad_reduce", "opt_step", "save.begin", "save.
 MOVING = ("action:kind=EVICT", "action:kind=PREFETCH")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", OFTEN)
 def test_killed_anywhere_it_ends_with_the_same_bits(name: str, tmp_path: Path, full: bool, fresh: int) -> None:
     for number in FORMATS if full else FORMATS[fresh % 3 :][:1]:
@@ -134,6 +135,7 @@ def stop(running: subprocess.Popen[str], number: signal.Signals, iteration: int)
     assert running.wait(timeout=120) == 0
 
 
+@pytest.mark.landing
 def test_signals_save_and_exit_0_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
     """As a scheduler does it: the signal goes to the launcher; one kind first, the other after the resume."""
     folder = tmp_path / "stopped"

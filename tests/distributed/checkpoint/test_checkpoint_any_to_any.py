@@ -91,6 +91,7 @@ def pair(rng: random.Random) -> tuple[Layout, Layout]:
             return source, target
 
 
+@pytest.mark.landing
 def test_a_rank_that_holds_padding_only_moves_too(tmp_path: Path) -> None:
     """61 ids padded to 256 over two ranks, to 512 over four: with statistics of whole rows and columns too."""
     model = ("--num-layers", "2", "--optimizer", "adafactor")

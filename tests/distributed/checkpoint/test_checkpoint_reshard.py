@@ -40,6 +40,7 @@ def load_random(world: World, directory: str, seed: int) -> dict[str, object]:
     return meta
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (4, 3), (2, 4)])
 def test_any_world_size_loads_any_other(tmp_path: Path, source: int, target: int) -> None:
     for seed in range(3):
@@ -113,6 +114,7 @@ def memory_of_loading(world: World, directory: str) -> list[float]:
     return [columns.mean().item(), rows.mean().item(), (after - before) / 1024]
 
 
+@pytest.mark.landing
 def test_saving_and_loading_need_the_memory_of_a_block_each(tmp_path: Path) -> None:
     for columns, rows, grown in run_ranks(memory_of_loading, 2, str(tmp_path)):
         assert columns == rows == 1.0

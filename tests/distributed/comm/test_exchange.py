@@ -51,6 +51,7 @@ def body(world: World, dtype: torch.dtype, async_op: bool) -> int:
     return direct
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_and_slices(size: int, dtype: torch.dtype) -> None:

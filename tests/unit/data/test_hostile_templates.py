@@ -52,6 +52,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_hostile_template_ends_in_one_line(name: str) -> None:
     template, says = TEMPLATES[name]

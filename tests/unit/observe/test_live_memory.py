@@ -89,6 +89,7 @@ def test_the_prediction_is_within_five_per_cent_of_a_run(layout: str, tmp_path: 
     assert found[0]["predicted_memory_bytes"] == pytest.approx(found[0]["measured_memory_bytes"], rel=0.05)
 
 
+@pytest.mark.landing
 def test_counting_changes_no_loss(tmp_path: Path) -> None:
     assert run_single(body, [*FLAGS, "--save", str(tmp_path)]) == 0
     expected, _ = run_single(train_body, FLAGS, 10)

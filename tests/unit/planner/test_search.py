@@ -33,6 +33,7 @@ def _search(config: Config, devices: int, hardware: Hardware, given: frozenset[s
     return search(config, devices, hardware, Roofline(hardware), given=given)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("devices", "flags"),
     [(1, ""), (4, ""), (6, ""), (4, "--num-query-groups 2 --attention-dropout 0.1 --num-layers 5 --seq-length 18")],

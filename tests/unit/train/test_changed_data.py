@@ -56,6 +56,7 @@ def replace(tmp_path: Path) -> None:
     write(tmp_path / "corpus", 40, first=1)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("change", "what"),
     [

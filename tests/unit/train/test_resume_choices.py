@@ -334,6 +334,7 @@ def test_a_dry_run_reads_what_the_start_loads(stopped: Path, monkeypatch: Any) -
         assert main([*command, "--dry-run"]) == main(command) == status
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon", "adafactor"])
 def test_a_checkpoint_is_as_large_as_predicted(optimizer: str, tmp_path: Path) -> None:
     more = ["--optimizer", optimizer, "--train-iters", "1", "--vocab-size", "61"]

@@ -52,6 +52,7 @@ def there_and_back(world: World, kind: str, through_memory: bool = False) -> tup
     return [y.detach(), x.grad, weights.grad], list(way.counts)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["two experts", "all experts", "one expert", "dropped", "a rank without tokens"])
 def test_there_and_back(kind: str, size: int) -> None:

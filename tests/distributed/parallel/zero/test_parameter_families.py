@@ -197,6 +197,7 @@ def body_cases(world: World, cases: list[Case]) -> list[Result]:
     return [train(world, case) for case in cases]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
 def test_families_train_as_one_process_does(sizes: dict[str, int]) -> None:
     cases = [Case(sizes, stage) for stage in range(4)]

@@ -148,6 +148,7 @@ def body_tensor_parallel(world: World, tp_size: int, stage: int) -> tuple[float,
     return norm, [(s.name, s.global_shape, s.offset, s.local, s.replica) for s in optimizer.shards()]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (4, 2), (4, 4), (4, 1)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_element_is_counted_and_saved_once(world: int, tp: int, stage: int) -> None:

@@ -142,6 +142,7 @@ def cases_of(stage: int) -> list[Case]:
     ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_stage_equals_plain_torch(stage: int, size: int) -> None:

@@ -91,6 +91,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("hidden", [128, pytest.param(512, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("dtype", "versions", "stage"),
@@ -137,6 +138,7 @@ def body_leak(world: World, stage: int, steps: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in range(3)), 3])
 def test_nothing_grows_over_200_steps(stage: int) -> None:
     for sizes in run_ranks(body_leak, 2, stage, 200):

@@ -53,6 +53,7 @@ def body(
     return weights, optimizer.memory(), sum(s.stop - s.start for s in optimizer.masters)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_offloading_changes_no_bit(stage: int, dtype: torch.dtype) -> None:
