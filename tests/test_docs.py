@@ -91,7 +91,9 @@ def test_what_readme_promises_is_proved_by_tests_that_always_run() -> None:
             tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
             assert len(tests) == 1, f"{path} has no {name}"
             marks = [ast.unparse(mark) for mark in tests[0].decorator_list]
-            assert not [mark for mark in marks if re.match(r"pytest\.mark\.(full|landing|gpu|skip)", mark)], f"{path}::{name}"
+            assert not [mark for mark in marks if re.match(r"pytest\.mark\.(full|landing|gpu|skip)", mark)], (
+                f"{path}::{name}"
+            )
 
 
 def test_the_picture_shows_what_is_imported() -> None:
