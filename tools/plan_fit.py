@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import Config, HostOffload
+from megalite.inventory import given_plan
 from megalite.planner import (
     SEARCHED,
     TERMS,
@@ -92,7 +93,7 @@ def remedy(
     config = misfit.config
     offloaded = replace(config, optimizer=replace(config.optimizer, offload=HostOffload(optimizer_cpu_offload=True)))
     moved: dict[str, object] = {"optimizer_cpu_offload": True}
-    may_move = not hardware.on_cpu and not config.optimizer.offload.fraction
+    may_move = not hardware.on_cpu and not given_plan(config).fraction
     changes = _smallest(FastEstimator(config, world_size, hardware, source), stale)
     if may_move and (changes is None or len(changes) > 1):
         host = FastEstimator(offloaded, world_size, hardware, source)

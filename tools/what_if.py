@@ -191,18 +191,20 @@ def _fewer_on_host(row: Row, hardware: Hardware) -> Config | None:
     if row.found is None or not row.found.offloaded_elements:
         return None
     config, found = row.found.config, row.found
-    if not config.optimizer.offload.hosts_params or config.file_fraction:
+    if not found.plan.hosts_params or found.plan.file_fraction:
         return None
     rule, wide = OPTIMIZER_SPECS[config.optimizer.optimizer], ElementBytes.of(config).wide
-    away = config.optimizer.offload.fraction
+    away = found.plan.fraction
     states = wide * (1 + rule.most_moments(config.optimizer)) * found.offloaded_elements / away
     ranks = min(hardware.devices_per_node, found.world_size)
     over = max(memory.host for memory in found.memory) - hardware.host_memory_bytes / ranks
     fraction = math.floor(100 * (away - over / states) - 1) / 100  # whole buckets move: a little less than that
     if over <= 0 or fraction <= 0:
         return None
-    offload = replace(config.optimizer.offload, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
-    return replace(config, optimizer=replace(config.optimizer, offload=offload), chunks=None)
+    offload = replace(
+        config.optimizer.offload, param_offload="cpu", optimizer_cpu_offload=True, optimizer_offload_fraction=fraction
+    )
+    return replace(config, optimizer=replace(config.optimizer, offload=offload))
 
 
 def _token_budget(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
@@ -254,7 +256,7 @@ def table(answer: Sweep) -> str:
         lines.append(
             f"  {row.name:<{width}}  {row.found.tokens_per_s:>12,.0f}  {row.found.mfu:>6.1%}  {time_text(days):>13}  "
             f"{energy_text(energy):>9}  {gib(row.found.memory_bytes):>6}  {bar:<{BAR}}  "
-            f"{layout_text(row.found.config, row.found.world_size)}"
+            f"{layout_text(row.found.config, row.found.world_size, row.found.plan)}"
         )
     lines += [f"  {answer.note}"] if answer.note else []
     return "\n".join(lines)

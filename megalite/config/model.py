@@ -240,11 +240,6 @@ class ModelConfig:
         return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
 
     @property
-    def recomputed_layers(self) -> int:
-        """N of `--recompute-num-layers`, of a stage that has a number of its own as `for_stage` gives it."""
-        return self.recompute_num_layers[0] if self.recompute_num_layers else 1
-
-    @property
     def adapted_parts(self) -> tuple[str, ...]:
         """Parts of linear layers that have an adapter (see `config.lora`)."""
         return self.lora.parts(apart=self.model_type == "llama")
@@ -312,11 +307,6 @@ class ModelConfig:
             position_embedding_type="none" if kind == "rope" and not self.has_rope(index) else kind,
             **patterns,
         )
-
-    def for_stage(self, stage: int) -> ModelConfig:
-        """What stage `stage` of the pipeline is built with: of several numbers of recomputed layers its own."""
-        numbers = self.recompute_num_layers or ()
-        return replace(self, recompute_num_layers=(numbers[stage],)) if len(numbers) > 1 else self
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding in memory: the vocabulary rounded up to the divisor times the tensor-parallel size."""

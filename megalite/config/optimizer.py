@@ -150,16 +150,6 @@ class HostOffload(Spelled):
         choices=("none", "cpu", "auto"),
     )
 
-    @property
-    def hosts_params(self) -> bool:
-        """Whether weights and gradients live on the host."""
-        return self.param_offload == "cpu"
-
-    @property
-    def fraction(self) -> float:
-        moves = self.optimizer_cpu_offload or self.optimizer_offload_path is not None or self.hosts_params
-        return self.optimizer_offload_fraction if moves else 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:

@@ -17,7 +17,6 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.schema import Option, options_of
 from megalite.config.staleness import Correction, correction_of
 from megalite.config.training import BatchRamp, TrainingConfig
-from megalite.schedule import ActivationRoom, WeightChunks
 
 SECTIONS: Mapping[str, type] = MappingProxyType(
     {
@@ -41,21 +40,6 @@ class Config:
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
-    room: ActivationRoom | None = None
-    """What --device-memory-budget-gb leaves to activations, where some of them have to wait on the host."""
-    in_file: float | None = None
-    """Part of the masters and moments that --host-memory-budget-gb puts into files; None: all that are off the device,
-    where there is a folder for them."""
-    chunks: WeightChunks | None = None
-    """Weights that come and go layer by layer, and the room they have (`planner.within_budget`)."""
-
-    @property
-    def file_fraction(self) -> float:
-        """Part of the masters and moments that lies in files."""
-        offload = self.optimizer.offload
-        if offload.optimizer_offload_path is None:
-            return 0.0
-        return offload.fraction if self.in_file is None else self.in_file
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
@@ -93,13 +77,6 @@ class Config:
     def total_train_samples(self, world_size: int) -> int:
         """Samples that all training iterations together consume."""
         return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
-
-    @property
-    def halves(self) -> str:
-        """Over what two halves of a micro-batch take turns: '', 'layer' or 'stage'. Where a layer's weights go when the
-        next begins (ZeRO-3, --param-offload), turns of two layers cannot mix."""
-        goes = self.parallel.zero_stage == 3 or self.optimizer.offload.hosts_params
-        return ("layer" if goes else "stage") if self.parallel.tp_comm_overlap else ""
 
     @property
     def length_schedule(self) -> LengthSchedule:
@@ -143,11 +120,6 @@ class Config:
     def staleness(self) -> Correction:
         """What is done about delayed gradients, the defaults filled in."""
         return correction_of(self)
-
-    def for_stage(self, stage: int) -> Config:
-        """What stage `stage` of the pipeline is built with (`ModelConfig.for_stage`)."""
-        model = self.model.for_stage(stage)
-        return self if model is self.model else dataclasses.replace(self, model=model)
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding in memory, over all tensor-parallel ranks."""

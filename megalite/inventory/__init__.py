@@ -5,6 +5,7 @@
     layers.py       of each layer: parameters, matrix products, sums over the tensor axis; names, counts, FLOPs
     parameter_placement.py      which rectangle of its logical tensor a parameter is
     families.py     which axes cut, shard and replicate the parameters of a family
+    memory_plan.py  where memory lies and what is recomputed, as flags say it or a budget decided it
     buckets.py      the flat buffers that hold parameters
     tiling.py       chunks of logits, blocks of queries, layers that are recomputed together
     activation_bytes.py     bytes that a layer keeps until its backward, and that cross to the next stage
@@ -56,6 +57,7 @@ from megalite.inventory.layers import (
     parameter_shapes,
     stage_parameters,
 )
+from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, given_recompute
 from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape, placement_of
 from megalite.inventory.pipeline import computations, lowered_program, stage_layer_ranges
 from megalite.inventory.tiling import (

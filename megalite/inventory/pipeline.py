@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 
 from megalite.config import Config, ModelConfig
 from megalite.inventory.layers import model_layers
+from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan
 from megalite.schedule import (
     ActivationRoom,
     Program,
@@ -26,15 +27,22 @@ from megalite.schedule import (
 )
 
 
-def computations(config: Config, num_microbatches: int, schedule: str | None = None, *, waits: bool = False) -> Program:
+def computations(
+    config: Config,
+    num_microbatches: int,
+    schedule: str | None = None,
+    *,
+    plan: MemoryPlan = DEFAULT_PLAN,
+    waits: bool = False,
+) -> Program:
     """F, R, B, I, W, EVICT, PREFETCH and STEP of a batch as they run, without messages, reductions and gathers.
 
-    schedule: instead of the configuration's. waits: for the update before, although the configuration delays it.
-    Raises ScheduleError.
+    schedule: instead of the configuration's. plan: whose rooms activations and weights keep to. waits: for the update
+    before, although the configuration delays it. Raises ScheduleError.
     """
     parallel, delayed = config.parallel, config.optimizer.offload.delayed_parameter_update and not waits
     if parallel.pipeline_schedule_file is not None:
-        return _changed(load_program(parallel.pipeline_schedule_file), delayed, config.room, config.chunks)
+        return _changed(load_program(parallel.pipeline_schedule_file), delayed, plan.room, plan.chunks)
     return _built(
         schedule or parallel.schedule,
         delayed,
@@ -42,8 +50,8 @@ def computations(config: Config, num_microbatches: int, schedule: str | None = N
         num_microbatches,
         parallel.virtual_pipeline_model_parallel_size,
         parallel.chimera_pairs,
-        config.room,
-        config.chunks,
+        plan.room,
+        plan.chunks,
     )
 
 
@@ -75,10 +83,15 @@ def _changed(
 
 
 def lowered_program(
-    config: Config, num_microbatches: int, schedule: str | None = None, *, waits: bool = False
+    config: Config,
+    num_microbatches: int,
+    schedule: str | None = None,
+    *,
+    plan: MemoryPlan = DEFAULT_PLAN,
+    waits: bool = False,
 ) -> Program:
     """The same with everything that an executor needs. Raises ScheduleError."""
-    program = lower(computations(config, num_microbatches, schedule, waits=waits))
+    program = lower(computations(config, num_microbatches, schedule, plan=plan, waits=waits))
     if config.parallel.zero_stage == 3 and find_schedule(schedule or config.parallel.schedule).gathers_once:
         program = insert_unshard(program)  # a chunk's weights are gathered once a batch and direction
     return program

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import ModelConfig
+from megalite.inventory.memory_plan import Recompute
 
 # Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache, a GPU wants large products.
 CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_CUDA = 1 << 22, 1 << 26
@@ -34,17 +34,17 @@ def block_area(length: int) -> int:
     return sum((end - begin) * end for begin, end in query_blocks(length))
 
 
-def recompute_ranges(count: int, blocks: Sequence[int], config: ModelConfig) -> list[tuple[int, int, bool]]:
+def recompute_ranges(count: int, blocks: Sequence[int], how: Recompute) -> list[tuple[int, int, bool]]:
     """Cuts `count` layers, of which the indices `blocks` are transformer blocks, into (begin, end, recompute)."""
-    if config.recompute_granularity != "full" or not blocks:
+    if not how.method or not blocks:
         return [(0, count, False)]
     first, last = blocks[0], blocks[-1] + 1
     ranges = [(0, first, False)] if first else []
-    ranges += recomputed_layers(first, last, config.recompute_method, config.recomputed_layers)
+    ranges += recomputed_layers(first, last, *how)
     return ranges + ([(last, count, False)] if last < count else [])
 
 
-def recomputed_layers(first: int, last: int, method: str | None, number: int) -> list[tuple[int, int, bool]]:
+def recomputed_layers(first: int, last: int, method: str, number: int) -> list[tuple[int, int, bool]]:
     """Cuts the layers `first` to `last` (excluded) into (begin, end, recompute).
 
     method: 'block': the first `number` layers, each from its own input; else ('uniform') every chunk of `number`.

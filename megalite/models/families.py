@@ -10,7 +10,7 @@ from torch import nn
 
 from megalite.config import ModelConfig
 from megalite.errors import ConfigError
-from megalite.inventory import block_models, placement_of
+from megalite.inventory import Recompute, block_models, placement_of
 from megalite.nn import Block, Embedding, HalvedBlock, HalvedStack, Head, LayerStack, Rotary, initialize
 from megalite.parallel.tensor import LayerContext
 
@@ -52,14 +52,20 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 
 
 def build_stack(
-    config: ModelConfig, specs: Sequence[LayerSpec], ctx: LayerContext, *, init_seed: int | None = None
+    config: ModelConfig,
+    specs: Sequence[LayerSpec],
+    ctx: LayerContext,
+    *,
+    init_seed: int | None = None,
+    recompute: Recompute | None = None,
 ) -> LayerStack:
-    """Builds a stage from its specs, filled from (`init_seed`, logical names); None: memory as it is."""
+    """Builds a stage from its specs, filled from (`init_seed`, logical names); None: memory as it is. recompute: None:
+    as flags say it of the first stage."""
     layers = [(spec.name, spec.build(ctx)) for spec in specs]
     if ctx.halves:
-        stack: LayerStack = HalvedStack(config, layers, crossing=ctx.halves == "stage")
+        stack: LayerStack = HalvedStack(config, layers, recompute, crossing=ctx.halves == "stage")
     else:
-        stack = LayerStack(config, layers)
+        stack = LayerStack(config, layers, recompute)
     for parameter in stack.parameters() if config.adapted_parts else ():  # beside adapters all is frozen
         parameter.requires_grad_(placement_of(parameter).family == "adapter")
     if init_seed is not None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config import ModelConfig
+from megalite.inventory import Recompute
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.head import Head
@@ -144,9 +145,14 @@ class HalvedStack(LayerStack):
     """
 
     def __init__(
-        self, config: ModelConfig, named_layers: Sequence[tuple[str, nn.Module]], *, crossing: bool = True
+        self,
+        config: ModelConfig,
+        named_layers: Sequence[tuple[str, nn.Module]],
+        recompute: Recompute | None = None,
+        *,
+        crossing: bool = True,
     ) -> None:
-        super().__init__(config, named_layers)
+        super().__init__(config, named_layers, recompute)
         self.crossing = crossing
         for parameter in self.parameters():
             parameter.sink_uses = 2 * getattr(parameter, "sink_uses", 1)  # type: ignore[attr-defined]  # ours

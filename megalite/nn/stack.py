@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config import ModelConfig
-from megalite.inventory import recompute_ranges
+from megalite.inventory import Recompute, given_recompute, recompute_ranges
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
@@ -35,7 +35,13 @@ class LayerStack(nn.Module):
     If the stage holds both ends and the embeddings are tied, they share one parameter.
     """
 
-    def __init__(self, config: ModelConfig, named_layers: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        named_layers: Sequence[tuple[str, nn.Module]],
+        recompute: Recompute | None = None,
+    ) -> None:
+        """recompute: None: as flags say it of the first stage."""
         super().__init__()
         self.config = config
         self.names = tuple(name for name, _ in named_layers)
@@ -53,7 +59,7 @@ class LayerStack(nn.Module):
             head.output.weight = cast(nn.Parameter, embedding.word_embeddings.weight)
             head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: contributions per micro-batch
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
-        self.recompute_ranges = recompute_ranges(len(self.names), places, config)
+        self.recompute_ranges = recompute_ranges(len(self.names), places, recompute or given_recompute(config)[0])
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Runs all layers; the first stage gets None, the last returns the summed loss."""

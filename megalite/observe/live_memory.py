@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.comm import all_gather_json
 from megalite.config import BatchRamp
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
 from megalite.planner import RankMemory, in_units, program_of, rank_memory
@@ -108,7 +109,9 @@ class MemoryCheckHook(Hook):
     measured most) and `memory_error` (predicted over measured, minus 1). Every rank takes part; world rank 0 prints.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: MemoryPlan | None = None) -> None:
+        """plan: where the run's memory lies; None: what flags say."""
+        self._plan = plan
         self._counter: LiveBytes | None = None
         self._watching = ExitStack()
         self._until = 0
@@ -123,10 +126,11 @@ class MemoryCheckHook(Hook):
         if training.batch_ramp != BatchRamp() or training.seq_length_schedule is not None or to_go < least:
             return  # the first batches are not the ones that the prediction is about
         config, world = trainer.config, trainer.mesh.size("world")
-        program = program_of(config, world)
+        plan = given_plan(config) if self._plan is None else self._plan
+        program = program_of(config, world, plan)
         cuts = stage_layer_ranges(config, program)
-        rank = trainer.mesh.coordinate("pp")
-        self._predicted = rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+        asked = partial(rank_memory, config, world, program=program, cuts=cuts, plan=plan, on_cpu=on_cpu)
+        self._predicted = asked(rank=trainer.mesh.coordinate("pp"))
         self._until = trainer.iteration + WATCHED
         if on_cpu:
             self._counter = LiveBytes()

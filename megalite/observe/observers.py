@@ -24,7 +24,7 @@ from megalite import __version__
 from megalite.comm import all_gather, all_gather_json
 from megalite.config import Config
 from megalite.errors import DataError
-from megalite.inventory import FLOPS_CONVENTION
+from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
 from megalite.observe.console import ConsoleHook
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
@@ -41,13 +41,14 @@ def make_hooks(
     start_facts: Record | None = None,
     flops_per_sample: float | None = None,
     first: Sequence[Hook] = (),
+    plan: MemoryPlan | None = None,
 ) -> Hooks:
     """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
 
     start_facts: what the start line of metrics.jsonl says besides the usual. flops_per_sample: of a model not ours.
-    first: hooks that add to records what the others write.
+    first: hooks that add to records what the others write. plan: where the run's memory lies.
     """
-    hooks: list[Hook] = [*first, StragglerHook(), *([] if config.model.is_foreign else [MemoryCheckHook()])]
+    hooks: list[Hook] = [*first, StragglerHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
         hooks.append(ConsoleHook())

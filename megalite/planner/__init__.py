@@ -31,7 +31,14 @@ from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import efficiency, host_traffic
-from megalite.planner.memory import TERMS, RankMemory, foreign_memory, rank_memory, shared_memory_bytes
+from megalite.planner.memory import (
+    TERMS,
+    RankMemory,
+    foreign_memory,
+    pipeline_memory,
+    rank_memory,
+    shared_memory_bytes,
+)
 from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes
 from megalite.planner.predict import Prediction, predict, program_of
 from megalite.planner.profile import Profile, load_profile, mean_profile

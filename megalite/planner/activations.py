@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from megalite.config import Config
 from megalite.inventory import (
     ElementBytes,
+    Recompute,
     add_up,
     blocks_of,
     boundary_bytes,
     chunk_length,
+    given_recompute,
     kept_bytes,
     micro_tokens,
     model_layers,
@@ -43,31 +45,34 @@ class StageActivations:
         return self.full + self.boundary + self.head
 
 
-def _segments(config: Config, blocks: int) -> tuple[int, int, int]:
+def _segments(config: Config, blocks: int, how: Recompute) -> tuple[int, int, int]:
     """(Blocks kept whole, segments that keep their input only, blocks that recomputing brings back beside the rest).
 
     The first blocks of a stage are recomputed last: whole blocks behind them have gone by then, and one takes their
     place; where the backward is split, their W keeps most of them.
     """
-    again = [end - begin for begin, end, twice in recompute_ranges(blocks, range(blocks), config.model) if twice]
+    again = [end - begin for begin, end, twice in recompute_ranges(blocks, range(blocks), how) if twice]
     kept, split = blocks - sum(again), find_schedule(config.parallel.schedule).splits_backward
     return kept, len(again), max(again, default=0) if split or not kept else 0
 
 
-def recomputed(config: Config, items: range) -> range:
-    """Blocks of a stage whose forward runs again in backward. config: as the stage has it (`for_stage`)."""
+def recomputed(config: Config, items: range, how: Recompute) -> range:
+    """Blocks of a stage whose forward runs again in backward."""
     blocks = blocks_of(config.model, items)
-    kept, _, _ = _segments(config, len(blocks))
+    kept, _, _ = _segments(config, len(blocks), how)
     return blocks[: len(blocks) - kept]
 
 
-def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> StageActivations:
-    """What one micro-batch keeps in a stage. config: as the stage has it (`for_stage`). items: indices into [embedding,
-    block 0, ..., head]."""
+def stage_activations(
+    config: Config, items: range, how: Recompute | None = None, *, on_cpu: bool = False
+) -> StageActivations:
+    """What one micro-batch keeps in a stage. items: indices into [embedding, block 0, ..., head]. how: its blocks are
+    recomputed; None: as flags say it of the first stage."""
+    how = given_recompute(config.model)[0] if how is None else how
     size, tokens, entrance = ElementBytes.of(config), micro_tokens(config), boundary_bytes(config)
     here = model_layers(config.model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
-    kept, segments, _ = _segments(config, len(blocks))
+    kept, segments, _ = _segments(config, len(blocks), how)
     full = (
         add_up(blocks[len(blocks) - kept :], lambda layer: kept_bytes(config, layer, on_cpu=on_cpu))
         + segments * entrance
@@ -86,7 +91,7 @@ def stage_activations(config: Config, items: range, *, on_cpu: bool = False) -> 
     return StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
 
 
-def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tuple[float, float]:
+def workspace_bytes(config: Config, items: range, how: Recompute, *, on_cpu: bool = False) -> tuple[float, float]:
     """(Logits of one chunk and their gradient, tensors that come and go in a block's backward) in bytes."""
     model, tp, size = config.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
     tokens, here = micro_tokens(config), model_layers(model)[items.start : items.stop]
@@ -100,7 +105,7 @@ def workspace_bytes(config: Config, items: range, *, on_cpu: bool = False) -> tu
     if blocks:
         width = max(layer.mlp_width(config.parallel) for layer in set(blocks))
         block = size.compute * tokens * (model.hidden_size + 3.0 * width)  # gated: silu(gate) and the product
-        _, _, longest = _segments(config, len(blocks))
+        _, _, longest = _segments(config, len(blocks), how)
         if longest:  # made again, and let go as the backward goes through it; its input is there already
             again = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks))
             block += longest * again - boundary_bytes(config)

@@ -20,25 +20,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from megalite.config import Config, config_problems
+from megalite.config import Config, HostOffload, config_problems
 from megalite.errors import ConfigError, ScheduleError
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, stage_layer_ranges
 from megalite.planner.activations import stage_activations, workspace_bytes
 from megalite.planner.host_params import with_weight_chunks
-from megalite.planner.memory import RankMemory, rank_memory, weights_moved
+from megalite.planner.memory import RankMemory, pipeline_memory, weights_moved
 from megalite.planner.predict import program_of
 from megalite.planner.startup_table import in_units
-from megalite.planner.uneven import MemoryHeadroom, recomputing, smallest_numbers
+from megalite.planner.uneven import MemoryHeadroom, recompute_of, smallest_numbers
 from megalite.schedule import ActivationRoom, Program
-
-
-@dataclass(frozen=True)
-class _Device:
-    """What `MemoryHeadroom` asks of the hardware."""
-
-    usable_bytes: float
-    on_cpu: bool
 
 
 class _TooLittle(ConfigError):
@@ -49,50 +42,21 @@ class _TooLittle(ConfigError):
         self.enough = enough
 
 
-def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> Config:
-    """The configuration with what its budget decides. config: legal, with its vocabulary resolved.
+def within_budget(config: Config, world_size: int, *, on_cpu: bool) -> MemoryPlan:
+    """Where memory lies: what flags say, and what their budget decides. config: legal, with its vocabulary resolved.
 
     Raises ConfigError where nothing is enough.
     """
     gigabytes = config.parallel.hardware.device_memory_budget_gb
-    if config.optimizer.offload.hosts_params:
-        config = _hosted(config, world_size)
+    budget = _Budget(config, world_size, 1e9 * (gigabytes or 0.0), on_cpu)
+    plan = given_plan(config)
+    plan = budget.hosted(plan) if plan.hosts_params else plan
     if gigabytes is None or config.training.skip_train:
-        return config
-    device = _Device(1e9 * gigabytes, on_cpu)
-    config = _with_recomputation_decided(config, world_size)
-    if config.model.recompute_granularity == "auto":
-        placed = _recomputing(config, world_size, device)
-    else:
-        placed = _within_device(config, world_size, device)
-    return _within_host(placed, world_size, device)
+        return plan
+    return budget.within_host(budget.recomputing(plan) if budget.may_recompute else budget.within_device(plan))
 
 
-def _with_recomputation_decided(config: Config, world_size: int) -> Config:
-    """A granularity that was not given becomes auto, where whole layers may be recomputed; `none` becomes None."""
-    kind: str | None = config.model.recompute_granularity
-    if kind is None:
-        full = replace(config.model, recompute_granularity="full")
-        kind = None if config_problems(replace(config, model=full), world_size) else "auto"
-    elif kind == "none":
-        kind = None
-    return replace(config, model=replace(config.model, recompute_granularity=kind))
-
-
-def _within_device(config: Config, world_size: int, device: _Device) -> Config:
-    """As little as it takes is elsewhere than on the device. Raises ConfigError."""
-    if config.chunks is not None:
-        return _more_weights(config, world_size, device)
-    moved = _smallest_fraction(config, world_size, device)
-    if _fits(moved, world_size, device):
-        return moved
-    hosted = _on_host(config, world_size)
-    if hosted is None:
-        return _with_room(moved, world_size, device)
-    return _first_of(lambda: _with_room(moved, world_size, device), lambda: _more_weights(hosted, world_size, device))
-
-
-def _first_of(*ways: Callable[[], Config]) -> Config:
+def _first_of(*ways: Callable[[], MemoryPlan]) -> MemoryPlan:
     """What the first possible way leads to. Raises the error of the one that is nearest."""
     refused: list[_TooLittle] = []
     for way in ways:
@@ -103,181 +67,208 @@ def _first_of(*ways: Callable[[], Config]) -> Config:
     raise min(refused, key=lambda error: error.enough)
 
 
-def _within_host(config: Config, world_size: int, device: _Device) -> Config:
-    """As few masters and moments in files as it takes; `config` where nothing is said of the host.
+@dataclass(frozen=True)
+class _Budget:
+    """What each rank of a run may have. usable_bytes: on its device."""
 
-    Raises ConfigError where they are not enough.
-    """
-    gigabytes, fraction = config.parallel.hardware.host_memory_budget_gb, config.optimizer.offload.fraction
-    if gigabytes is None:
-        return config
+    config: Config
+    world_size: int
+    usable_bytes: float
+    on_cpu: bool
 
-    def placed(hundredths: int) -> Config:
-        return replace(config, in_file=min(fraction, hundredths / 100))
+    @property
+    def _flag(self) -> str:
+        return f"--device-memory-budget-gb={self.config.parallel.hardware.device_memory_budget_gb:g}"
 
-    def on_host(config: Config) -> float:
-        return max(rank.host for rank in _memory(config, world_size, device)[2])
+    @property
+    def may_recompute(self) -> bool:
+        """Whether it is left open which layers are recomputed: `auto`, or no word of it where whole layers may be."""
+        kind = self.config.model.recompute_granularity
+        full = replace(self.config, model=replace(self.config.model, recompute_granularity="full"))
+        return kind == "auto" or (kind is None and not config_problems(full, self.world_size))
 
-    def kept(hundredths: int) -> bool:
-        given = placed(hundredths)
-        return on_host(given) <= 1e9 * gigabytes and _fits(given, world_size, device)
+    @cached_property
+    def cuts(self) -> list[range]:
+        return stage_layer_ranges(self.config, self.program(DEFAULT_PLAN))
 
-    has_folder = config.optimizer.offload.optimizer_offload_path is not None
-    most = math.ceil(100 * fraction) if has_folder else 0
-    found = bisect_left(range(most), True, key=kept)
-    if kept(found):
-        return placed(found)
-    needed = f"--host-memory-budget-gb={gigabytes:g}: {in_units(on_host(placed(found)), 'B')} of a rank are needed"
-    if not has_folder and fraction:
-        raise ConfigError(f"{needed}; give as much, or a folder for masters and moments (--optimizer-offload-path=DIR)")
-    raise ConfigError(f"{needed} for what no file takes; give as much, or a larger --device-memory-budget-gb")
+    def program(self, plan: MemoryPlan) -> Program:
+        return program_of(self.config, self.world_size, plan)
+
+    def memory(self, plan: MemoryPlan) -> tuple[RankMemory, ...]:
+        """Of each pipeline coordinate. Raises ScheduleError where there is no room at some moment."""
+        return pipeline_memory(
+            self.config, self.world_size, self.program(plan), self.cuts, plan, on_cpu=self.on_cpu
+        )  # fmt: skip
+
+    def fits(self, plan: MemoryPlan) -> bool:
+        return all(rank.total <= self.usable_bytes for rank in self.memory(plan))
+
+    def _illegal(self, offload: HostOffload) -> bool:
+        """Whether flags that said the same would be refused."""
+        changed = replace(self.config, optimizer=replace(self.config.optimizer, offload=offload))
+        return bool(config_problems(changed, self.world_size))
+
+    def within_device(self, plan: MemoryPlan) -> MemoryPlan:
+        """As little as it takes is elsewhere than on the device. Raises ConfigError."""
+        if plan.hosts_params:
+            return self._more_weights(plan)
+        moved = self._smallest_fraction(plan)
+        if self.fits(moved):
+            return moved
+        hosted = self._on_host(plan)
+        if hosted is None:
+            return self._with_room(moved)
+        return _first_of(lambda: self._with_room(moved), lambda: self._more_weights(hosted))
+
+    def within_host(self, plan: MemoryPlan) -> MemoryPlan:
+        """As few masters and moments in files as it takes; `plan` where nothing is said of the host. Raises ConfigError
+        where they are not enough."""
+        gigabytes = self.config.parallel.hardware.host_memory_budget_gb
+        if gigabytes is None:
+            return plan
+        has_folder = self.config.optimizer.offload.optimizer_offload_path is not None
+
+        def placed(hundredths: int) -> MemoryPlan:
+            return replace(plan, file_fraction=min(plan.fraction, hundredths / 100) if has_folder else 0.0)
+
+        def on_host(plan: MemoryPlan) -> float:
+            return max(rank.host for rank in self.memory(plan))
+
+        def kept(hundredths: int) -> bool:
+            return on_host(placed(hundredths)) <= 1e9 * gigabytes and self.fits(placed(hundredths))
+
+        most = math.ceil(100 * plan.fraction) if has_folder else 0
+        found = bisect_left(range(most), True, key=kept)
+        if kept(found):
+            return placed(found)
+        needed = f"--host-memory-budget-gb={gigabytes:g}: {in_units(on_host(placed(found)), 'B')} of a rank are needed"
+        if not has_folder and plan.fraction:
+            raise ConfigError(
+                f"{needed}; give as much, or a folder for masters and moments (--optimizer-offload-path=DIR)"
+            )
+        raise ConfigError(f"{needed} for what no file takes; give as much, or a larger --device-memory-budget-gb")
+
+    def _on_host(self, plan: MemoryPlan) -> MemoryPlan | None:
+        """With weights and gradients on the host, where they may go there."""
+        offload = self.config.optimizer.offload
+        if offload.param_offload != "auto":
+            return None
+        if self._illegal(replace(offload, param_offload="cpu", optimizer_offload_fraction=1.0)):
+            return None
+        in_file = 0.0 if offload.optimizer_offload_path is None else 1.0
+        return self.hosted(replace(plan, hosts_params=True, fraction=1.0, file_fraction=in_file))
+
+    def hosted(self, plan: MemoryPlan) -> MemoryPlan:
+        """With the least room for weights that live on the host."""
+        return with_weight_chunks(self.config, self.world_size, self.cuts, replace(plan, chunks=None))
+
+    def _more_weights(self, plan: MemoryPlan) -> MemoryPlan:
+        """Weights that live on the host have what room is left; activations move, if there is none. Raises
+        ConfigError."""
+        if not self.fits(plan):
+            return self._with_room(plan)
+        program, memory = self.program(plan), self.memory(plan)
+        least = [weights_moved(program, rank).peak for rank in range(program.num_ranks)]
+        left = (int(self.usable_bytes - rank.total) for rank in memory)
+        assert plan.chunks is not None
+        capacity = tuple(peak + more for peak, more in zip(least, left, strict=True))
+        return replace(plan, chunks=plan.chunks._replace(capacity=capacity))
+
+    def recomputing(self, plan: MemoryPlan) -> MemoryPlan:
+        """The fewest recomputed layers with which it fits as it is; where even all of them are not enough, the fewest
+        beside masters and moments on the host, then beside weights and gradients there. Raises ConfigError."""
+        for given in (plan, self._with_fraction(plan, 100), self._on_host(plan)):
+            found = None if given is None else self._fewest_recomputed(given)
+            if found is not None:
+                return self.within_device(self._with_recompute(plan, found))
+        everything = self._with_recompute(plan, (Recompute("uniform", 1),))
+        return _first_of(  # activations come and go where nothing is recomputed
+            lambda: self.within_device(plan), lambda: self.within_device(everything)
+        )
+
+    def _with_recompute(self, plan: MemoryPlan, found: tuple[Recompute, ...]) -> MemoryPlan:
+        """Of weights that come and go, the order in which a backward reads them is another then."""
+        plan = replace(plan, recompute=found)
+        return self.hosted(plan) if plan.hosts_params else plan
+
+    def _fewest_recomputed(self, plan: MemoryPlan) -> tuple[Recompute, ...] | None:
+        """As few recomputed layers in each stage as make it fit; None: not even all of them do."""
+        room = MemoryHeadroom(self.config, self.world_size, self, self.program(plan), plan)
+        blocks = [room.blocks(cut) for cut in self.cuts]
+        found = smallest_numbers(room, self.cuts)
+        if found is None:
+            return None
+        numbers = list(found)
+        if self.config.parallel.pipeline_schedule_file is not None and len(set(numbers)) > 1:
+            # flags of such a run give one number for all stages
+            numbers = blocks if len(set(blocks)) > 1 else [max(numbers)] * len(numbers)
+        return recompute_of(numbers, blocks)
+
+    def _smallest_fraction(self, plan: MemoryPlan) -> MemoryPlan:
+        """As few masters and moments off the device as it takes; all of them where that is not enough, none where the
+        optimizer cannot have them there. What --optimizer-cpu-offload says stays as it is."""
+        if self._with_fraction(plan, 100) is None:
+            return plan
+
+        def placed(hundredths: int) -> MemoryPlan:
+            return self._with_fraction(plan, hundredths) or plan
+
+        return placed(min(bisect_left(range(101), True, key=lambda hundredths: self.fits(placed(hundredths))), 100))
+
+    def _with_fraction(self, plan: MemoryPlan, hundredths: int) -> MemoryPlan | None:
+        """With so many masters and moments on the host; None where flags say how many, or where they cannot be."""
+        offload, fraction = self.config.optimizer.offload, hundredths / 100
+        if offload.optimizer_cpu_offload:
+            return None
+        given = replace(offload, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction or 1.0)
+        if hundredths and self._illegal(given):
+            return None
+        in_file = offload.optimizer_offload_path is not None
+        return replace(plan, fraction=fraction, file_fraction=fraction if in_file else 0.0)
+
+    def _with_room(self, plan: MemoryPlan) -> MemoryPlan:
+        """Activations move. Raises ConfigError where they cannot, or where it is not enough."""
+        program, memory, cuts = self.program(plan), self.memory(plan), self.cuts
+        least = max(rank.total for rank in memory)
+        why = _immovable(self.config, plan, program)
+        if why is not None:
+            raise _TooLittle(f"{self._flag}: {in_units(least, 'B')} are needed, and {why}; give as much", least)
+        longest = self.config.at_length(max(length for length, _ in self.config.phases(self.world_size)))
+        nothing = Recompute()
+        kept = [stage_activations(longest, cut, nothing, on_cpu=self.on_cpu) for cut in cuts]
+        chunk = [workspace_bytes(longest, cut, nothing, on_cpu=self.on_cpu)[0] for cut in cuts]
+        full = tuple(each.full + each.head for each in kept)
+        stages = [[stage for stage, _ in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
+        heads = [memory[rank].logits - max(chunk[stage] for stage in held) for rank, held in enumerate(stages)]
+        others = [rank.total - rank.activations - head for rank, head in zip(memory, heads, strict=True)]
+        waiting = tuple(each.weight_only for each in kept)
+
+        def roomy(usable: float) -> MemoryPlan:
+            return replace(plan, room=ActivationRoom(full, waiting, tuple(max(0.0, usable - one) for one in others)))
+
+        def possible(usable: float) -> bool:
+            try:
+                return replace(self, usable_bytes=usable).fits(roomy(usable))
+            except ScheduleError:
+                return False
+
+        if possible(self.usable_bytes):
+            return roomy(self.usable_bytes)
+        steps = [max(others) + (least - max(others)) * step / 100 for step in range(101)]
+        enough = steps[min(100, bisect_left(steps, True, key=possible))]
+        states = "weights, gradients, masters and moments" if plan.hosts_params else "masters and moments"
+        raise _TooLittle(
+            f"{self._flag}: not enough with {states} on the host and activations that come and go; "
+            f"{enough / 1e9:.3g} are, or use a smaller --micro-batch-size or more ranks",
+            enough,
+        )
 
 
-def _on_host(config: Config, world_size: int) -> Config | None:
-    """With weights and gradients on the host, where they may go there."""
-    offload = config.optimizer.offload
-    given = replace(offload, param_offload="cpu", optimizer_offload_fraction=1.0)
-    hosted = replace(config, optimizer=replace(config.optimizer, offload=given))
-    if offload.param_offload != "auto" or config_problems(hosted, world_size):
-        return None
-    return _hosted(hosted, world_size)
-
-
-def _hosted(config: Config, world_size: int) -> Config:
-    """With the least room for weights that live on the host."""
-    config = replace(config, chunks=None)
-    return with_weight_chunks(config, world_size, stage_layer_ranges(config, program_of(config, world_size)))
-
-
-def _more_weights(config: Config, world_size: int, device: _Device) -> Config:
-    """Weights that live on the host have what room is left; activations move, if there is none. Raises ConfigError."""
-    if not _fits(config, world_size, device):
-        return _with_room(config, world_size, device)
-    program, _, memory = _memory(config, world_size, device)
-    least = [weights_moved(program, rank).peak for rank in range(program.num_ranks)]
-    left = (int(device.usable_bytes - rank.total) for rank in memory)
-    assert config.chunks is not None
-    capacity = tuple(peak + more for peak, more in zip(least, left, strict=True))
-    return replace(config, chunks=config.chunks._replace(capacity=capacity))
-
-
-def _memory(config: Config, world_size: int, device: _Device) -> tuple[Program, list[range], list[RankMemory]]:
-    program = program_of(config, world_size)
-    cuts = stage_layer_ranges(config, program)
-    ranks = range(program.num_ranks)
-    memory = [
-        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=device.on_cpu) for rank in ranks
-    ]
-    return program, cuts, memory
-
-
-def _fits(config: Config, world_size: int, device: _Device) -> bool:
-    return all(rank.total <= device.usable_bytes for rank in _memory(config, world_size, device)[2])
-
-
-def _recomputing(config: Config, world_size: int, device: _Device) -> Config:
-    """`--recompute-granularity auto`: the fewest layers with which it fits as it is; where even all of them are not
-    enough, the fewest beside masters and moments on the host, then beside weights and gradients there. Raises
-    ConfigError.
-    """
-    config = replace(config, model=replace(config.model, recompute_granularity=None))
-    for given in (config, _with_fraction(config, world_size, 100), _on_host(config, world_size)):
-        found = None if given is None else _fewest_recomputed(given, world_size, device)
-        if found is not None:
-            return _within_device(replace(config, model=found.model), world_size, device)
-    model = replace(config.model, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,))
-    recomputed = replace(config, model=model)
-    return _first_of(  # activations come and go where nothing is recomputed
-        lambda: _within_device(config, world_size, device), lambda: _within_device(recomputed, world_size, device)
-    )
-
-
-def _fewest_recomputed(config: Config, world_size: int, device: _Device) -> Config | None:
-    """With as few recomputed layers in each stage as make it fit; None: not even all of them do."""
-    program = program_of(config, world_size)
-    cuts = stage_layer_ranges(config, program)
-    room = MemoryHeadroom(config, world_size, device, program)
-    blocks = [room.blocks(cut) for cut in cuts]
-    found = smallest_numbers(room, cuts)
-    if found is None:
-        return None
-    numbers = list(found)
-    if config.parallel.pipeline_schedule_file is not None and len(set(numbers)) > 1:
-        numbers = blocks if len(set(blocks)) > 1 else [max(numbers)] * len(numbers)  # one number for all is written
-    return recomputing(config, numbers, blocks)
-
-
-def _smallest_fraction(config: Config, world_size: int, device: _Device) -> Config:
-    """As few masters and moments off the device as it takes; all of them where that is not enough, none where the
-    optimizer cannot have them there. What --optimizer-cpu-offload says stays as it is."""
-    if _with_fraction(config, world_size, 100) is None:
-        return config
-
-    def placed(hundredths: int) -> Config:
-        return _with_fraction(config, world_size, hundredths) or config
-
-    found = bisect_left(range(101), True, key=lambda hundredths: _fits(placed(hundredths), world_size, device))
-    return placed(min(found, 100))
-
-
-def _with_fraction(config: Config, world_size: int, hundredths: int) -> Config | None:
-    """With so many masters and moments on the host; None where flags say how many, or where they cannot be there."""
-    offload = config.optimizer.offload
-    given = replace(
-        offload,
-        optimizer_cpu_offload=hundredths > 0,
-        optimizer_offload_fraction=hundredths / 100 if hundredths else 1.0,
-        optimizer_offload_path=offload.optimizer_offload_path if hundredths else None,
-    )
-    placed = replace(config, optimizer=replace(config.optimizer, offload=given))
-    illegal = hundredths > 0 and config_problems(placed, world_size)
-    return None if offload.optimizer_cpu_offload or illegal else placed
-
-
-def _with_room(config: Config, world_size: int, device: _Device) -> Config:
-    """Activations move. Raises ConfigError where they cannot, or where it is not enough."""
-    program, cuts, memory = _memory(config, world_size, device)
-    flag = f"--device-memory-budget-gb={config.parallel.hardware.device_memory_budget_gb:g}"
-    least = max(rank.total for rank in memory)
-    why = _immovable(config, program)
-    if why is not None:
-        raise _TooLittle(f"{flag}: {in_units(least, 'B')} are needed, and {why}; give as much", least)
-    longest = config.at_length(max(length for length, _ in config.phases(world_size)))
-    own = [longest.for_stage(stage) for stage in range(len(cuts))]
-    kept = [stage_activations(own[s], cut, on_cpu=device.on_cpu) for s, cut in enumerate(cuts)]
-    chunk = [workspace_bytes(own[s], cut, on_cpu=device.on_cpu)[0] for s, cut in enumerate(cuts)]
-    full = tuple(each.full + each.head for each in kept)
-    stages = [[stage for stage, _ in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
-    heads = [memory[rank].logits - max(chunk[stage] for stage in held) for rank, held in enumerate(stages)]
-    others = [rank.total - rank.activations - head for rank, head in zip(memory, heads, strict=True)]
-    waiting = tuple(each.weight_only for each in kept)
-
-    def roomy(usable: float) -> Config:
-        return replace(config, room=ActivationRoom(full, waiting, tuple(max(0.0, usable - other) for other in others)))
-
-    def possible(usable: float) -> bool:
-        try:
-            return _fits(roomy(usable), world_size, _Device(usable, device.on_cpu))
-        except ScheduleError:
-            return False
-
-    if possible(device.usable_bytes):
-        return roomy(device.usable_bytes)
-    steps = [max(others) + (least - max(others)) * step / 100 for step in range(101)]
-    enough = steps[min(100, bisect_left(steps, True, key=possible))]
-    states = "masters and moments" if config.chunks is None else "weights, gradients, masters and moments"
-    raise _TooLittle(
-        f"{flag}: not enough with {states} on the host and activations that come and go; "
-        f"{enough / 1e9:.3g} are, or use a smaller --micro-batch-size or more ranks",
-        enough,
-    )
-
-
-def _immovable(config: Config, program: Program) -> str | None:
+def _immovable(config: Config, plan: MemoryPlan, program: Program) -> str | None:
     """Why activations stay where they are."""
     if program.asynchronous:
         return f"{program.name} never drains, so that activations outlive their batch and stay"
-    if program.recomputed or config.model.recompute_granularity == "full":
+    if program.recomputed or plan.recompute[0].method:
         return "what recomputation keeps stays where it is"
     if config.model.cpu_offloading_num_layers:
         return "--cpu-offloading-num-layers says which activations leave"

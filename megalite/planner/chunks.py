@@ -14,7 +14,8 @@ from dataclasses import replace
 from megalite.config import Config
 from megalite.inventory import stage_layer_ranges
 from megalite.planner.hardware import Hardware
-from megalite.planner.predict import memory_of, program_of
+from megalite.planner.memory import pipeline_memory
+from megalite.planner.predict import program_of
 
 CHUNK_BYTES = 14
 """Of a parameter in chunks: its 16 bits, which the gradient's take over, master and two moments."""
@@ -28,7 +29,7 @@ def chunk_capacity(config: Config, world_size: int, hardware: Hardware) -> float
     whole = replace(config.model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
     lean = replace(config, model=whole)
     program = program_of(lean, world_size)
-    memory = memory_of(lean, world_size, hardware, program, stage_layer_ranges(lean, program))
+    memory = pipeline_memory(lean, world_size, program, stage_layer_ranges(lean, program), on_cpu=hardware.on_cpu)
     others = max(rank.total - rank.model_states for rank in memory)
     hosts = math.ceil(world_size / hardware.devices_per_node)
     devices = world_size * max(0.0, hardware.usable_bytes - others)

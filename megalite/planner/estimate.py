@@ -7,15 +7,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes, boundary_bytes, stage_layer_ranges
+from megalite.inventory import (
+    ElementBytes,
+    MemoryPlan,
+    boundary_bytes,
+    given_plan,
+    given_recompute,
+    stage_layer_ranges,
+)
 from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_params import with_weight_chunks
-from megalite.planner.memory import RankMemory
+from megalite.planner.memory import RankMemory, pipeline_memory
 from megalite.planner.model_states import Copies, families_of, stage_elements
-from megalite.planner.predict import Prediction, memory_of, predict, program_of
+from megalite.planner.predict import Prediction, predict, program_of
 from megalite.planner.search_space import Layout, Sizes, apply
 from megalite.planner.uneven import MemoryHeadroom, recomputing
 from megalite.schedule import ScheduleShape, default_schedule, find_schedule
@@ -64,7 +71,8 @@ class FastEstimator:
             lean = config
             if config.model.recompute_method == "block":  # some stage may recompute all that it has
                 lean = recomputing(config, [blocks], [blocks])
-            kept = stage_activations(lean, range(1, blocks + 1), on_cpu=self.hardware.on_cpu)
+            (how, *_) = given_recompute(lean.model)
+            kept = stage_activations(lean, range(1, blocks + 1), how, on_cpu=self.hardware.on_cpu)
             first, *between, last = self.source.layers(config)
             ends = sum(end.forward + end.backward for end in (first, last))
             nbytes = (kept.full + kept.boundary) / blocks
@@ -76,7 +84,7 @@ class FastEstimator:
         blocks, stages = config.model.num_layers, layout.pipeline_model_parallel_size * layout.chunks
         numbers = config.model.recompute_num_layers or (1,)
         if config.model.recompute_method != "block":
-            return len(recomputed(config, range(1, blocks + 1))) / blocks
+            return len(recomputed(config, range(1, blocks + 1), given_recompute(config.model)[0])) / blocks
         return min(1.0, sum(numbers) * (stages if len(numbers) == 1 else 1) / blocks)
 
     def elements(self, layout: Layout) -> dict[str, int]:
@@ -98,20 +106,23 @@ class FastEstimator:
         ]
 
     def exact_memory(
-        self, config: Config, cuts: list[range] | None = None
+        self, config: Config, cuts: list[range] | None = None, plan: MemoryPlan | None = None
     ) -> tuple[list[range], tuple[RankMemory, ...]]:
-        """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run."""
+        """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run. plan:
+        instead of what flags say."""
         cuts = stage_layer_ranges(config, program_of(config, self.world_size)) if cuts is None else cuts
-        config = with_weight_chunks(config, self.world_size, cuts)
-        return cuts, memory_of(config, self.world_size, self.hardware, program_of(config, self.world_size), cuts)
+        plan = with_weight_chunks(config, self.world_size, cuts, given_plan(config) if plan is None else plan)
+        program = program_of(config, self.world_size, plan)
+        return cuts, pipeline_memory(config, self.world_size, program, cuts, plan, on_cpu=self.hardware.on_cpu)
 
-    def predict(self, config: Config, cuts: list[range]) -> Prediction:
+    def predict(self, config: Config, cuts: list[range], plan: MemoryPlan | None = None) -> Prediction:
         """The simulated step of a legal layout with these stages."""
-        return predict(config, self.world_size, self.hardware, self.source, cuts)
+        return predict(config, self.world_size, self.hardware, self.source, cuts, plan)
 
-    def room(self, config: Config) -> MemoryHeadroom:
+    def room(self, config: Config, plan: MemoryPlan | None = None) -> MemoryHeadroom:
         """The memory of a layout, rank by rank."""
-        return MemoryHeadroom(config, self.world_size, self.hardware, program_of(config, self.world_size))
+        plan = given_plan(config) if plan is None else plan
+        return MemoryHeadroom(config, self.world_size, self.hardware, program_of(config, self.world_size, plan), plan)
 
     def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
         """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything
@@ -195,15 +206,15 @@ class FastEstimator:
         size, zero = self.size, layout.zero_stage
         moments = 2 * OPTIMIZER_SPECS[self.config.optimizer.optimizer].most_moments(self.config.optimizer)
         master = size.wide if size.wide != size.compute else 0
-        offloaded = self.config.optimizer.offload.fraction > 0
+        given = given_plan(self.config)
         states = 0.0
         for number, each in self.families(layout):
             parts = [each.ranks if zero >= stage else 1 for stage in (1, 2, 3)]
-            state = 0 if offloaded else (master + moments) / parts[0]
+            state = 0 if given.fraction else (master + moments) / parts[0]
             states += number * (state + size.gradient / parts[1] + size.compute / parts[2])
         p, v = layout.pipeline_model_parallel_size, layout.chunks
         schedule = find_schedule(layout.pipeline_schedule)
         early = 1 if schedule.recomputes else schedule.in_flight(ScheduleShape(p, m, v))
         blocks = self.config.model.num_layers // (p * v) * v
-        states = 0.0 if self.config.optimizer.offload.hosts_params else states
+        states = 0.0 if given.hosts_params else states
         return 0.9 * (states + early * blocks * block_bytes)

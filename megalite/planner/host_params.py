@@ -14,6 +14,8 @@ from dataclasses import replace
 from megalite.config import Config
 from megalite.inventory import (
     ElementBytes,
+    MemoryPlan,
+    Recompute,
     align,
     layer_name,
     layer_of,
@@ -24,11 +26,10 @@ from megalite.planner.model_states import planned_buckets
 from megalite.schedule import WeightChunks
 
 
-def weight_chunks(
-    config: Config, world_size: int, cuts: Sequence[range], capacity: Sequence[int] | None = None
-) -> WeightChunks:
-    """cuts: stage -> indices into [embedding, block 0, ..., head]. capacity: rank -> bytes of weights."""
-    orders = [_orders(config.for_stage(stage), cut) for stage, cut in enumerate(cuts)]
+def weight_chunks(config: Config, world_size: int, cuts: Sequence[range], plan: MemoryPlan) -> WeightChunks:
+    """cuts: stage -> indices into [embedding, block 0, ..., head]."""
+    orders = [_orders(config, cut, plan.recompute_of(stage)) for stage, cut in enumerate(cuts)]
+    capacity = None if plan.chunks is None else plan.chunks.capacity
     again = config.num_microbatches(world_size) > 1 and config.parallel.zero_stage < 2
     sent = [_gradient_bytes(config, world_size, cut) for cut in cuts]
     return WeightChunks(
@@ -36,16 +37,13 @@ def weight_chunks(
         tuple(forward for forward, _ in orders),
         tuple(backward for _, backward in orders),
         tuple((nbytes, nbytes if again else 0) for nbytes in sent),
-        None if capacity is None else tuple(capacity),
+        capacity,
     )
 
 
-def with_weight_chunks(config: Config, world_size: int, cuts: Sequence[range]) -> Config:
-    """The configuration with what comes and goes in these stages, where weights live on the host."""
-    if not config.optimizer.offload.hosts_params:
-        return config
-    capacity = None if config.chunks is None else config.chunks.capacity
-    return replace(config, chunks=weight_chunks(config, world_size, cuts, capacity))
+def with_weight_chunks(config: Config, world_size: int, cuts: Sequence[range], plan: MemoryPlan) -> MemoryPlan:
+    """The plan with what comes and goes in these stages, where weights live on the host."""
+    return replace(plan, chunks=weight_chunks(config, world_size, cuts, plan)) if plan.hosts_params else plan
 
 
 def _layer_bytes(config: Config, world_size: int, cut: range, num_stages: int) -> tuple[int, ...]:
@@ -83,14 +81,14 @@ def _gradient_bytes(config: Config, world_size: int, cut: range) -> int:
 Uses = tuple[tuple[int, ...], ...]
 
 
-def _orders(config: Config, cut: range) -> tuple[Uses, Uses]:
+def _orders(config: Config, cut: range, how: Recompute) -> tuple[Uses, Uses]:
     """(Layers whose weights each step of a forward reads, and of a backward)."""
     names = [layer_name(item, config.model.num_layers) for item in cut]
     tied = not config.model.untie_embeddings_and_output_weights and {"embedding", "head"} <= set(names)
     reads = [(i, 0) if tied and name == "head" else (i,) for i, name in enumerate(names)]
     blocks = [i for i, name in enumerate(names) if name not in ("embedding", "head")]
     backward: list[tuple[int, ...]] = []
-    for begin, end, again in reversed(recompute_ranges(len(names), blocks, config.model)):
+    for begin, end, again in reversed(recompute_ranges(len(names), blocks, how)):
         if again:
             backward += [reads[end - 1], *reads[begin:end]]
         backward += reversed(reads[begin:end])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes
+from megalite.inventory import ElementBytes, MemoryPlan
 from megalite.planner.hardware import Hardware
 
 
@@ -47,17 +47,16 @@ class HostTraffic:
         return link + max(host, disk)
 
 
-def host_traffic(config: Config, elements: float, hardware: Hardware) -> HostTraffic:
+def host_traffic(config: Config, elements: float, hardware: Hardware, plan: MemoryPlan) -> HostTraffic:
     """Of the step of `elements` parameters of a device whose states are off it. All devices of a node share its memory
     and its disk."""
-    size, offload = ElementBytes.of(config), config.optimizer.offload
-    in_file = config.file_fraction / offload.fraction if offload.fraction else 0.0
+    size, in_file = ElementBytes.of(config), plan.file_fraction / plan.fraction if plan.fraction else 0.0
     states = size.wide * (1 + OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer))
     both = 0.0
     if in_file and hardware.disk_read and hardware.disk_write:
         both = 2 / (1 / hardware.disk_read + 1 / hardware.disk_write)
     return HostTraffic(
-        link=0.0 if hardware.on_cpu or offload.hosts_params else elements * (size.gradient + size.compute),
+        link=0.0 if hardware.on_cpu or plan.hosts_params else elements * (size.gradient + size.compute),
         host=elements * (2 * states + size.gradient + size.compute),
         disk=in_file * elements * 2 * states,
         link_bandwidth=hardware.host_link,

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory import ElementBytes, boundary_bytes, micro_tokens
+from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
 from megalite.planner.activations import StageActivations, stage_activations, workspace_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.schedule import (
@@ -81,26 +81,33 @@ TERMS = tuple(field.name for field in fields(RankMemory) if field.name not in ("
 
 
 def rank_memory(
-    config: Config, world_size: int, *, program: Program, cuts: Sequence[range], rank: int, on_cpu: bool = False
+    config: Config,
+    world_size: int,
+    *,
+    program: Program,
+    cuts: Sequence[range],
+    rank: int,
+    plan: MemoryPlan | None = None,
+    on_cpu: bool = False,
 ) -> RankMemory:
     """Bytes on a rank at pipeline coordinate `rank`, at the length of sequences that needs most.
 
     Args:
         config: with its vocabulary resolved.
+        plan: None: what flags say.
         program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
     """
+    plan = given_plan(config) if plan is None else plan
     lengths = dict(config.phases(world_size)) if config.training.seq_length_schedule is not None else {}
-    phases = [
-        rank_memory(config.at_length(length), world_size, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
-        for length in lengths
-    ]
+    asked = partial(rank_memory, program=program, cuts=cuts, rank=rank, plan=plan, on_cpu=on_cpu)
+    phases = [asked(config.at_length(length), world_size) for length in lengths]
     if phases:
         return max(phases, key=lambda memory: memory.total)
     stages = program.placement.stages_of(rank)
-    states = _states(config, world_size, program, cuts, rank, on_cpu=on_cpu)
-    own = {stage: config.for_stage(stage) for stage, _ in stages}
-    kept = {stage: stage_activations(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
-    spaces = {stage: workspace_bytes(own[stage], cuts[stage], on_cpu=on_cpu) for stage, _ in stages}
+    states = _states(config, world_size, program, cuts, rank, plan, on_cpu=on_cpu)
+    again = {stage: plan.recompute_of(stage) for stage, _ in stages}
+    kept = {stage: stage_activations(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
+    spaces = {stage: workspace_bytes(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     logits, block = (max(space[i] for space in spaces.values()) for i in (0, 1))
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
     host = float(states.host)
@@ -128,8 +135,29 @@ def rank_memory(
     )
 
 
+def pipeline_memory(
+    config: Config,
+    world_size: int,
+    program: Program,
+    cuts: Sequence[range],
+    plan: MemoryPlan | None = None,
+    *,
+    on_cpu: bool = False,
+) -> tuple[RankMemory, ...]:
+    """`rank_memory` of every pipeline coordinate."""
+    asked = partial(rank_memory, config, world_size, program=program, cuts=cuts, plan=plan, on_cpu=on_cpu)
+    return tuple(asked(rank=rank) for rank in range(program.num_ranks))
+
+
 def _states(
-    config: Config, world_size: int, program: Program, cuts: Sequence[range], rank: int, *, on_cpu: bool
+    config: Config,
+    world_size: int,
+    program: Program,
+    cuts: Sequence[range],
+    rank: int,
+    plan: MemoryPlan,
+    *,
+    on_cpu: bool,
 ) -> StateBytes:
     """Of the stages of a rank."""
     total, scratch = StateBytes(), 0
@@ -139,13 +167,14 @@ def _states(
             world_size,
             cuts[stage],
             num_stages=len(cuts),
+            plan=plan,
             versions=program.weight_versions[rank],
             num_gradients=program.gradient_buffers,
             on_cpu=on_cpu,
         )
         total, scratch = total + states, max(scratch, states.scratch)
     # Gradients that go to the host share one pool, of pieces of one size.
-    return replace(total, scratch=scratch) if config.optimizer.offload.hosts_params else total
+    return replace(total, scratch=scratch) if plan.hosts_params else total
 
 
 def foreign_memory(

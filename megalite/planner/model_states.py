@@ -19,9 +19,11 @@ from megalite.inventory import (
     BucketPlan,
     BufferParameter,
     ElementBytes,
+    MemoryPlan,
     ParameterPlacement,
     Shape,
     first_alike,
+    given_plan,
     layer_of,
     plan_buckets,
     stage_parameters,
@@ -92,22 +94,40 @@ def families_of(config: Config, world_size: int) -> tuple[Copies, ...]:
 
 
 def state_bytes(
-    config: Config, world_size: int, items: range, *, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
+    config: Config,
+    world_size: int,
+    items: range,
+    *,
+    plan: MemoryPlan | None = None,
+    num_stages: int,
+    versions: int,
+    num_gradients: int,
+    on_cpu: bool,
 ) -> StateBytes:
     """Bytes of one stage on one rank.
 
     Args:
+        plan: None: what flags say.
         items: what the stage holds, indices into [embedding, block 0, ..., head]. num_stages: of the whole pipeline.
         versions: weight versions alive at once. num_gradients: updates whose gradients are in memory at once.
         on_cpu: whether the ranks are CPU processes (the default bucket is smaller there).
     """
     alike = first_alike(config.model, items)
-    return _state_bytes(config, world_size, alike, num_stages, versions, num_gradients, on_cpu)
+    places = given_plan(config) if plan is None else plan
+    places = MemoryPlan((), places.fraction, places.file_fraction, places.hosts_params)
+    return _state_bytes(config, world_size, alike, places, num_stages, versions, num_gradients, on_cpu)
 
 
 @lru_cache
 def _state_bytes(
-    config: Config, world_size: int, items: range, num_stages: int, versions: int, num_gradients: int, on_cpu: bool
+    config: Config,
+    world_size: int,
+    items: range,
+    plan: MemoryPlan,
+    num_stages: int,
+    versions: int,
+    num_gradients: int,
+    on_cpu: bool,
 ) -> StateBytes:
     named = list(stage_parameters(config.model, items))
     total = embedding_rows(config) if any(_on_host(config, name) for name, _ in named) else StateBytes()
@@ -118,8 +138,8 @@ def _state_bytes(
         copies = config.expert_copies(world_size) if family == "expert" else copies
         shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
         buckets = planned_buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
-        part = _family_bytes(config, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu)
-        if frozen and config.optimizer.offload.hosts_params:
+        part = _family_bytes(config, plan, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu)
+        if frozen and plan.hosts_params:
             numel, sharded = sum(bucket.numel for bucket in buckets), config.parallel.zero_stage == 3
             part = StateBytes(host=numel // (shards if sharded else 1) * size.compute)
         elif frozen:
@@ -127,7 +147,7 @@ def _state_bytes(
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
         total = replace(total + part, scratch=scratch)
     one_stage = num_stages == 1 and not config.model.untie_embeddings_and_output_weights
-    if config.optimizer.offload.hosts_params and one_stage:  # the embedding's is open throughout a backward
+    if plan.hosts_params and one_stage:  # the embedding's is open throughout a backward
         total = replace(total, scratch=total.scratch // 3 * 4)
     return total
 
@@ -154,6 +174,7 @@ def embedding_rows(config: Config) -> StateBytes:
 
 def _family_bytes(
     config: Config,
+    plan: MemoryPlan,
     buckets: Sequence[PlannedBucket],
     size: ElementBytes,
     shards: int,
@@ -172,8 +193,8 @@ def _family_bytes(
     come_and_go = zero == 3 and shards > 1
     separate = size.compute != size.wide or versions > 1
     remainders = config.optimizer.store_param_remainders and size.compute != size.wide
-    away = _away(config, buckets, owners, owned, size, on_cpu)
-    if config.optimizer.offload.hosts_params:
+    away = _away(config, plan, buckets, owners, owned, size, on_cpu)
+    if plan.hosts_params:
         here = _hosted(buckets, size, zero, owners)
         masters = (owned - away.elements) * size.wide if separate or not on_cpu else 0
         host = here.host + away.on_host
@@ -263,6 +284,7 @@ def named_state_bytes(
     world_size: int,
     parameters: Sequence[tuple[str, Shape, ParameterPlacement]],
     *,
+    plan: MemoryPlan,
     tied: frozenset[str],
     versions: int,
     num_gradients: int,
@@ -277,7 +299,7 @@ def named_state_bytes(
     ]
     shards = max(1, config.gradient_ranks(world_size) // config.parallel.num_distributed_optimizer_instances)
     buckets = _planned(config, entries, zero, shards, tied, on_cpu)
-    return _family_bytes(config, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
+    return _family_bytes(config, plan, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
 
 
 def _bucket(config: Config, plan: BucketPlan, owners: int) -> PlannedBucket:
@@ -336,14 +358,20 @@ class _Away(NamedTuple):
 
 
 def _away(
-    config: Config, buckets: Sequence[PlannedBucket], owners: int, owned: int, size: ElementBytes, on_cpu: bool
+    config: Config,
+    plan: MemoryPlan,
+    buckets: Sequence[PlannedBucket],
+    owners: int,
+    owned: int,
+    size: ElementBytes,
+    on_cpu: bool,
 ) -> _Away:
     """As `parallel.zero` cuts them."""
     optimizer = config.optimizer
     rule = OPTIMIZER_SPECS[optimizer.optimizer]
     flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
     keeps_step = config.staleness.keeps_step
-    shared = optimizer.offload.hosts_params and size.compute == size.wide  # weights on the host are the masters
+    shared = plan.hosts_params and size.compute == size.wide  # weights on the host are the masters
     moved = on_host = in_file = left = 0
     for bucket in buckets:
         share = bucket.numel // owners
@@ -352,8 +380,8 @@ def _away(
             state = bucket.statistics * size.wide
         if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):
             state += bucket.elements * size.wide
-        to_file = moved < config.file_fraction * owned and (on_cpu or not bucket.whole)
-        if not to_file and (bucket.whole or moved >= optimizer.offload.fraction * owned):
+        to_file = moved < plan.file_fraction * owned and (on_cpu or not bucket.whole)
+        if not to_file and (bucket.whole or moved >= plan.fraction * owned):
             left += state
             continue
         moved += share

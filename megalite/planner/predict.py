@@ -14,11 +14,14 @@ from functools import cached_property
 
 from megalite.config import Config
 from megalite.inventory import (
+    DEFAULT_PLAN,
     ElementBytes,
+    MemoryPlan,
     boundary_bytes,
     bucket_limit,
     computations,
     flops_per_iteration,
+    given_plan,
     model_layers,
     stage_layer_ranges,
 )
@@ -28,7 +31,7 @@ from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_n
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import host_traffic
-from megalite.planner.memory import RankMemory, rank_memory
+from megalite.planner.memory import RankMemory, pipeline_memory
 from megalite.planner.model_states import Copies, families_of, stage_elements
 from megalite.planner.software import MEGALITE, Software
 from megalite.schedule import (
@@ -63,6 +66,7 @@ class Prediction:
     model_flops: float
     hardware_flops: float
     peak_flops: float
+    plan: MemoryPlan
     offloaded_elements: float = 0.0
 
     @property
@@ -110,34 +114,39 @@ class SteadyState:
         return len(self.ends) * self.makespan / self.busy - 1 if self.busy else 0.0
 
 
-def program_of(config: Config, world_size: int) -> Program:
-    """The computations of a full batch, as they run."""
-    return computations(config, config.num_microbatches(world_size))
+def program_of(config: Config, world_size: int, plan: MemoryPlan = DEFAULT_PLAN) -> Program:
+    """The computations of a full batch, as they run. plan: whose rooms it keeps to."""
+    return computations(config, config.num_microbatches(world_size), plan=plan)
 
 
 def predict(
-    config: Config, world_size: int, hardware: Hardware, source: TimeSource, cuts: Sequence[range] | None = None
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    source: TimeSource,
+    cuts: Sequence[range] | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Prediction:
     """Time and memory of a legal configuration with its vocabulary resolved; of a curriculum of lengths the mean step,
-    weighted by iterations."""
+    weighted by iterations. plan: None: what flags say."""
     cuts = stage_layer_ranges(config, program_of(config, world_size)) if cuts is None else cuts
-    config = with_weight_chunks(config, world_size, cuts)
-    program = program_of(config, world_size)
+    plan = with_weight_chunks(config, world_size, cuts, given_plan(config) if plan is None else plan)
+    program = program_of(config, world_size, plan)
     if config.training.seq_length_schedule is not None:
         phases = config.phases(world_size)
-        each = [predict(config.at_length(length), world_size, hardware, source, cuts) for length, _ in phases]
+        each = [predict(config.at_length(length), world_size, hardware, source, cuts, plan) for length, _ in phases]
         return _mean(config, each, [iterations or 1 for _, iterations in phases])
-    memory = memory_of(config, world_size, hardware, program, cuts)
+    memory = pipeline_memory(config, world_size, program, cuts, plan, on_cpu=hardware.on_cpu)
     software = getattr(source, "software", MEGALITE)
-    costs = _Stages(config, world_size, hardware, source.layers(config), cuts, software)
-    steady = steady_state(config, program, costs.simulator_costs(program))
+    costs = _Stages(config, world_size, hardware, source.layers(config), cuts, plan, software)
+    steady = steady_state(config, program, costs.simulator_costs(program), plan)
     m = config.num_microbatches(world_size)
     work = sum(times.forward + times.backward for times in costs.times)
     work += sum(costs.again(stage) for stage in program.recomputed)
     steady = replace(steady, busy=m * work)
     reduce, gather = costs.reduction(program, steady)
     elements = max(costs.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
-    step = _optimizer_step(config, elements, hardware, source, steady.makespan)
+    step = _optimizer_step(config, elements, hardware, source, steady.makespan, plan)
     step *= m if program.update_per_microbatch else 1
     batch = config.global_batch_size(world_size)
     seconds = {
@@ -154,20 +163,21 @@ def predict(
     twice = float(batch * config.model.seq_length * sum(model_layers(config.model)[item].flops() for item in again))
     peak = hardware.matrix_flops[precision_name(config)]
     total = sum(seconds.values())
-    away = config.optimizer.offload.fraction * elements
+    away = plan.fraction * elements
     bubble = steady.bubble_over_ideal
-    return Prediction(config, world_size, total, bubble, memory, seconds, flops, flops + twice, peak, away)
+    return Prediction(config, world_size, total, bubble, memory, seconds, flops, flops + twice, peak, plan, away)
 
 
-def _optimizer_step(config: Config, elements: float, hardware: Hardware, source: TimeSource, meanwhile: float) -> float:
+def _optimizer_step(
+    config: Config, elements: float, hardware: Hardware, source: TimeSource, meanwhile: float, plan: MemoryPlan
+) -> float:
     """Seconds of a step of `elements` parameters: on the device what is there, then what is off it, as far as the
     `meanwhile` of the next batch does not hide that."""
-    offload = config.optimizer.offload
-    away = host_traffic(config, offload.fraction * elements, hardware).seconds
+    away = host_traffic(config, plan.fraction * elements, hardware, plan).seconds
     if not away:
         return source.optimizer_step(config, elements)
-    hidden = meanwhile if offload.delayed_parameter_update else 0.0
-    return source.optimizer_step(config, (1 - offload.fraction) * elements) + max(0.0, away - hidden)
+    hidden = meanwhile if config.optimizer.offload.delayed_parameter_update else 0.0
+    return source.optimizer_step(config, (1 - plan.fraction) * elements) + max(0.0, away - hidden)
 
 
 def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) -> Prediction:
@@ -186,21 +196,12 @@ def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) ->
         mean(lambda one: one.model_flops),
         mean(lambda one: one.hardware_flops),
         each[0].peak_flops,
+        each[0].plan,
         each[0].offloaded_elements,
     )
 
 
-def memory_of(
-    config: Config, world_size: int, hardware: Hardware, program: Program, cuts: Sequence[range]
-) -> tuple[RankMemory, ...]:
-    """Bytes of every pipeline rank."""
-    return tuple(
-        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=hardware.on_cpu)
-        for rank in range(program.num_ranks)
-    )
-
-
-def steady_state(config: Config, program: Program, costs: Costs) -> SteadyState:
+def steady_state(config: Config, program: Program, costs: Costs, plan: MemoryPlan = DEFAULT_PLAN) -> SteadyState:
     """What the simulator finds, continued from fewer micro-batches where a batch is long."""
     p, m = program.num_ranks, program.num_microbatches
     each = 3 * program.num_stages * (max(map(len, program.chunks.sizes)) if program.chunks is not None else 1)
@@ -212,8 +213,8 @@ def steady_state(config: Config, program: Program, costs: Costs) -> SteadyState:
     fixed = config.parallel.pipeline_schedule_file is not None
     if actions <= SIMULATED_ACTIONS or skipped < unit or fixed or m - skipped - unit < 2 * p:
         return _simulated(program, costs)
-    long = _simulated(computations(config, m - skipped), costs)
-    short = _simulated(computations(config, m - skipped - unit), costs)
+    long = _simulated(computations(config, m - skipped, plan=plan), costs)
+    short = _simulated(computations(config, m - skipped - unit, plan=plan), costs)
     rate = (long.makespan - short.makespan) / unit
     ends = tuple(end + rate * skipped for end in long.ends)
     return SteadyState(long.makespan + rate * skipped, ends, long.busy / (m - skipped) * m)
@@ -241,11 +242,12 @@ class _Stages:
     hardware: Hardware
     layers: Sequence[LayerTimes]
     cuts: Sequence[range]
+    plan: MemoryPlan
     software: Software = MEGALITE
 
     def recomputed(self, stage: int) -> range:
         """Blocks of a stage whose forward runs again in backward."""
-        return recomputed(self.config.for_stage(stage), self.cuts[stage])
+        return recomputed(self.config, self.cuts[stage], self.plan.recompute_of(stage))
 
     @property
     def dp(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import Config
-from megalite.inventory import FLOPS_CONVENTION
+from megalite.inventory import FLOPS_CONVENTION, MemoryPlan, given_plan
 from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_states import efficiency, host_traffic
@@ -20,8 +20,9 @@ from megalite.planner.startup_table import budget_rows
 GIB = 2**30
 
 
-def layout_text(config: Config, world_size: int) -> str:
-    """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; `stages_text` says how stages differ."""
+def layout_text(config: Config, world_size: int, plan: MemoryPlan | None = None) -> str:
+    """`tp8+sp, pp16x6 interleaved, dp8 zero1, mb1, recompute full`; `stages_text` says how stages differ. plan: None:
+    what flags say."""
     layout = layout_of(config)
     dp = config.data_parallel_size(world_size)
     parts = [f"tp{layout.tensor_model_parallel_size}" + "+sp" * layout.sequence_parallel]
@@ -34,36 +35,42 @@ def layout_text(config: Config, world_size: int) -> str:
     if config.model.experts.num_experts is not None:
         parts.append(f"ep{ep}" + f" etp{etp}" * (etp != layout.tensor_model_parallel_size))
     parts += [f"dp{dp}" + f" zero{layout.zero_stage}" * (layout.zero_stage > 0), f"mb{layout.micro_batch_size}"]
-    listed = _recomputed(config)
+    listed = _recomputed(config, given_plan(config) if plan is None else plan)
     parts += [f"recompute {listed if len(listed) < 28 else 'by stage'}"] if listed else []
     parts += ["cut by cost"] if config.parallel.stage_layout.pipeline_model_parallel_layout is not None else []
     return ", ".join(parts)
 
 
-def stages_text(config: Config) -> str:
+def stages_text(prediction: Prediction) -> str:
     """How stages differ, in full: the recomputed layers of each, the cut; empty where they do not."""
+    config, plan = prediction.config, prediction.plan
     cut = config.parallel.stage_layout.pipeline_model_parallel_layout
-    parts = [f"recompute {_recomputed(config)}"] if len(config.model.recompute_num_layers or ()) > 1 else []
+    parts = [f"recompute {_recomputed(config, plan)}"] if len(plan.recompute) > 1 else []
     return "; ".join([*parts, f"stages {cut}"] if cut is not None else parts)
 
 
-def _recomputed(config: Config) -> str:
+def _recomputed(config: Config, plan: MemoryPlan) -> str:
     """`full`, `selective`, or the layers of every stage: `4,2,1,0x5 layers`."""
-    model = config.model
-    if model.recompute_granularity != "full" or model.recompute_method != "block":
-        return model.recompute_granularity or ""
-    numbers = model.recompute_num_layers or (1,)
+    if plan.recompute[0].method != "block":
+        return "full" if plan.recompute[0].method else _granularity(config, plan) or ""
+    numbers = [each.number for each in plan.recompute]
     if len(numbers) == 1:
         return f"{numbers[0]} layer{'s' * (numbers[0] > 1)} a stage"
     runs = [(number, len(list(run))) for number, run in groupby(numbers)]
     return ",".join(f"{number}x{times}" if times > 1 else str(number) for number, times in runs) + " layers"
 
 
+def _granularity(config: Config, plan: MemoryPlan) -> str | None:
+    """By the name of the flag."""
+    kind = config.model.recompute_granularity
+    return "full" if plan.recompute[0].method else kind if kind == "selective" else None
+
+
 def limit_of(prediction: Prediction, hardware: Hardware) -> str:
     """What a faster run of this layout would need first."""
     bubble = prediction.bubble_over_ideal / (1 + prediction.bubble_over_ideal)
     step = prediction.step_time
-    hosted, ranks = prediction.config.optimizer.offload.hosts_params, len(prediction.memory)
+    hosted, ranks = prediction.plan.hosts_params, len(prediction.memory)
     waits = "pipeline bubble" if not hosted else "bubble and host link" if ranks > 1 else "host link"
     shares = {
         waits: bubble * prediction.breakdown["pipeline"] / step,
@@ -97,10 +104,11 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
 
 def _layout(prediction: Prediction) -> dict[str, Any]:
     """By the names of the flags; the last ones only where stages differ."""
-    model, parallel = prediction.config.model, prediction.config.parallel
+    plan, parallel = prediction.plan, prediction.config.parallel
     layout = layout_of(prediction.config).as_dict(prediction.world_size)
-    if model.recompute_method == "block":
-        layout |= {"recompute_method": "block", "recompute_num_layers": list(model.recompute_num_layers or (1,))}
+    layout["recompute_granularity"] = _granularity(prediction.config, plan)
+    if plan.recompute[0].method == "block":
+        layout |= {"recompute_method": "block", "recompute_num_layers": [each.number for each in plan.recompute]}
     if parallel.stage_layout.pipeline_model_parallel_layout is not None:
         layout["pipeline_model_parallel_layout"] = parallel.stage_layout.pipeline_model_parallel_layout
     return layout
@@ -114,7 +122,7 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
         rows.append(
             (
                 f"{number}{'*' if id(prediction) in front else ' '}",
-                layout_text(prediction.config, prediction.world_size),
+                layout_text(prediction.config, prediction.world_size, prediction.plan),
                 f"{prediction.step_time:.4g}",
                 f"{prediction.tokens_per_s:,.0f}",
                 f"{prediction.tflops_per_device:.4g}",
@@ -153,9 +161,9 @@ def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) 
     terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]
     lines.append(f"1: GiB on pipeline rank {best.fullest}: {', '.join(terms)}")
     lines.append(f"1: {cost_of_training(best, hardware)}")
-    lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p.config))]
+    lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p))]
     for number, one in enumerate(shown, 1):
-        rows = budget_rows(one.config, program_of(one.config, one.world_size), one.memory)
+        rows = budget_rows(one.config, program_of(one.config, one.world_size, one.plan), one.memory, one.plan)
         lines += [f"{number}: {text}" for _, text in rows]
     return "\n".join(lines)
 
@@ -170,10 +178,10 @@ def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
 def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
     """What moving optimizer states off the device leaves of the peak, where nothing is hidden; a line each tier."""
     config, world = prediction.config, prediction.world_size
-    if not config.optimizer.offload.fraction:
+    if not prediction.plan.fraction:
         return []
     owned = prediction.offloaded_elements
-    traffic = host_traffic(config, owned, hardware)
+    traffic = host_traffic(config, owned, hardware, prediction.plan)
     peak = hardware.matrix_flops[precision_name(config)]
     tiers = {
         "the link to the host": (traffic.link, traffic.link_bandwidth),

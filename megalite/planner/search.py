@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config import Config, StageLayout
 from megalite.errors import ConfigError
+from megalite.inventory import MemoryPlan
 from megalite.planner.budget import within_budget
 from megalite.planner.cost import TimeSource
 from megalite.planner.estimate import FastEstimator
@@ -19,7 +20,7 @@ from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
 from megalite.planner.predict import Prediction
 from megalite.planner.search_space import Layout, apply, layout_of, of_shape, reasons_against, shapes
-from megalite.planner.uneven import recomputing, recut, smallest_numbers
+from megalite.planner.uneven import recompute_of, recomputing, recut, smallest_numbers
 from megalite.progress import OnProgress, untold
 
 #: Simulated layouts: at least this many, whatever `top` is.
@@ -159,7 +160,7 @@ def _simulate(
             why = why if why and len(why) <= len(reasons) else reasons
             continue
         try:
-            config, cuts, memory = _placed(quick, config)
+            plan, cuts, memory = _placed(quick, config)
         except ConfigError as error:
             why = why or error.problems
             continue
@@ -167,30 +168,30 @@ def _simulate(
             rejected.append(OverBudget(config, memory))
         else:
             simulated += 1
-            predictions.append(quick.predict(config, cuts))
+            predictions.append(quick.predict(config, cuts, plan))
             if layout.recompute_granularity == "full" and _is_free(quick, layout, given):
-                sparing = _where_memory_binds(quick, config, cuts)
-                predictions += [quick.predict(sparing, cuts)] if sparing else []
+                sparing = _where_memory_binds(quick, config, plan, cuts)
+                predictions += [sparing] if sparing is not None else []
         if simulated >= wanted or len(rejected) >= MOST_REJECTED:
             break
     return predictions, rejected, why
 
 
-def _placed(quick: FastEstimator, config: Config) -> tuple[Config, list[range], tuple[RankMemory, ...]]:
-    """A layout with its stages and memory; where a `--device-memory-budget-gb` is given, with what it puts on hosts and
-    in files. Raises ConfigError where it is the host that has too little."""
+def _placed(quick: FastEstimator, config: Config) -> tuple[MemoryPlan | None, list[range], tuple[RankMemory, ...]]:
+    """The plan of a layout, its stages and memory; where a `--device-memory-budget-gb` is given, with what it puts on
+    hosts and in files. Raises ConfigError where it is the host that has too little."""
     cuts, memory = quick.exact_memory(config)
     budget, folder = config.parallel.hardware.device_memory_budget_gb, config.optimizer.offload.optimizer_offload_path
     fits = max(rank.total for rank in memory) <= quick.hardware.usable_bytes
     if budget is None or (fits and folder is None):
-        return config, cuts, memory
+        return None, cuts, memory
     try:
         placed = within_budget(config, quick.world_size, on_cpu=quick.hardware.on_cpu)
     except ConfigError:
         if fits:
             raise
-        return config, cuts, memory
-    return placed, *quick.exact_memory(placed)
+        return None, cuts, memory
+    return placed, *quick.exact_memory(config, plan=placed)
 
 
 def _is_free(quick: FastEstimator, layout: Layout, given: frozenset[str]) -> bool:
@@ -199,12 +200,17 @@ def _is_free(quick: FastEstimator, layout: Layout, given: frozenset[str]) -> boo
     return "recompute_granularity" not in given and not fixed
 
 
-def _where_memory_binds(quick: FastEstimator, config: Config, cuts: list[range]) -> Config | None:
+def _where_memory_binds(
+    quick: FastEstimator, config: Config, plan: MemoryPlan | None, cuts: list[range]
+) -> Prediction | None:
     """The same layout with the fewest recomputed layers; None where that is all of them, or none."""
-    room = quick.room(config)
+    room = quick.room(config, plan)
     numbers = smallest_numbers(room, cuts)
     blocks = [room.blocks(cut) for cut in cuts]
-    return recomputing(config, numbers, blocks) if numbers and any(numbers) and list(numbers) != blocks else None
+    if not numbers or not any(numbers) or list(numbers) == blocks:
+        return None
+    plan = replace(room.plan, recompute=recompute_of(numbers, blocks))
+    return quick.predict(recomputing(config, numbers, blocks), cuts, plan)
 
 
 def _cut_anew(

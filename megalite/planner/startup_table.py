@@ -11,23 +11,32 @@ from collections.abc import Sequence
 from megalite.config import Config, ModelConfig, cache_rows, has_delay, own_rows
 from megalite.inventory import (
     FLOPS_CONVENTION,
+    MemoryPlan,
     count_active_parameters,
     count_parameters,
     count_trained_parameters,
     flops_per_iteration,
+    given_plan,
 )
-from megalite.planner.memory import RankMemory, moved, rank_memory, weights_moved
+from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
 from megalite.schedule import Program
 
 
 def startup_rows(
-    config: Config, world_size: int, *, program: Program, cuts: Sequence[range], device: str = "cpu"
+    config: Config,
+    world_size: int,
+    *,
+    program: Program,
+    cuts: Sequence[range],
+    plan: MemoryPlan | None = None,
+    device: str = "cpu",
 ) -> list[tuple[str, str]]:
     """Rows (name, text) about model, layout, batch, length, FLOPs and memory.
 
     Args:
         config: with its vocabulary resolved.
         program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
+        plan: None: what flags say.
         device: what the ranks run on, as text.
     """
     model, training, parallel = config.model, config.training, config.parallel
@@ -39,11 +48,7 @@ def startup_rows(
         )
         for s in lengths
     ]
-    on_cpu = device.lower() == "cpu"
-    ranks = [
-        rank_memory(config, world_size, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
-        for rank in range(program.num_ranks)
-    ]
+    ranks = pipeline_memory(config, world_size, program, cuts, plan, on_cpu=device.lower() == "cpu")
     heaviest = max(range(len(ranks)), key=lambda r: ranks[r].total)
     groups = f", {model.query_groups} key/value heads" if model.query_groups != model.num_attention_heads else ""
     return [
@@ -60,7 +65,7 @@ def startup_rows(
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
         ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
-        *budget_rows(config, program, ranks),
+        *budget_rows(config, program, ranks, given_plan(config) if plan is None else plan),
     ]
 
 
@@ -224,9 +229,11 @@ def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
     return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"
 
 
-def budget_rows(config: Config, program: Program, ranks: Sequence[RankMemory]) -> list[tuple[str, str]]:
+def budget_rows(
+    config: Config, program: Program, ranks: Sequence[RankMemory], plan: MemoryPlan
+) -> list[tuple[str, str]]:
     """What lies where under `--device-memory-budget-gb`, and where weights live on the host."""
-    given, model = config.parallel.hardware.device_memory_budget_gb, config.model
+    given, numbers = config.parallel.hardware.device_memory_budget_gb, [each.number for each in plan.recompute]
     rows = [] if program.chunks is None else [("weights", _weights_moved(program))]
     if given is None:
         return rows
@@ -237,9 +244,9 @@ def budget_rows(config: Config, program: Program, ranks: Sequence[RankMemory]) -
     if states := [f"{in_units(nbytes, 'B')} of a rank {where}" for where, nbytes in off.items() if nbytes > 0]:
         kinds = "masters and moments" if program.chunks is None else "weights, gradients, masters and moments"
         parts.append(f"{kinds}: {' and '.join(states)}")
-    if model.recompute_granularity == "full" and model.recompute_num_layers is not None:
-        numbers = " ".join(map(str, model.recompute_num_layers))
-        again = "all layers" if model.recompute_method == "uniform" else f"{numbers} layers of the stages"
+    if any(numbers):
+        all_of_them = plan.recompute[0].method == "uniform"
+        again = "all layers" if all_of_them else f"{' '.join(map(str, numbers))} layers of the stages"
         parts.append(f"recomputed: {again}")
     if held:
         parts.append(

@@ -19,11 +19,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 from megalite.config import Config, StageLayout
-from megalite.inventory import Layer, blocks_of, model_layers
+from megalite.inventory import Layer, MemoryPlan, Recompute, blocks_of, model_layers
 from megalite.planner.activations import recomputed
 from megalite.planner.cost import LayerTimes, add_times
 from megalite.planner.memory import rank_memory
@@ -33,17 +33,24 @@ from megalite.schedule import Program, compact_layout, partition_of
 SPREAD = 2
 
 
-def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -> Config:
-    """The configuration whose stage s of blocks[s] layers recomputes numbers[s] of them, in its shortest form."""
-    method, given = "block", tuple(numbers)
-    if len(set(given)) == 1:
-        given = given[:1]
-    if list(numbers) == list(blocks):
-        method, given = "uniform", (1,)
+def recompute_of(numbers: Sequence[int], blocks: Sequence[int]) -> tuple[Recompute, ...]:
+    """That stage s of blocks[s] layers recomputes numbers[s] of them, in its shortest form."""
     if not any(numbers):
-        model = replace(config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
-    else:
-        model = replace(config.model, recompute_granularity="full", recompute_method=method, recompute_num_layers=given)
+        return (Recompute(),)
+    if list(numbers) == list(blocks):
+        return (Recompute("uniform", 1),)
+    return tuple(Recompute("block", number) for number in (numbers[:1] if len(set(numbers)) == 1 else numbers))
+
+
+def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -> Config:
+    """The configuration whose flags say so."""
+    given = recompute_of(numbers, blocks)
+    model = replace(
+        config.model,
+        recompute_granularity="full" if given[0].method else None,
+        recompute_method=given[0].method or None,
+        recompute_num_layers=tuple(each.number for each in given) if given[0].method else None,
+    )
     return replace(config, model=model)
 
 
@@ -65,6 +72,7 @@ class MemoryHeadroom:
     world_size: int
     hardware: DeviceMemory
     program: Program
+    plan: MemoryPlan
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages that a rank holds, each once."""
@@ -75,12 +83,11 @@ class MemoryHeadroom:
         return len(blocks_of(self.config.model, cut))
 
     def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
-        """Whether the stages of `rank` fit. numbers: recomputed layers of each stage; None: the configuration's."""
-        config = self.config
+        """Whether the stages of `rank` fit. numbers: recomputed layers of each stage; None: the plan's."""
+        plan, asked = self.plan, partial(rank_memory, self.config, self.world_size, on_cpu=self.hardware.on_cpu)
         if numbers is not None:
-            config = recomputing(config, numbers, [self.blocks(cut) for cut in cuts])
-        on_cpu = self.hardware.on_cpu
-        used = rank_memory(config, self.world_size, program=self.program, cuts=cuts, rank=rank, on_cpu=on_cpu)
+            plan = replace(plan, recompute=recompute_of(numbers, [self.blocks(cut) for cut in cuts]))
+        used = asked(program=self.program, cuts=cuts, rank=rank, plan=plan)
         return used.total <= self.hardware.usable_bytes
 
 
@@ -182,7 +189,6 @@ def _seconds(
     own = room.stages_of(rank)
     cuts = [items(index, max(1, count)) for index in range(stages)]
     cuts[stage] = range(begin + (stage > 0), begin + count + 1 + (stage == stages - 1))
-    config = room.config
     if flexible:
         deals = [{index: min(number, room.blocks(cuts[index])) for index in own} for number in range(count + 1)]
         found = _fewest(room, rank, cuts, [0] * stages, deals)
@@ -192,7 +198,7 @@ def _seconds(
     elif not room.fits(rank, cuts, None):
         return None
     else:
-        again = recomputed(config.for_stage(stage), cuts[stage])
+        again = recomputed(room.config, cuts[stage], room.plan.recompute_of(stage))
     here = add_times(times[item] for item in cuts[stage])
     return here.forward + here.backward + add_times(times[item] for item in again).forward
 

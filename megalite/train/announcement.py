@@ -10,6 +10,7 @@ import torch
 from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config
 from megalite.errors import ConfigError
+from megalite.inventory import MemoryPlan
 from megalite.parallel.tensor import check_float8
 from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
 from megalite.schedule import Program
@@ -36,19 +37,25 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
 
 
 def announce(
-    config: Config, world: World, axis: Axis, program: Program, cuts: Sequence[range], foreign: ForeignModel | None
+    config: Config,
+    world: World,
+    axis: Axis,
+    program: Program,
+    cuts: Sequence[range],
+    plan: MemoryPlan,
+    foreign: ForeignModel | None,
 ) -> None:
     """Prints the table and what is slow here; refuses what cannot fit. Collective over `axis`, all ranks. Raises
     ConfigError."""
     on_cpu = world.device.type == "cpu"
-    memory = None if foreign is None else memory_of(config, world.size, program, foreign, on_cpu=on_cpu)
+    memory = None if foreign is None else memory_of(config, world.size, program, foreign, plan, on_cpu=on_cpu)
     if world.is_first:
         device = "CPU" if on_cpu else torch.cuda.get_device_name(world.device)
-        logger.info("\n%s", format_table(rows_of(config, world.size, program, cuts, foreign, memory, device)))
+        logger.info("\n%s", format_table(rows_of(config, world.size, program, cuts, plan, foreign, memory, device)))
         for line in device_advice(config, world.device):
             logger.warning(line)
     check_float8(config, world.device)
-    check_memory(config, world, axis, program, cuts, memory)
+    check_memory(config, world, axis, program, cuts, plan, memory)
 
 
 def rows_of(
@@ -56,13 +63,14 @@ def rows_of(
     world_size: int,
     program: Program,
     cuts: Sequence[range],
+    plan: MemoryPlan,
     foreign: ForeignModel | None,
     memory: Sequence[RankMemory] | None = None,
     device: str = "cpu",
 ) -> list[tuple[str, str]]:
     """The rows of the table."""
     if foreign is None:
-        return startup_rows(config, world_size, program=program, cuts=cuts, device=device)
+        return startup_rows(config, world_size, program=program, cuts=cuts, plan=plan, device=device)
     every = range(len(cuts))
     return foreign_rows(
         config,

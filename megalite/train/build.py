@@ -27,7 +27,7 @@ from megalite.engine import (
     rule_maker,
 )
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import boundary_shape
+from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, boundary_shape, given_plan
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
@@ -69,11 +69,12 @@ class Model(Weights):
     """This rank's part of the model.
 
     foreign: the module of `--model-module`, if it is one.
-    rows: of the word embedding, where they are on the host and of this rank.
+    rows: of the word embedding, where they are on the host and of this rank. plan: where its memory lies.
     """
 
     foreign: ForeignModel | None = None
     rows: CachedRows | None = None
+    plan: MemoryPlan = DEFAULT_PLAN
 
 
 def build_model(
@@ -83,13 +84,16 @@ def build_model(
     cuts: list[range],
     device: torch.device,
     foreign: ForeignModel | None = None,
+    plan: MemoryPlan | None = None,
 ) -> Model:
-    """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s."""
+    """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s.
+    plan: None: what flags say."""
+    plan = given_plan(config) if plan is None else plan
     placement, families = program.placement, _families(config)
     rows = _rows(config, mesh, program, device)
-    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device, rows)
+    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device, rows, plan)
     options = BufferOptions(
-        zero_options(config),
+        zero_options(config, plan),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
         fill=partial(fill, seed=config.training.seed),
     )
@@ -102,14 +106,14 @@ def build_model(
         families=families,
         ties=_ties(config, placement, cuts) if foreign is None else foreign.ties,
         options=options,
-        make_optimizer=partial(_optimizer, config, rows),
+        make_optimizer=partial(_optimizer, config, plan, rows),
         delay=Delay(staleness, config.parallel.pipeline_flush_steps, config.training.iterations_to_skip),
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
         device=device,
     )
     if config.model.cpu_offloading_num_layers:
         _offload_activations(config, built)
-    return Model(**vars(weights), foreign=foreign, rows=rows)
+    return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan)
 
 
 def _rows(config: Config, mesh: ParallelMesh, program: Program, device: torch.device) -> CachedRows | None:
@@ -142,7 +146,12 @@ def _offload_activations(config: Config, built: BuiltStages) -> None:
 
 
 def _optimizer(
-    config: Config, rows: CachedRows | None, buffers: list[ParameterBuffers], axis: Axis, delay: Delay
+    config: Config,
+    plan: MemoryPlan,
+    rows: CachedRows | None,
+    buffers: list[ParameterBuffers],
+    axis: Axis,
+    delay: Delay,
 ) -> ShardedOptimizer:
     offload = config.optimizer.offload
     kind = DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer
@@ -150,9 +159,9 @@ def _optimizer(
         buffers,
         make_optimizer=optimizer_factory(config, delay),
         norm_axis=axis,
-        offload_fraction=offload.fraction,
-        offload_path=offload.optimizer_offload_path,
-        file_fraction=config.file_fraction,
+        offload_fraction=plan.fraction,
+        offload_path=offload.optimizer_offload_path if plan.file_fraction else None,
+        file_fraction=plan.file_fraction,
         store_param_remainders=config.optimizer.store_param_remainders,
     )
 
@@ -169,14 +178,16 @@ def _build_stages(
     cuts: list[range],
     device: torch.device,
     rows: CachedRows | None,
+    plan: MemoryPlan,
 ) -> BuiltStages:
     """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
     specs, built = _announced(layer_specs(config.model), mesh), BuiltStages()
     rank, last, spec = mesh.coordinate("pp"), program.placement.num_stages - 1, boundary_spec(config, device)
     for key in program.placement.stages_of(rank):
-        own, items = config.for_stage(key[0]), [specs[i] for i in cuts[key[0]]]
+        items, again = [specs[i] for i in cuts[key[0]]], plan.recompute_of(key[0])
         notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
-        modules = [_build_module(own, mesh, items, notes, device, rows) for _ in range(program.weight_versions[rank])]
+        make_module = partial(_build_module, config, mesh, items, notes, device, rows, halves_of(config, plan), again)
+        modules = [make_module() for _ in range(program.weight_versions[rank])]
         ends, queue = (key[0] == 0, key[0] == last), notes[0]
         loads = notes[1] if config.model.experts.num_experts is not None else None
         sizes = notes[2] if config.training.float8.fp8_format is not None else None
@@ -205,6 +216,8 @@ def _build_module(
     notes: tuple[WeightGradQueue, ExpertLoads, Magnitudes],
     device: torch.device,
     rows: CachedRows | None,
+    halves: str,
+    recompute: Recompute,
 ) -> LayerStack:
     context = LayerContext(
         tp=mesh["tp"],
@@ -218,17 +231,25 @@ def _build_module(
         float8=config.training.float8,
         loads=notes[1],
         magnitudes=notes[2],
-        halves=config.halves,
+        halves=halves,
         host_embedding=None if rows is None else layer_of(rows),
         deferred=True,
     )
-    stack = build_stack(config.model, specs, context)
+    stack = build_stack(config.model, specs, context, recompute=recompute)
     if config.training.compile:
         stack.compile_blocks(on_device=device.type != "cpu")
     return stack
 
 
-def zero_options(config: Config) -> ZeroOptions:
+def halves_of(config: Config, plan: MemoryPlan) -> str:
+    """Over what two halves of a micro-batch take turns: '', 'layer' or 'stage'. Where a layer's weights go when the
+    next begins (ZeRO-3, --param-offload), turns of two layers cannot mix."""
+    goes = config.parallel.zero_stage == 3 or plan.hosts_params
+    return ("layer" if goes else "stage") if config.parallel.tp_comm_overlap else ""
+
+
+def zero_options(config: Config, plan: MemoryPlan | None = None) -> ZeroOptions:
+    """plan: None: what flags say."""
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -236,7 +257,7 @@ def zero_options(config: Config) -> ZeroOptions:
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
         grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
-        offload_params=config.optimizer.offload.hosts_params,
+        offload_params=(given_plan(config) if plan is None else plan).hosts_params,
     )
 
 

@@ -14,7 +14,7 @@ from megalite.comm import Axis
 from megalite.config import Config, dump_yaml
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE, SAMPLES_FILE
 from megalite.planner import checkpoint_bytes, format_table, within_budget
@@ -44,8 +44,8 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError."""
     config, tokenizer = resolve_tokenizer(config)
     on_cpu = config.parallel.hardware.device == "cpu" or not torch.cuda.is_available()
-    config = within_budget(config, world_size, on_cpu=on_cpu)
-    programs = ProgramCache(config)
+    plan = within_budget(config, world_size, on_cpu=on_cpu)
+    programs = ProgramCache(config, plan)
     programs.prove(world_size, Axis.single("world"))
     program = programs.full(world_size)
     foreign = look_at_module(config, program) if config.model.is_foreign else None
@@ -53,10 +53,10 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     notes = [f" not checked: devices, memory, data, --load and --save ({world_size} ranks are not meant for this host)"]
     if world_size <= max(HOST, os.cpu_count() or 1):
         check_devices(config.parallel, config.parallel.nprocs or 1)
-        check_local_memory(config, world_size, program, cuts, foreign)
+        check_local_memory(config, world_size, program, cuts, plan, foreign)
         config, notes = check_start(config, world_size, tokenizer)
-    memory = None if foreign is None else memory_of(config, world_size, program, foreign, on_cpu=True)
-    table = rows_of(config, world_size, program, cuts, foreign, memory)
+    memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
+    table = rows_of(config, world_size, program, cuts, plan, foreign, memory)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
         drawing = render_text(simulate(program, batches=2 if program.asynchronous else 1))
@@ -72,15 +72,20 @@ def look_at_module(config: Config, program: Program) -> ForeignModel:
 
 
 def check_local_memory(
-    config: Config, world_size: int, program: Program, cuts: Sequence[range], foreign: ForeignModel | None
+    config: Config,
+    world_size: int,
+    program: Program,
+    cuts: Sequence[range],
+    plan: MemoryPlan,
+    foreign: ForeignModel | None,
 ) -> None:
     """What `check_memory` asks, of ranks that would all start on this host. Raises ConfigError."""
     gpus = torch.cuda.device_count()
     on_cpu = config.parallel.hardware.device == "cpu" or gpus == 0
     devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(world_size)]
     pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
-    memory = None if foreign is None else memory_of(config, world_size, program, foreign, on_cpu=on_cpu)
-    problem = judge(config, pools, program, cuts, on_cpu=on_cpu, memory=memory)
+    memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=on_cpu)
+    problem = judge(config, pools, program, cuts, plan, on_cpu=on_cpu, memory=memory)
     if problem:
         raise ConfigError(problem)
 

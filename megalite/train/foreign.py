@@ -23,7 +23,7 @@ from megalite.comm import Axis, ParallelMesh, TensorShard
 from megalite.config import Config
 from megalite.engine import BuiltStages, Ties
 from megalite.errors import ConfigError
-from megalite.inventory import ParameterPlacement, Shape, placement_of, recompute_ranges
+from megalite.inventory import ParameterPlacement, Shape, given_plan, placement_of, recompute_ranges
 from megalite.library import Parts, Sample, StageModule, draws, layers_over, module_of, still_shards
 from megalite.microbatch import Microbatch
 from megalite.schedule import Program
@@ -133,7 +133,7 @@ class ForeignModel:
     def ranges(self, stage: int) -> list[tuple[int, int, bool]]:
         """(Begin, end, recompute) of the layers of a stage."""
         count = len(self.cuts[stage])
-        return recompute_ranges(count, range(count), self._config.for_stage(stage).model)
+        return recompute_ranges(count, range(count), given_plan(self._config).recompute_of(stage))
 
     @property
     def ties(self) -> Ties:

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from megalite.config import Config
+from megalite.inventory import MemoryPlan
 from megalite.library import Boundary, Parts, TracedLayer
 from megalite.planner import RankMemory, StageActivations, StateBytes, foreign_memory, named_state_bytes
 from megalite.schedule import Program
@@ -25,7 +26,7 @@ from megalite.train.foreign import ForeignModel
 
 
 def memory_of(
-    config: Config, world_size: int, program: Program, foreign: ForeignModel, *, on_cpu: bool
+    config: Config, world_size: int, program: Program, foreign: ForeignModel, plan: MemoryPlan, *, on_cpu: bool
 ) -> list[RankMemory]:
     """Bytes of the ranks at each pipeline coordinate. Asked before the stages are built."""
     last = len(foreign.cuts) - 1
@@ -42,6 +43,7 @@ def memory_of(
                 config,
                 world_size,
                 foreign.held(stage),
+                plan=plan,
                 tied=foreign.parts.tied,
                 versions=program.weight_versions[rank],
                 num_gradients=program.gradient_buffers,

@@ -64,7 +64,7 @@ def make_rows(
         gradient_dtype=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else ctx.wide_dtype,
         device=torch.device(ctx.device),
         lookahead=given.embedding_lookahead,
-        calls=2 if config.halves else 1,
+        calls=2 if config.parallel.tp_comm_overlap else 1,
         sum_over=[family.shard, family.replicate, *([copies[0]] if 0 in copies else [])],
         counts=first and not replica,
         replica=number + replica,

@@ -20,8 +20,8 @@ from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
-from megalite.inventory import stage_layer_ranges
-from megalite.planner import RankMemory, in_units, program_of, rank_memory, shared_memory_bytes, with_weight_chunks
+from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
+from megalite.planner import RankMemory, in_units, pipeline_memory, program_of, shared_memory_bytes, with_weight_chunks
 from megalite.schedule import Program
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ def check_memory(
     axis: Axis,
     program: Program,
     cuts: Sequence[range],
+    plan: MemoryPlan,
     memory: Sequence[RankMemory] | None = None,
 ) -> None:
     """Raises ConfigError, on all ranks, where a run cannot fit; warns where it hardly does. Collective.
@@ -54,7 +55,7 @@ def check_memory(
     problem = None
     if axis.is_first:
         pools = [[(Pool(**values), bool(on_device)) for values, on_device in row] for row in rows]
-        problem = judge(config, pools, program, cuts, on_cpu=world.device.type == "cpu", memory=memory)
+        problem = judge(config, pools, program, cuts, plan, on_cpu=world.device.type == "cpu", memory=memory)
     problem = all_gather_json(problem, axis)[0]
     if problem:
         raise ConfigError(problem)
@@ -87,6 +88,7 @@ def judge(
     ranks: Sequence[Pools],
     program: Program,
     cuts: Sequence[range],
+    plan: MemoryPlan,
     *,
     on_cpu: bool,
     memory: Sequence[RankMemory] | None = None,
@@ -100,7 +102,7 @@ def judge(
         for pool, _ in row:
             known = pools.get(pool.key)
             pools[pool.key] = pool if known is None or pool.free > known.free else known
-    demands = demands_of(config, ranks, program, cuts, on_cpu=on_cpu, memory=memory)
+    demands = demands_of(config, ranks, program, cuts, plan, on_cpu=on_cpu, memory=memory)
     ratio = {key: demand.least / max(1.0, pools[key].free + pools[key].swap) for key, demand in demands.items()}
     doubt = {key: demand.predicted / max(1.0, pools[key].free) for key, demand in demands.items()}
     tightest = max(demands, key=lambda key: (ratio[key], doubt[key]), default=None)
@@ -113,7 +115,7 @@ def judge(
         return None
     remedies = [
         f"{flag} ({in_units(demand, 'B')})"
-        for flag, demand in (_remedies(config, ranks, tightest, on_cpu=on_cpu) if memory is None else ())
+        for flag, demand in (_remedies(config, plan, ranks, tightest, on_cpu=on_cpu) if memory is None else ())
         if demand < 0.95 * demands[tightest].predicted
     ]
     helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
@@ -127,16 +129,14 @@ def demands_of(
     ranks: Sequence[Pools],
     program: Program,
     cuts: Sequence[range],
+    plan: MemoryPlan,
     *,
     on_cpu: bool,
     memory: Sequence[RankMemory] | None = None,
 ) -> dict[str, Demand]:
     """Pool -> what its ranks need."""
     world = len(ranks)
-    memory = memory or [
-        rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=on_cpu)
-        for rank in range(program.num_ranks)
-    ]
+    memory = memory or pipeline_memory(config, world, program, cuts, plan, on_cpu=on_cpu)
     # What ranks of a host exchange messages through is one for all, and counted in each.
     again = shared_memory_bytes(config, on_cpu, of_others=True)
     drawn: dict[str, list[tuple[float, float, float]]] = {}
@@ -181,23 +181,25 @@ def _need(demand: Demand, pool: Pool, ranks: Sequence[Pools]) -> str:
     )
 
 
-def _remedies(config: Config, ranks: Sequence[Pools], key: str, *, on_cpu: bool) -> Iterator[tuple[str, float]]:
+def _remedies(
+    config: Config, plan: MemoryPlan, ranks: Sequence[Pools], key: str, *, on_cpu: bool
+) -> Iterator[tuple[str, float]]:
     """Legal changes of one flag, and what the ranks of that pool would need with it."""
     world = len(ranks)
-    for flag, changed in _changes(config, world):
+    for flag, changed in _changes(config, plan, world):
         long = changed.num_microbatches(world) > PRICED_MICROBATCHES and changed.parallel != config.parallel
         if long or config_problems(changed, world):
             continue
         try:
             cuts = stage_layer_ranges(changed, program_of(changed, world))
-            changed = with_weight_chunks(changed, world, cuts)
-            program = program_of(changed, world)
+            changed_plan = with_weight_chunks(changed, world, cuts, given_plan(changed))
+            program = program_of(changed, world, changed_plan)
         except ScheduleError:
             continue
-        yield flag, demands_of(changed, ranks, program, cuts, on_cpu=on_cpu)[key].predicted
+        yield flag, demands_of(changed, ranks, program, cuts, changed_plan, on_cpu=on_cpu)[key].predicted
 
 
-def _changes(config: Config, world: int) -> Iterator[tuple[str, Config]]:
+def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str, Config]]:
     """What one would try, the least intrusive first."""
     parallel, training, model = config.parallel, config.training, config.model
 
@@ -209,7 +211,7 @@ def _changes(config: Config, world: int) -> Iterator[tuple[str, Config]]:
             training, micro_batch_size=1, global_batch_size=training.batch_size(config.data_parallel_size(world))
         )
         yield "--micro-batch-size=1", replace(config, training=smaller)
-    if model.recompute_granularity != "full":
+    if not plan.recompute[0].method:
         again = replace(model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
         yield "--recompute-granularity=full", replace(config, model=again)
     if config.data_parallel_size(world) > 1:
@@ -221,10 +223,10 @@ def _changes(config: Config, world: int) -> Iterator[tuple[str, Config]]:
         }
         for name, size in sizes.items():
             yield f"--{name.replace('_', '-')}={2 * size}", with_parallel(**{name: 2 * size})
-    if not config.optimizer.offload.fraction:
+    if not plan.fraction:
         offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
         yield "--optimizer-cpu-offload", replace(config, optimizer=replace(config.optimizer, offload=offload))
-    if not config.optimizer.offload.hosts_params:
+    if not plan.hosts_params:
         offload = replace(config.optimizer.offload, param_offload="cpu")
         yield "--param-offload=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
     if config.optimizer.offload.embedding_offload is None:

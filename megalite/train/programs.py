@@ -9,7 +9,7 @@ from pathlib import Path
 from megalite.comm import Axis, all_gather_json
 from megalite.config import Config
 from megalite.errors import ScheduleError
-from megalite.inventory import lowered_program
+from megalite.inventory import DEFAULT_PLAN, MemoryPlan, lowered_program
 from megalite.schedule import Program, find_schedule, validate
 
 PROVED_AT_START = 16
@@ -23,6 +23,7 @@ class ProgramCache:
     """The pipeline programs of a run: one for each number of micro-batches, and those of the first, flushed steps."""
 
     config: Config
+    plan: MemoryPlan = DEFAULT_PLAN
     _cache: dict[tuple[str, bool, int], Program] = field(default_factory=dict, init=False, repr=False)
     _valid: set[tuple[str, bool, int]] = field(default_factory=set, init=False, repr=False)
 
@@ -78,7 +79,7 @@ class ProgramCache:
     def _build(self, key: tuple[str, bool, int]) -> Program:
         if key not in self._cache:
             name, waits, num_microbatches = key
-            self._cache[key] = lowered_program(self.config, num_microbatches, name, waits=waits)
+            self._cache[key] = lowered_program(self.config, num_microbatches, name, plan=self.plan, waits=waits)
         return self._cache[key]
 
     def _validate(self, program: Program) -> None:

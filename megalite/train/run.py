@@ -74,21 +74,21 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(config: Config, world: World) -> Iterator[OpenRun]:
+def open_run(given: Config, world: World) -> Iterator[OpenRun]:
     """Builds everything and loads the checkpoint, if there is one; releases the run directory at the end."""
     world.report_phase("start-up: tokenizer")
-    config, tokenizer = resolve_tokenizer(config)
-    config = within_budget(config, world.size, on_cpu=world.device.type == "cpu")
+    resolved, tokenizer = resolve_tokenizer(given)
+    plan = within_budget(resolved, world.size, on_cpu=world.device.type == "cpu")
     world.report_phase("start-up: process groups")
-    mesh = make_mesh(config, world)
-    programs = ProgramCache(config)
+    mesh = make_mesh(resolved, world)
+    programs = ProgramCache(resolved, plan)
     programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
-    foreign = open_module(config, mesh, program, world) if config.model.is_foreign else None
-    cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
-    announce(config, world, mesh.world, program, cuts, foreign)
+    foreign = open_module(resolved, mesh, program, world) if resolved.model.is_foreign else None
+    cuts = stage_layer_ranges(resolved, program) if foreign is None else foreign.cuts
+    announce(resolved, world, mesh.world, program, cuts, plan, foreign)
     world.report_phase("start-up: run directory")
-    with RunDirectory(config, mesh.world) as directory:
+    with RunDirectory(resolved, mesh.world) as directory:
         start = directory.start()
         settled = resolve_schedules(directory.config, world.size, start)
         config = settled.config
@@ -101,7 +101,7 @@ def open_run(config: Config, world: World) -> Iterator[OpenRun]:
         data = open_data(config, mesh, tokenizer, world.device, earlier_requests=earlier_requests)
         changed = changed_data(earlier.get("data", {}), data.datasets.surveys, config)
         world.report_phase("start-up: model")
-        model = build_model(config, mesh, program, cuts, world.device, foreign)
+        model = build_model(config, mesh, program, cuts, world.device, foreign, plan)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
         state = RunState(config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base)
         arithmetic = arithmetic_of(world, mesh.world, matmul)
@@ -223,7 +223,7 @@ def assemble_trainer(
         lengths=config.length_schedule,
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
-        hooks=make_hooks(config, world.rank, start_facts, flops, first=traffic_hooks(config, model.rows)),
+        hooks=make_hooks(config, world.rank, start_facts, flops, traffic_hooks(config, model.rows), model.plan),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,

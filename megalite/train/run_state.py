@@ -6,7 +6,8 @@
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
               largest magnitudes of updates before `optimizer/fp8/<layer>`, where scales are made of them
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
-              samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters
+              samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters;
+              where memory lay (for readers: a run that resumes decides anew)
     files     the tokenizer, config.yaml
 
 Everything is logical: no rank, stage or place in memory is written down, so any layout can resume from it.
@@ -68,6 +69,7 @@ class RunState:
             param_schedules.META: self.schedules.to_meta(),
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),
+            "memory_plan": self.model.plan.to_meta(),
             **({} if self.base is None else {BASE_META: self.base.to_meta()}),
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }

@@ -27,8 +27,9 @@ def test_a_budget_changes_no_bit(name: str) -> None:
     layout, ranks = CASES[name]
     argv = [*TINY, "--num-layers", "4", "--micro-batch-size", "1", *layout]
     under = [*argv, *least_budget(argv, ranks)]
-    config = within_budget(parse(under, world_size=ranks), ranks, on_cpu=True)
-    program = lowered_program(config, config.num_microbatches(ranks))
+    config = parse(under, world_size=ranks)
+    plan = within_budget(config, ranks, on_cpu=True)
+    program = lowered_program(config, config.num_microbatches(ranks), plan=plan)
     assert any(action.kind == EVICT for actions in program.unroll(1) for action in actions)
     free, bound = train(argv, ranks, 3), train(under, ranks, 3)
     assert free.losses == bound.losses and free.norms == bound.norms

@@ -13,7 +13,7 @@ from equivalence.layouts import OPTIMIZERS, TINY, saved_tensors, train, train_bo
 from megalite.comm.world import World
 from megalite.config import Config, parse
 from megalite.errors import ConfigError
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.planner import RankMemory, program_of, rank_memory, within_budget
 from megalite.testing import run_ranks
 from megalite.testing.oracle import Trajectory
@@ -27,10 +27,10 @@ SHARES = (0.0, 0.3, 1.0)
 """Of the masters and moments, off the device."""
 
 
-def memory(config: Config) -> RankMemory:
+def memory(config: Config, plan: MemoryPlan | None = None) -> RankMemory:
     program = program_of(config, RANKS)
     cuts = stage_layer_ranges(config, program)
-    return rank_memory(config, RANKS, program=program, cuts=cuts, rank=0, on_cpu=True)
+    return rank_memory(config, RANKS, program=program, cuts=cuts, rank=0, plan=plan, on_cpu=True)
 
 
 def budget_for(argv: list[str], share: float, folder: Path | None = None) -> list[str]:
@@ -71,18 +71,19 @@ def test_a_budget_changes_no_bit(rule: str, stage: int, share: float, file: bool
             parse([*argv, "--optimizer-cpu-offload"], world_size=RANKS)
         return
     under = [*argv, *budget_for(argv, share, tmp_path if file and share else None)]
-    config = within_budget(parse(under, world_size=RANKS), RANKS, on_cpu=True)
-    fraction = config.optimizer.offload.fraction
-    assert fraction <= share and (fraction > 0) == (share > 0) and config.room is None
-    held = memory(config)
+    config = parse(under, world_size=RANKS)
+    plan = within_budget(config, RANKS, on_cpu=True)
+    assert plan.fraction <= share and (plan.fraction > 0) == (share > 0) and plan.room is None
+    held = memory(config, plan)
     if file and share == 1.0 and rule in ("adam", "lion", "adam in 16 bits"):
         assert held.file > 0 and held.host > 0
     assert_same(train(under, RANKS, 3), free(tuple(argv)))
 
 
 def away_body(world: World, argv: list[str]) -> tuple[int, int]:
-    """Bytes of masters and moments on the host and in a file."""
+    """Bytes of masters and moments on the host and in a file, of a run that is about to begin."""
     with open_run(parse(argv, world_size=world.size), world) as run:
+        run.directory.begin(0)
         found = {True: 0, False: 0}
         for sub in run.state.model.optimizer.sub_optimizers:
             for master in (master for master in sub.masters if master.offloaded):
@@ -95,10 +96,14 @@ def away_body(world: World, argv: list[str]) -> tuple[int, int]:
 
 def test_what_is_planned_is_where_it_lies(tmp_path: Path) -> None:
     argv = [*BASE, "--zero-stage", "2"]
-    under = [*argv, *budget_for(argv, 0.7, tmp_path)]
-    planned = memory(within_budget(parse(under, world_size=RANKS), RANKS, on_cpu=True))
+    under = [*argv, *budget_for(argv, 0.7, tmp_path), "--save", str(tmp_path / "run")]
+    config = parse(under, world_size=RANKS)
+    planned = memory(config, within_budget(config, RANKS, on_cpu=True))
     for host, file in run_ranks(away_body, RANKS, [*under, "--data-cache-path", str(tmp_path / "cache")]):
         assert 0 < host == planned.host and 0 < file == planned.file
+    kept = parse(["--config", str(tmp_path / "run" / "config.yaml")], world_size=RANKS)
+    assert kept.model == config.model and kept.optimizer == config.optimizer, "what was given, not what was decided"
+    assert kept.model.recompute_granularity == "none"
 
 
 @pytest.mark.full

@@ -103,10 +103,10 @@ def held_body(world: World, argv: list[str]) -> tuple[int, float, float]:
         trainer, rank = run.trainer, run.trainer.mesh.coordinate("pp")
         for _ in range(2):
             trainer.train_step(drain=True)
-        config = trainer.config
-        program = computations(config, config.num_microbatches(world.size))
+        config, plan = trainer.config, run.state.model.plan
+        program = computations(config, config.num_microbatches(world.size), plan=plan)
         cuts = stage_layer_ranges(config, program)
-        memory = rank_memory(config, world.size, program=program, cuts=cuts, rank=rank, on_cpu=True)
+        memory = rank_memory(config, world.size, program=program, cuts=cuts, rank=rank, plan=plan, on_cpu=True)
         (link, *others) = {id(f.link): f.link for fs in run.state.model.buffers.values() for f in fs}.values()
         assert not others and link is not None and link.now == 0, "something stays on the device behind the step"
         return link.peak, memory.weights, memory.weights + memory.buffers
@@ -141,11 +141,11 @@ def test_a_budget_moves_weights_where_nothing_else_is_enough(tmp_path: Path) -> 
     least = float(enough[3]) if enough[3] else float(enough[1]) * {"k": 1e-6, "M": 1e-3}[enough[2]]
     for factor in (1.01, 1.2):
         under = [*argv, "--device-memory-budget-gb", str(factor * least)]
-        config = within_budget(parse(under, world_size=1), 1, on_cpu=True)
-        assert config.chunks is not None and config.chunks.capacity is not None
+        plan = within_budget(parse(under, world_size=1), 1, on_cpu=True)
+        assert plan.chunks is not None and plan.chunks.capacity is not None
         peak, weights, planned = run_ranks(held_body, 1, under)[0]
         assert weights < peak <= planned < 1e9 * factor * least
-        assert weights <= config.chunks.capacity[0]
+        assert weights <= plan.chunks.capacity[0]
     bound = train([word for word in under if "data-cache" not in word and word != str(tmp_path)], 1, 3)
     free = train(arguments("--bf16"), 1, 3)
     assert bound.losses == free.losses and bound.norms == free.norms

@@ -11,7 +11,7 @@ from megalite.schedule import find_schedule
 def param_offload(config: Config, world_size: int) -> Iterator[str]:
     """Weights and gradients that come and go: what reads them otherwise than layer by layer, or keeps two of them."""
     flag, parallel, optimizer = "`param_offload`=cpu", config.parallel, config.optimizer
-    if not optimizer.offload.hosts_params:
+    if optimizer.offload.param_offload != "cpu":
         return
     schedule = find_schedule(parallel.schedule)
     if schedule.asynchronous and parallel.pipeline_schedule_file is None:

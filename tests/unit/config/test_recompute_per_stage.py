@@ -10,6 +10,7 @@ from config_arguments import argv
 from megalite.config import parse
 from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.errors import ConfigError
+from megalite.inventory import given_plan
 
 FULL = "--recompute-granularity full"
 PP = "--pipeline-model-parallel-size"
@@ -21,9 +22,9 @@ def _argv(flags: str) -> list[str]:
 
 def test_one_number_and_one_for_each_stage(tmp_path: Path) -> None:
     one = parse(_argv(f"{FULL} --recompute-method block --recompute-num-layers 3"))
-    assert [one.for_stage(stage).model.recomputed_layers for stage in (0, 1)] == [3, 3]
+    assert [given_plan(one).recompute_of(stage) for stage in (0, 1)] == [("block", 3)] * 2
     several = parse(_argv(f"{FULL} --recompute-method block --recompute-num-layers 3 0 {PP} 2"), world_size=2)
-    assert [several.for_stage(stage).model.recomputed_layers for stage in (0, 1)] == [3, 0]
+    assert [given_plan(several).recompute_of(stage) for stage in (0, 1)] == [("block", 3), ("block", 0)]
     path = tmp_path / "run.yaml"
     for config, world_size in ((one, 1), (several, 2)):
         path.write_text(dump_yaml(config))

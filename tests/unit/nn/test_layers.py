@@ -13,6 +13,7 @@ from megalite.comm.mesh import Axis
 from megalite.config.model import ModelConfig
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import tiling as pieces
+from megalite.inventory.memory_plan import Recompute
 from megalite.inventory.tiling import recompute_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
@@ -293,8 +294,7 @@ def test_bf16_stays_close_to_fp64_and_closer_with_an_fp32_residual_stream() -> N
     ],
 )
 def test_what_is_recomputed(method: str, number: int, expected: list[tuple[int, int, bool]]) -> None:
-    config = ModelConfig(**SHAPE, recompute_granularity="full", recompute_method=method, recompute_num_layers=(number,))
-    assert recompute_ranges(5, [1, 2, 3], config) == expected
+    assert recompute_ranges(5, [1, 2, 3], Recompute(method, number)) == expected
 
 
 def test_recomputed_blocks_keep_their_input_only() -> None:

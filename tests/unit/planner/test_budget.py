@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import Config, parse
+from megalite.config import Config, dump_yaml, parse
 from megalite.errors import ConfigError
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, stage_layer_ranges
 from megalite.planner import (
     SEARCHED,
+    RankMemory,
     Roofline,
     load_hardware,
+    pipeline_memory,
     program_of,
-    rank_memory,
     search,
     startup_rows,
     within_budget,
@@ -35,10 +36,13 @@ def config_of(schedule: str, gigabytes: float, more: str = "--recompute-granular
     return parse(flags, world_size=4)
 
 
-def totals(config: Config) -> list[float]:
-    program = program_of(config, 4)
-    cuts = stage_layer_ranges(config, program)
-    return [rank_memory(config, 4, program=program, cuts=cuts, rank=rank).total for rank in range(4)]
+def ranks_of(config: Config, plan: MemoryPlan | None = None) -> tuple[RankMemory, ...]:
+    program = program_of(config, 4, plan or DEFAULT_PLAN)
+    return pipeline_memory(config, 4, program, stage_layer_ranges(config, program), plan)
+
+
+def totals(config: Config, plan: MemoryPlan | None = None) -> list[float]:
+    return [rank.total for rank in ranks_of(config, plan)]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2"])
@@ -47,67 +51,68 @@ def test_states_leave_first_then_activations_then_nothing_is_enough(schedule: st
     seen = set()
     for share in range(100, 4, -12):
         budget = free * share / 99.99
+        config = config_of(schedule, budget / 1e9)
         try:
-            config = within_budget(config_of(schedule, budget / 1e9), 4, on_cpu=False)
+            plan = within_budget(config, 4, on_cpu=False)
         except ConfigError as error:
             enough = re.search(r"host and activations that come and go; ([\d.e+-]+) are, or use", str(error))
             assert enough is not None and 1e9 * float(enough[1]) > budget
-            assert max(totals(within_budget(config_of(schedule, 1.01 * float(enough[1])), 4, on_cpu=False))) < free
+            config = config_of(schedule, 1.01 * float(enough[1]))
+            assert max(totals(config, within_budget(config, 4, on_cpu=False))) < free
             seen.add("refused")
             continue
-        assert max(totals(config)) <= budget
-        fraction = config.optimizer.offload.fraction
-        assert config.room is None or fraction == 1
-        assert share < 100 or (fraction == 0 and config.room is None)
-        if config.room is not None:
-            program = program_of(config, 4)
+        assert max(totals(config, plan)) <= budget
+        assert plan.room is None or plan.fraction == 1
+        assert share < 100 or (plan.fraction == 0 and plan.room is None)
+        if plan.room is not None:
+            program = program_of(config, 4, plan)
             validate(program)
-            rows = dict(startup_rows(config, 4, program=program, cuts=stage_layer_ranges(config, program)))
+            cuts = stage_layer_ranges(config, program)
+            rows = dict(startup_rows(config, 4, program=program, cuts=cuts, plan=plan))
             transfers = max(sum(a.kind in ("EVICT", "PREFETCH") for a in actions) for actions in program.unroll(1))
             assert f"{transfers} transfers a batch" in rows["budget"]
             seen.add("activations")
-        elif fraction:
-            offload = replace(config.optimizer.offload, optimizer_offload_fraction=max(fraction - 0.02, 0.0))
-            offload = replace(offload, optimizer_cpu_offload=fraction > 0.02)
-            less = replace(config, optimizer=replace(config.optimizer, offload=offload))
-            assert max(totals(less)) > budget
+        elif plan.fraction:
+            assert max(totals(config, replace(plan, fraction=max(plan.fraction - 0.02, 0.0)))) > budget
             seen.add("states")
     assert seen >= {"states", "refused"} and (schedule != "gpipe" or "activations" in seen)
 
 
-def on_host(config: Config) -> float:
-    program = program_of(config, 4)
-    cuts = stage_layer_ranges(config, program)
-    return max(rank_memory(config, 4, program=program, cuts=cuts, rank=rank).host for rank in range(4))
+def on_host(config: Config, plan: MemoryPlan) -> float:
+    return max(rank.host for rank in ranks_of(config, plan))
+
+
+def within(*words: object) -> tuple[Config, MemoryPlan]:
+    """What `config_of` gives, and what is decided for it."""
+    config = config_of(*words)  # type: ignore[arg-type]  # a few words of flags
+    return config, within_budget(config, 4, on_cpu=False)
 
 
 def test_what_the_host_has_no_room_for_goes_into_files(tmp_path: Path) -> None:
     free = max(totals(config_of("1f1b", 1)))
     budget, small = 0.6 * free / 1e9, "--recompute-granularity none --ddp-bucket-size 20000"
     folder = f"{small} --optimizer-offload-path {tmp_path}"
-    host = within_budget(config_of("1f1b", budget, small), 4, on_cpu=False)
-    file = within_budget(config_of("1f1b", budget, folder), 4, on_cpu=False)
-    assert 0 < host.optimizer.offload.fraction == file.optimizer.offload.fraction == file.file_fraction < 1
-    least, most = on_host(file), on_host(host)  # what travels, and that with the states
+    host, file = within("1f1b", budget, small), within("1f1b", budget, folder)
+    assert 0 < host[1].fraction == file[1].fraction == file[1].file_fraction < 1 and not host[1].file_fraction
+    least, most = on_host(*file), on_host(*host)  # what travels, and that with the states
     for share in (0.95, 0.5, 0.1):
         room = least + share * (most - least)
         limited = f"--host-memory-budget-gb {room / 1e9!r}"
-        config = within_budget(config_of("1f1b", budget, f"{folder} {limited}"), 4, on_cpu=False)
-        assert config.optimizer.offload == file.optimizer.offload and 0 < config.file_fraction <= file.file_fraction
-        assert max(totals(config)) <= 1e9 * budget and on_host(config) <= room
-        assert config.in_file is not None and on_host(replace(config, in_file=config.in_file - 0.01)) > room
+        config, plan = within("1f1b", budget, f"{folder} {limited}")
+        assert plan.fraction == file[1].fraction and 0 < plan.file_fraction <= file[1].file_fraction
+        assert max(totals(config, plan)) <= 1e9 * budget and on_host(config, plan) <= room
+        assert on_host(config, replace(plan, file_fraction=plan.file_fraction - 0.01)) > room
         program = program_of(config, 4)
         cuts = stage_layer_ranges(config, program)
-        row = dict(startup_rows(config, 4, program=program, cuts=cuts, device="GPU"))["budget"]
+        row = dict(startup_rows(config, 4, program=program, cuts=cuts, plan=plan, device="GPU"))["budget"]
         assert re.search(r"masters and moments: [\d.]+ MB of a rank on its host and [\d.]+ MB of a rank in a file", row)
         with pytest.raises(ConfigError, match=r"are needed; give as much, or a folder .*--optimizer-offload-path=DIR"):
             within_budget(config_of("1f1b", budget, f"{small} {limited}"), 4, on_cpu=False)
     enough = f"{folder} --host-memory-budget-gb {1.01 * most / 1e9}"
-    assert within_budget(config_of("1f1b", budget, enough), 4, on_cpu=False).file_fraction == 0
+    assert within("1f1b", budget, enough)[1].file_fraction == 0
     with pytest.raises(ConfigError, match="are needed for what no file takes; give as much, or a larger --device"):
         within_budget(config_of("1f1b", budget, f"{folder} --host-memory-budget-gb {least / 2e9}"), 4, on_cpu=False)
-    spacious = within_budget(config_of("1f1b", 1.01 * free / 1e9, folder), 4, on_cpu=False)
-    assert spacious.optimizer.offload.fraction == 0, "nothing has to leave"
+    assert within("1f1b", 1.01 * free / 1e9, folder)[1].fraction == 0, "nothing has to leave"
 
 
 def test_the_plan_says_what_goes_into_files(tmp_path: Path) -> None:
@@ -120,7 +125,8 @@ def test_the_plan_says_what_goes_into_files(tmp_path: Path) -> None:
         found = search(config, 4, hardware, Roofline(hardware), given=frozenset(SEARCHED))
         assert bool(found.predictions) == fits
         if fits:
-            assert found.predictions[0].config == within_budget(config, 4, on_cpu=False)
+            best = found.predictions[0]
+            assert best.plan == within_budget(config, 4, on_cpu=False) and best.config == config
         else:
             assert "for what no file takes" in found.problems[0]
 
@@ -130,21 +136,15 @@ def test_the_fewest_layers_are_recomputed() -> None:
     free, least = totals(plain), totals(config_of("1f1b", 1, "--recompute-granularity full"))
     for share in (0.8, 0.5, 0.2):
         budget = max(least) + share * (max(free) - max(least))
-        config = within_budget(config_of("1f1b", budget / 1e9, "--recompute-granularity auto"), 4, on_cpu=False)
-        numbers = config.model.recompute_num_layers
-        assert max(totals(config)) <= budget and config.optimizer.offload.fraction == 0
-        assert numbers is not None and len(numbers) == 4 and numbers[0] >= numbers[-1]
+        config, plan = within("1f1b", budget / 1e9, "--recompute-granularity auto")
+        numbers = [each.number for each in plan.recompute]
+        assert max(totals(config, plan)) <= budget and plan.fraction == 0
+        assert len(numbers) == 4 and numbers[0] >= numbers[-1]
         for rank, number in enumerate(numbers):
             if number:
-                fewer = tuple(n - (s == rank) for s, n in enumerate(numbers))
-                assert totals(replace(config, model=replace(config.model, recompute_num_layers=fewer)))[rank] > budget
-    whole = within_budget(config_of("1f1b", 1, "--recompute-granularity auto"), 4, on_cpu=False)
-    assert whole.model.recompute_granularity is None
-
-
-def rank_totals(config: Config) -> list[float]:
-    program, cuts = program_of(config, 4), stage_layer_ranges(config, program_of(config, 4))
-    return [rank_memory(config, 4, program=program, cuts=cuts, rank=rank).total for rank in range(4)]
+                fewer = tuple(Recompute("block", n - (s == rank)) for s, n in enumerate(numbers))
+                assert totals(config, replace(plan, recompute=fewer))[rank] > budget
+    assert within("1f1b", 1, "--recompute-granularity auto")[1] == DEFAULT_PLAN
 
 
 def by_brute_force(config: Config, budget: float) -> tuple[int, tuple[int, ...]] | None:
@@ -157,7 +157,7 @@ def by_brute_force(config: Config, budget: float) -> tuple[int, tuple[int, ...]]
         )  # fmt: skip
         offload = replace(config.optimizer.offload, optimizer_cpu_offload=hundredths > 0,
                           optimizer_offload_fraction=hundredths / 100 or 1.0)  # fmt: skip
-        return rank_totals(replace(config, model=model, optimizer=replace(config.optimizer, offload=offload)))
+        return totals(replace(config, model=model, optimizer=replace(config.optimizer, offload=offload)))
 
     def fewest(hundredths: int) -> tuple[int, ...] | None:
         rows = [totals_at(hundredths, number) for number in (0, 1, 2)]
@@ -187,18 +187,15 @@ def test_auto_recomputes_and_moves_no_more_than_it_takes(bucket: str) -> None:
                 within_budget(config_of("1f1b", budget / 1e9, auto), 4, on_cpu=False)
             continue
         hundredths, numbers = expected
-        found = within_budget(config_of("1f1b", budget / 1e9, auto), 4, on_cpu=False)
-        assert found.optimizer.offload.fraction == hundredths / 100, (share, expected)
-        given = found.model.recompute_num_layers
-        blocks = (2,) * 4 if found.model.recompute_method == "uniform" else (given or (0,))
-        assert (blocks * 4)[:4] == numbers, (share, expected)
+        _, found = within("1f1b", budget / 1e9, auto)
+        assert found.fraction == hundredths / 100, (share, expected)
+        blocks = [2 if how.method == "uniform" else how.number for how in found.recompute]
+        assert tuple(blocks * 4)[:4] == numbers, (share, expected)
         kinds.add((hundredths > 0, any(numbers)))
         if hundredths and not any(numbers):
             assert budget < least, "no number of recomputed layers would have done alone"
-            alone = within_budget(
-                config_of("1f1b", budget / 1e9, f"{bucket} --recompute-granularity none"), 4, on_cpu=False
-            )
-            assert alone.optimizer == found.optimizer, "the same as without auto"
+            _, alone = within("1f1b", budget / 1e9, f"{bucket} --recompute-granularity none")
+            assert alone == found, "the same as without auto"
     assert kinds >= {(False, False), (False, True), (True, False), (True, True)}, kinds
 
 
@@ -206,26 +203,39 @@ def test_a_budget_alone_recomputes_and_a_granularity_that_is_given_stays() -> No
     """With `auto` given and with nothing given the same is decided; other kinds are what the user said."""
     free = totals(config_of("1f1b", 1))
     budget = 0.85 * max(free) / 1e9
-    automatic, alone, none, selective, full = (
-        within_budget(config_of("1f1b", budget, f"--recompute-granularity {kind}" if kind else ""), 4, on_cpu=False)
-        for kind in ("auto", "", "none", "selective", "full")
-    )
-    assert alone == automatic and sum(alone.model.recompute_num_layers or ()) > 0
-    assert alone.optimizer.offload.fraction == 0 < none.optimizer.offload.fraction
-    assert none.model.recompute_granularity is None and none.model.recompute_num_layers is None
-    assert selective.model.recompute_granularity == "selective"
-    assert (full.model.recompute_granularity, full.model.recompute_num_layers) == ("full", None)
-    assert all(max(totals(config)) <= 1e9 * budget for config in (alone, none, selective, full))
+    kinds = ("auto", "", "none", "selective", "full")
+    found = [within("1f1b", budget, f"--recompute-granularity {kind}" if kind else "") for kind in kinds]
+    automatic, alone, none, selective, full = (plan for _, plan in found)
+    assert alone == automatic and sum(how.number for how in alone.recompute) > 0
+    assert alone.fraction == 0 < none.fraction
+    assert none.recompute == selective.recompute == (Recompute(),) and full.recompute == (Recompute("uniform", 1),)
+    assert all(max(totals(config, plan)) <= 1e9 * budget for config, plan in found)
+
+
+@pytest.mark.parametrize("kind", ["none", None])
+def test_what_is_saved_of_a_run_is_what_was_given(kind: str | None, tmp_path: Path) -> None:
+    """`config.yaml` of a run under one budget, with another: decided anew, and `none` is still none."""
+    free = max(totals(config_of("1f1b", 1)))
+    flags = "" if kind is None else f"--recompute-granularity {kind}"
+    config, plan = within("1f1b", 0.85 * free / 1e9, flags)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config))
+    again = parse(["--config", str(path)], world_size=4)
+    assert again == config and again.model.recompute_granularity == kind
+    assert within_budget(again, 4, on_cpu=False) == plan != DEFAULT_PLAN
+    less = parse(["--config", str(path), "--device-memory-budget-gb", str(0.7 * free / 1e9)], world_size=4)
+    decided = within_budget(less, 4, on_cpu=False)
+    assert decided == within("1f1b", 0.7 * free / 1e9, flags)[1] and (decided != plan or kind == "none")
+    assert kind != "none" or decided.recompute == (Recompute(),)
 
 
 @pytest.mark.parametrize("more", ["--cpu-offloading-num-layers 1", "--pipeline-schedule shifted-critical-path"])
 def test_where_layers_cannot_be_recomputed_a_budget_alone_does_without(more: str) -> None:
     free = max(totals(config_of("1f1b", 1, more)))
     alone, none = (
-        within_budget(config_of("1f1b", 0.9 * free / 1e9, f"{more} {kind}"), 4, on_cpu=False)
-        for kind in ("", "--recompute-granularity none")
+        within("1f1b", 0.9 * free / 1e9, f"{more} {kind}")[1] for kind in ("", "--recompute-granularity none")
     )
-    assert alone == none and alone.model.recompute_granularity is None and alone.optimizer.offload.fraction > 0
+    assert alone == none and alone.recompute == (Recompute(),) and alone.fraction > 0
 
 
 @pytest.mark.parametrize("kind", ["auto", "none"])
@@ -262,7 +272,7 @@ def test_the_plan_prices_what_a_budget_moves() -> None:
     hardware = replace(hardware, memory_bytes=1.05e9 * enough, reserved_bytes=0.0)
     found = search(config, 4, hardware, Roofline(hardware), given=frozenset(SEARCHED))
     (best,) = found.predictions
-    assert best.config.room is not None and best.memory_bytes <= 1.05e9 * enough < free
+    assert best.plan.room is not None and best.memory_bytes <= 1.05e9 * enough < free
     slow = replace(hardware, host_link=hardware.intra_node.bandwidth / 1000)
     slower = search(config, 4, slow, Roofline(slow), given=frozenset(SEARCHED)).predictions[0]
     assert slower.breakdown["pipeline"] > 1.5 * best.breakdown["pipeline"]

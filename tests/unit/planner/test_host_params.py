@@ -40,13 +40,13 @@ def test_a_fast_link_costs_the_first_layer_alone_and_a_slow_one_what_moves() -> 
 
 
 def test_the_table_says_what_comes_and_how_much_is_there() -> None:
-    free = within_budget(config_of("--param-offload cpu"), 1, on_cpu=False)
-    bound = within_budget(config_of("--param-offload cpu --device-memory-budget-gb 1.9"), 1, on_cpu=False)
+    configs = [config_of(f"--param-offload cpu {more}") for more in ("", "--device-memory-budget-gb 1.9")]
+    free, bound = (within_budget(config, 1, on_cpu=False) for config in configs)
     rows = []
-    for config in (free, bound):
-        program = program_of(config, 1)
+    for config, plan in zip(configs, (free, bound), strict=True):
+        program = program_of(config, 1, plan)
         cuts = stage_layer_ranges(config, program)
-        rows.append(dict(startup_rows(config, 1, program=program, cuts=cuts, device="GPU")))
+        rows.append(dict(startup_rows(config, 1, program=program, cuts=cuts, plan=plan, device="GPU")))
     assert free.chunks is not None and free.chunks.capacity is None
     assert "on the host, with gradients; at most 201 MB of 843 MB on a device" in rows[0]["weights"]
     assert bound.chunks is not None and bound.chunks.capacity is not None

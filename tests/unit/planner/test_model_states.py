@@ -16,6 +16,7 @@ from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import BufferParameter, plan_buckets
 from megalite.inventory.layers import stage_parameters
+from megalite.inventory.memory_plan import given_plan
 from megalite.models import build_stack, layer_specs
 from megalite.optim import Delay
 from megalite.parallel.tensor.context import LayerContext
@@ -86,7 +87,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
         tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
     )
-    fraction = config.optimizer.offload.fraction
+    fraction = given_plan(config).fraction
     optimizer = ShardedOptimizer(
         [buffers],
         make_optimizer=optimizer_factory(config),
@@ -128,7 +129,7 @@ def test_weights_and_gradients_on_the_host_take_what_is_predicted(flags: str, it
     assert found.host == sum(home.nbytes for home in homes) + optimizer.memory()["offloaded"] - masters
     cuts = [items if number == 0 else range(0) for number in range(stages)]
     coming = [weights.nbytes for weights in buffers.weights.coming]  # type: ignore[attr-defined]  # the hosted ones
-    sizes = weight_chunks(config, 1, cuts).sizes[0]
+    sizes = weight_chunks(config, 1, cuts, given_plan(config)).sizes[0]
     assert sum(coming) == sum(sizes) and (len(coming) > len(sizes) or sorted(coming) == sorted(sizes))
 
 

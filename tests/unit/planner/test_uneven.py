@@ -14,7 +14,7 @@ from megalite.config import Config
 from megalite.config.cli import parse, read_unjudged
 from megalite.config.legal import config_problems
 from megalite.config.saved import dump_yaml
-from megalite.inventory.pipeline import stage_layer_ranges
+from megalite.inventory import given_plan, stage_layer_ranges
 from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.memory import rank_memory
@@ -43,7 +43,8 @@ def _hardware(usable: float) -> Hardware:
 
 def _room(config: Config, usable: float) -> tuple[MemoryHeadroom, list[range]]:
     program = program_of(config, config.parallel.pipeline_model_parallel_size)
-    room = MemoryHeadroom(config, config.parallel.pipeline_model_parallel_size, _hardware(usable), program)
+    ranks = config.parallel.pipeline_model_parallel_size
+    room = MemoryHeadroom(config, ranks, _hardware(usable), program, given_plan(config))
     return room, stage_layer_ranges(config, program)
 
 
