@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megalite import schedule as schedules
-from megalite.config import NOT_NEEDED, SECTIONS, Option, aliases_of, all_options, options_of, show, title, value_text
+from megalite.config import NOT_NEEDED, SECTIONS, Option, accepted_spellings, all_options, listing, show
 from megalite.errors import flag_of, in_flags
 from megalite.schedule import SCHEDULES
 
@@ -21,38 +21,53 @@ Written by `python tools/make_flag_table.py` from the schema in `megalite/config
 Every flag is also a YAML key (`--micro-batch-size 4` is `micro_batch_size: 4`, flat or in its section), `-` and `_`
 mean the same, and every switch has a `--no-` form. Defaults < family defaults < `--config` files in order < flags.
 Flags under a heading in italics spell one field; `one of`: a later file or flag takes the place of another spelling.
+A flag with `NAME=VALUE ...` takes the arguments below it, apart by spaces or commas: `--wandb project=lm entity=us`; in
+a file `wandb: {project: lm, entity: us}`.
 `--config FILE` may be repeated; `--help` prints this table; `--dry-run` prints every value with its origin.
 """
 
 
 def flag_table() -> str:
     """The whole page, Markdown."""
-    options = all_options()
     parts = [_HEAD]
-    for section, cls in SECTIONS.items():
-        words = (cls.__doc__ or "").splitlines()[0]
-        parts.append(f"\n## {section}\n\n{words}\n\n| flag | value | default | meaning |\n| --- | --- | --- | --- |\n")
-        for option in (each for each in options.values() if each.section == section):
-            first = option.spells is not None and options_of(section, option.spells)[0].name == option.name
-            parts.append((f"| *{title(option)}:* | | | |\n" if first else "") + _row(option))
-    parts.append(_combinations())
+    for each in listing(all_options()):
+        if each.kind == "section":
+            words = (SECTIONS[each.name].__doc__ or "").splitlines()[0]
+            parts.append(f"\n## {each.name}\n\n{words}\n\n")
+            parts.append("| flag | value | default | meaning |\n| --- | --- | --- | --- |\n")
+        elif each.kind == "heading":
+            parts.append(f"| *{each.name}:* | | | |\n")
+        else:
+            name, value = f"`{each.name}`", f"`{_cell(each.value)}`" if each.value else "switch"
+            if each.kind == "argument":
+                name, value = "", f"`{each.name}{_cell(each.value)}`"
+            parts.append(f"| {name} | {value} | {_default(each.option)} | {_cell(each.help)} |\n")
+    parts += [_spellings(), _combinations()]
     parts.append("\n## Flags of Megatron-LM that are refused\n\nEach gives one line that says this.\n\n")
     parts.append("| flag | reason |\n| --- | --- |\n")
     parts += [f"| `{flag_of(name)}` | {in_flags(reason)} |\n" for name, reason in sorted(NOT_NEEDED.items())]
     return "".join(parts)
 
 
-def _row(option: Option) -> str:
-    value = "switch" if option.kind is bool else f"`{_cell(value_text(option))}`"
+def _default(option: Option | None) -> str:
+    if option is None:
+        return ""
     if option.kind is bool:
-        default = "on" if option.default else "off"
-    elif option.required:
-        default = "**required**"
-    else:
-        default = "" if option.default in (None, ()) else f"`{show(option.default)}`"
-    also = ", ".join(f"`{flag_of(alias)}`" for alias in aliases_of(option.name))
-    meaning = _cell(option.help) + (f" (also {also})" if also else "")
-    return f"| `{option.flag}` | {value} | {default} | {meaning} |\n"
+        return "on" if option.default else "off"
+    if option.required:
+        return "**required**"
+    return "" if option.default in (None, ()) else f"`{show(option.default)}`"
+
+
+def _spellings() -> str:
+    """Other names that are read: on the command line, and with `_` in files."""
+    lines = [
+        "\n## Accepted spellings\n\n",
+        "Megatron-LM's names, and those of older runs, of what has another flag here; files take them with `_`.\n\n",
+        "| spelling | stands for |\n| --- | --- |\n",
+    ]
+    lines += [f"| `{flag_of(name)}` | `{meant}` |\n" for name, meant in sorted(accepted_spellings().items())]
+    return "".join(lines)
 
 
 def _cell(text: str) -> str:

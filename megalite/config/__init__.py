@@ -24,6 +24,7 @@ Proof: `tests/unit/config/test_bad_input.py` (exact lines), `tests/unit/train/te
 """
 
 from megalite.config.architecture import Offer, architecture_differences, effective
+from megalite.config.arguments import places, shown_flag
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.cli import Parsed, parse, parse_with_origins, read_unjudged
@@ -47,5 +48,5 @@ from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.staleness import Correction, StalenessCorrection, completed, correction_of, has_delay
 from megalite.config.training import BatchRamp, Float8, Precision, TrainingConfig, TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
-from megalite.config.usage import aliases_of, title, value_text
+from megalite.config.usage import accepted_spellings, listing
 from megalite.config.values import bounds_problem, show

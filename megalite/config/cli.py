@@ -205,7 +205,7 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
         here: dict[str, GivenOption] = {}
         for given in level:
             before = here.get(given.name)
-            if before is not None and before.typed != given.typed and before.value != given.value:
+            if before is not None and _spelling(before) != _spelling(given) and before.value != given.value:
                 reader.problems.append(f"{_typed(given)}: contradicts {_typed(before)}; give one of them")
             here[given.name] = given
         _work_out_groups(here, merged)
@@ -229,6 +229,11 @@ def _says_more(given: GivenOption) -> bool:
     return given.value is not None and given.value is not False
 
 
+def _spelling(given: GivenOption) -> str:
+    """The name, or the flag and the argument, that were typed."""
+    return given.typed.partition("=")[0]
+
+
 def _typed(given: GivenOption) -> str:
     """A value as the user gave it: by which flag, or which `NAME=VALUE` of one."""
     name, _, rest = given.typed.partition(" ")
@@ -243,11 +248,11 @@ def _as_given(line: str, merged: Mapping[str, GivenOption]) -> str:
 
     def spelling(match: re.Match[str]) -> str:
         given = merged.get(match[1])
-        if given is None or given.typed in (given.name, *EXTRA_OPTIONS) or show(given.value) != match[2]:
+        if given is None or given.typed in (given.name, *EXTRA_OPTIONS) or show(given.value) != (match[2] or "true"):
             return match[0]
         return _typed(given)
 
-    return re.sub(r"`([a-z0-9_]+)`=([^\s:;,()]+)", spelling, line)
+    return re.sub(r"`([a-z0-9_]+)`(?:=([^\s:;,()]+))?", spelling, line)
 
 
 def _work_out_groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> None:

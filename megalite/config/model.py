@@ -45,15 +45,13 @@ class RopeScaling(Spelled):
     use_rope_scaling: bool = option(False, "scale the rotary frequencies")
     rope_scaling_type: str = option(
         "llama3",
-        "of `use_rope_scaling`: llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
+        "llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
         choices=("llama3", "yarn"),
         only_with="use_rope_scaling",
     )
-    rope_scaling_factor: float = option(
-        8.0, "factor of `use_rope_scaling` for the low frequencies", ge=1, only_with="use_rope_scaling"
-    )
+    rope_scaling_factor: float = option(8.0, "factor for the low frequencies", ge=1, only_with="use_rope_scaling")
     rope_scaling_original_length: int = option(
-        8192, "sequence length of the training before `use_rope_scaling`", ge=1, only_with="use_rope_scaling"
+        8192, "sequence length of the training before it", ge=1, only_with="use_rope_scaling"
     )
 
     @property

@@ -25,7 +25,6 @@ CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
 #: Names that are no field but are worked out into fields when all is read -> whether they take a value.
 EXTRA_OPTIONS: Mapping[str, bool] = {
     "num_layers_per_virtual_pipeline_stage": True,
-    "optimizer_args": True,
     "group_query_attention": False,
 }
 

@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.arguments import ARGUMENT_FLAGS, argument_words
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, nearest
-from megalite.config.optimizer import OptimizerArgs
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import Scalar, YamlEntry
 
 COMMAND_LINE = "command line"
-ARGS = "optimizer_args"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class _Typed:
 def known_options(options: Mapping[str, Option]) -> set[str]:
     """Every name that may be typed, with underscores: fields, aliases and `no_` forms."""
     switches = {name for name, option in options.items() if option.kind is bool} | set(CONSTANT_FLAGS)
-    return {*options, *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS, *(f"no_{name}" for name in switches)}
+    switches |= {name for name, made in ARGUMENT_FLAGS.items() if made.switch is not None}
+    return {*options, *ARGUMENT_FLAGS, *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS, *(f"no_{name}" for name in switches)}
 
 
 @dataclass
@@ -94,6 +94,9 @@ class Reader:
         givens: list[GivenOption] = []
         seen: dict[str, str] = {}
         for entry in entries:
+            if entry.section in ARGUMENT_FLAGS:
+                givens += self._entry_of(entry.section, entry)
+                continue
             target = self._target(entry.key)
             if seen.setdefault(entry.key, entry.where) != entry.where:  # flat and in its section
                 self.problems.append(f"{entry.where}: duplicate key '{entry.key}' (first at {seen[entry.key]})")
@@ -103,8 +106,7 @@ class Reader:
                 self.problems.append(f"{entry.where}: unknown section '{entry.section}'{hint}")
             elif target is None:
                 self._refuse(f"{entry.where}: unknown key '{entry.key}'", entry.key, "")
-            elif entry.section is not None and target in self.options and self.options[target].section != entry.section:
-                right = self.options[target].section
+            elif entry.section is not None and (right := self._section(target) or entry.section) != entry.section:
                 self.problems.append(
                     f"{entry.where}: '{entry.key}' belongs to section '{right}', not '{entry.section}'"
                 )
@@ -117,23 +119,43 @@ class Reader:
                     givens += self._convert(typed)
         return givens
 
+    def _entry_of(self, flag: str, entry: YamlEntry) -> list[GivenOption]:
+        """Convert `project: lm` of `wandb: {project: lm}`."""
+        made = ARGUMENT_FLAGS[flag]
+        name = made.fields.get(entry.key)
+        if name is None:
+            names = ", ".join(made.fields)
+            self.problems.append(f"{entry.where}: unknown key '{entry.key}' of '{flag}'; names are {names}")
+            return []
+        scalars = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+        on = [] if made.switch is None else [GivenOption(made.switch, flag, True, entry.where)]
+        return on + self._convert(_Typed(name, scalars, entry.where))
+
+    def _section(self, target: str) -> str | None:
+        """The section that a target belongs to."""
+        if target in ARGUMENT_FLAGS:
+            target = next(iter(ARGUMENT_FLAGS[target].fields.values()))
+        return self.options[target].section if target in self.options else None
+
     def _target(self, name: str) -> str | None:
-        """Field or extra option that a typed name sets, or None where there is none."""
+        """Field, flag with arguments or extra option that a typed name sets, or None where there is none."""
         if name in RENAMED:
             return RENAMED[name]
         if name in CONSTANT_FLAGS:
             return CONSTANT_FLAGS[name][0]
-        if name in self.options or name in EXTRA_OPTIONS:
+        if name in self.options or name in ARGUMENT_FLAGS or name in EXTRA_OPTIONS:
             return name
         return self._target(name[3:]) if self._is_negation(name) else None
 
     def _takes_many(self, target: str | None) -> bool:
         option = self.options.get(target or "")
-        return target == ARGS or (option is not None and option.many)
+        return target in ARGUMENT_FLAGS or (option is not None and option.many)
 
     def _is_switch(self, name: str) -> bool:
         if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and not EXTRA_OPTIONS[name]):
             return True
+        if name in ARGUMENT_FLAGS:
+            return ARGUMENT_FLAGS[name].switch is not None
         return name in self.options and self.options[name].kind is bool
 
     def _is_negation(self, name: str) -> bool:
@@ -142,12 +164,12 @@ class Reader:
     def _take_values(self, name: str, attached: list[str], values: list[str]) -> list[str]:
         """Give a flag the values it wants; what is left over belongs to no flag."""
         target = self._target(name)
+        texts = [*attached, *values]
+        if self._takes_many(target) and not self._is_negation(name):
+            return texts
         if self._is_switch(name) or self._is_negation(name):
             self._unexpected(values)
             return attached
-        texts = [*attached, *values]
-        if self._takes_many(target):
-            return texts
         self._unexpected(texts[1:])
         return texts[:1]
 
@@ -155,11 +177,11 @@ class Reader:
         """Convert one typed name; a mistake gives an empty list."""
         target = self._target(typed.name)
         assert target is not None
-        if target == ARGS:
-            return self._arguments(typed)
+        negated = self._is_negation(typed.name)
+        base = typed.name[3:] if negated else typed.name
+        if base in ARGUMENT_FLAGS:
+            return self._arguments(typed, base, negated)
         try:
-            negated = self._is_negation(typed.name)
-            base = typed.name[3:] if negated else typed.name
             value = self._switch(typed, base, negated) if self._is_switch(base) else self._value(typed, target)
             return [GivenOption(target, base, value, typed.where)]
         except BadValue as bad:
@@ -168,23 +190,38 @@ class Reader:
             self._bad(typed, target, typed.label(None if is_text else shown), str(bad))
             return []
 
-    def _arguments(self, typed: _Typed) -> list[GivenOption]:
-        """Read `NAME=VALUE ...`, each for a flag of that name."""
-        known = {name: option for name, option in self.options.items() if option.spells is OptimizerArgs}
-        givens: list[GivenOption] = []
-        words = " ".join(scalar.text for scalar in typed.scalars).replace(",", " ").split()
-        for word in words:
-            name, equals, text = word.partition("=")
-            name = name.replace("-", "_")
+    def _arguments(self, typed: _Typed, flag: str, negated: bool) -> list[GivenOption]:
+        """Read `NAME=VALUE ...`, each for the field of that name."""
+        made, texts = ARGUMENT_FLAGS[flag], [scalar.text for scalar in typed.scalars]
+        if made.switch is not None and (not texts or (len(texts) == 1 and typed.scalars[0].tag == "bool")):
+            on = not texts or bool(convert(self.options[made.switch], texts[0]))
+            return [GivenOption(made.switch, flag, on is not negated, typed.where)]
+        if len(texts) == 1 and typed.scalars[0].tag == "null":
+            return []
+        givens = [] if made.switch is None else [GivenOption(made.switch, flag, True, typed.where)]
+        for argument, text in argument_words(flag, texts):
+            word = argument if text is None else f"{argument}={text}"
+            name = made.fields.get(argument)
             try:
-                if name not in known or not equals:
-                    raise BadValue(f"expected NAME=VALUE; names are {', '.join(known)}")
-                givens.append(GivenOption(name, f"{ARGS} {word}", convert(known[name], text), typed.where))
+                givens.append(
+                    self._argument(typed, flag, word, name, made.alone.get(argument) if text is None else text)
+                )
             except BadValue as bad:
                 self._bad(typed, name, typed.label(word), str(bad))
-        if not words:
+        if not givens and not texts:
             self._bad(typed, None, typed.label(), "expected NAME=VALUE ...")
         return givens
+
+    def _argument(self, typed: _Typed, flag: str, word: str, name: str | None, text: str | None) -> GivenOption:
+        """Convert one word. Raises BadValue."""
+        option = self.options.get(name or "")
+        if option is None or (text is None and option.kind is not bool):
+            raise BadValue(f"expected NAME=VALUE; names are {', '.join(ARGUMENT_FLAGS[flag].fields)}")
+        texts = ["true" if text is None else text]
+        if option.many:
+            texts = texts[0].replace(",", " ").split()
+        value = tuple(convert(option, each) for each in texts) if option.many else convert(option, texts[0])
+        return GivenOption(option.name, f"{flag} {word}", value, typed.where)
 
     def _switch(self, typed: _Typed, base: str, negated: bool) -> Any:
         """What the switch `base` sets its field to."""

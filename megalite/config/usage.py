@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
+from megalite.config.arguments import ARGUMENT_FLAGS, places, shown_flag
 from megalite.config.names import CONSTANT_FLAGS, RENAMED
 from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
-from megalite.errors import flag_of
+from megalite.errors import flag_of, spelled
 
 _HEAD = """\
 usage: pretrain_gpt.py [--config FILE.yaml ...] [--flag value ...]
@@ -18,27 +20,75 @@ YAML keys are the same names with _, flat or in the sections below.
 """
 
 
-def usage(options: Mapping[str, Option], width: int = 110) -> str:
-    """Render the help of all options, section by section."""
-    lines = [_HEAD]
+class Listed(NamedTuple):
+    """One line of the list of flags.
+
+    kind: `section`, `heading` (above flags that spell one field), `flag`, or `argument` of the flag before it.
+    value: what stands after its name. option: None for a flag with arguments.
+    """
+
+    kind: str
+    name: str
+    value: str = ""
+    help: str = ""
+    option: Option | None = None
+
+
+def listing(options: Mapping[str, Option]) -> Iterator[Listed]:
+    """Every flag in the order of the documentation, under the headings of `--help`."""
+    shown = [option for option in options.values() if option.name not in places()]
     section = field = ""
     for option in options.values():
         if option.section != section:
             section = option.section
-            lines.append(f"\n{section}:")
-        if option.field != field:
-            field = option.field
-            lines += [f"  {title(option)}:"] if option.spells else []
-        indent = " " * (4 if option.spells else 2)
-        head = f"{indent}{option.flag} {value_text(option)}".rstrip()
-        tail = option.help + default_text(option)
-        also = ", ".join(flag_of(alias) for alias in aliases_of(option.name))
-        text = tail + (f" [also {also}]" if also else "")
-        lines += [head, *textwrap.wrap(text, width - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+            yield Listed("section", section)
+        flag, _ = places().get(option.name, ("", ""))
+        if flag and option is next(options[name] for name in ARGUMENT_FLAGS[flag].fields.values() if name in places()):
+            made = ARGUMENT_FLAGS[flag]
+            yield Listed("flag", flag_of(flag), "NAME=VALUE ...", spelled(made.help, shown_flag))
+            for argument, name in made.fields.items():
+                yield _argument(argument, options[name], alone=argument in made.alone)
+        if flag:
+            continue
+        if option.field != field and sum(each.field == option.field for each in shown) > 1:
+            yield Listed("heading", _title(option))
+        field = option.field
+        yield Listed("flag", option.flag, value_text(option), _meaning(option), option)
+
+
+def usage(options: Mapping[str, Option], width: int = 102) -> str:
+    """Render the help of all options, section by section. Accepted spellings are in docs/flags.md."""
+    lines = [_HEAD]
+    for kind, name, value, text, option in listing(options):
+        text += "" if option is None else default_text(option)
+        if kind == "section":
+            lines.append(f"\n{name}:")
+        elif kind == "heading":
+            lines.append(f"  {name}:")
+        elif kind == "flag":
+            lines.append(f"  {name} {value}".rstrip())
+            lines += _wrapped(text, width, 8, 8)
+        else:
+            text = f"{name}{value}: {text}"
+            lines += _wrapped(text, width, 12, 16)
     return "\n".join(lines)
 
 
-def title(option: Option) -> str:
+def _wrapped(text: str, width: int, first: int, rest: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=" " * first, subsequent_indent=" " * rest, break_on_hyphens=False)
+
+
+def _argument(argument: str, option: Option, alone: bool) -> Listed:
+    """alone: it has a value where none is written."""
+    value = "" if option.kind is bool else f"={value_text(option).removesuffix(' ...')}"
+    return Listed("argument", argument, f"[{value}]" if alone else value, _meaning(option), option)
+
+
+def _meaning(option: Option) -> str:
+    return spelled(str(option.facts["help"]), shown_flag)
+
+
+def _title(option: Option) -> str:
     """What stands above the spellings of one field."""
     words = (option.spells.__doc__ or "").partition(".")[0] if option.spells else ""
     return f"{words} (one of)" if issubclass(option.spells or object, OneOf) else words
@@ -63,11 +113,13 @@ def default_text(option: Option) -> str:
     return f" (default {show(option.default)})"
 
 
-def aliases_of(name: str) -> list[str]:
-    aliases = [alias for alias, target in RENAMED.items() if target == name]
-    aliases += [alias for alias, (target, _) in CONSTANT_FLAGS.items() if target == name]
-    helpers = {
-        "virtual_pipeline_model_parallel_size": ["num_layers_per_virtual_pipeline_stage"],
-        "num_query_groups": ["group_query_attention"],
+def accepted_spellings() -> dict[str, str]:
+    """Another name that is read -> what stands for it now, as users type it."""
+    found = {name: shown_flag(name) for name, (flag, _) in places().items() if name != flag}
+    found |= {alias: flag_of(target) for alias, target in RENAMED.items()}
+    for alias, (target, value) in CONSTANT_FLAGS.items():
+        found[alias] = flag_of("no_" + target) if value is False else f"{flag_of(target)} {show(value)}"
+    return found | {
+        "num_layers_per_virtual_pipeline_stage": flag_of("virtual_pipeline_model_parallel_size"),
+        "group_query_attention": flag_of("num_query_groups") + " 1",
     }
-    return aliases + helpers.get(name, [])

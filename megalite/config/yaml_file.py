@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import yaml
 
+from megalite.config.arguments import ARGUMENT_FLAGS
 from megalite.errors import ConfigError
 
 MAX_BYTES = 256 * 1024
@@ -138,7 +139,7 @@ def _collect(
             continue
         seen[key] = where
         if isinstance(value_node, yaml.MappingNode):
-            if section is None:
+            if section is None or key in ARGUMENT_FLAGS:
                 _collect(path, value_node, key, entries, problems)
             else:
                 problems.append(f"{where}: '{key_node.value}' is not a section; expected a plain value")

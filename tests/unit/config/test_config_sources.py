@@ -11,8 +11,9 @@ import pytest
 from config_arguments import BASE, argv
 
 from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_origins, to_dict, with_vocab_size
+from megalite.config.arguments import places
 from megalite.config.root import all_options
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, flag_of
 
 
 def write(path: Path, text: str) -> str:
@@ -226,8 +227,10 @@ def test_help_prints_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    for option in all_options().values():
-        assert f"  {option.flag}" in printed
+    for name, option in all_options().items():
+        flag, argument = places().get(name, (name, ""))
+        assert f"  {flag_of(flag)} " in f"{printed} ".replace("\n", " \n")
+        assert not argument or f" {argument}" in printed.partition(f"  {flag_of(flag)} ")[2], option
 
 
 def test_config_is_hashable_and_comparable() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from config_arguments import argv
 
-from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_origins, to_dict
+from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_origins, read_unjudged, to_dict
+from megalite.config.arguments import ARGUMENT_FLAGS
 from megalite.config.root import SECTIONS, all_options
 from megalite.config.schema import build_section, flat
 from megalite.config.values import as_typed
@@ -132,7 +133,78 @@ def test_numbers_of_an_optimizer_by_name(tmp_path: Path) -> None:
     assert not parse(later).optimizer.args.adafactor_scale_parameter
 
 
+# A flag with arguments, and what the same settings are by names of their own.
+ARGUMENTS = [
+    ("--rope-scaling type=yarn,factor=4", "--use-rope-scaling --rope-scaling-type yarn --rope-scaling-factor 4"),
+    ("--rope-scaling", "--use-rope-scaling"),
+    ("--rope-scaling original_length=64 --no-rope-scaling", "--rope-scaling-original-length 64"),
+    (
+        "--skip-freq window=1,0,1 rope=2 --window-size 8",
+        "--window-attn-skip-freq 1,0,1 --no-rope-freq 2 --window-size 8",
+    ),
+    (
+        "--lora rank=4 targets=linear_qkv,linear_fc1 alpha=8",
+        "--lora-rank 4 --lora-targets linear_qkv linear_fc1 --lora-alpha 8",
+    ),
+    ("--lora rank=4 --lora alpha=8 --lora rank=5", "--lora-rank 5 --lora-alpha 8"),
+    ("--profile ranks=0,2 step-start=1", "--profile --profile-ranks 0 2 --profile-step-start 1"),
+    ("--profile", "--profile --profile-step-start 10"),
+    (
+        "--offload optimizer,params,embedding,activations=1",
+        "--optimizer-cpu-offload --param-offload cpu --embedding-offload cpu --cpu-offloading-num-layers 1",
+    ),
+    (
+        "--offload optimizer=false params=none path=/tmp/a,b",
+        "--no-optimizer-cpu-offload --param-offload none --optimizer-offload-path /tmp/a,b",
+    ),
+    ("--wandb project=a entity=b", "--wandb-project a --wandb-entity b"),
+    ("--fp8 format=e4m3", "--fp8-format e4m3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "names"), ARGUMENTS, ids=[row[0] for row in ARGUMENTS])
+def test_arguments_of_a_flag_set_the_fields_that_names_of_their_own_set(
+    arguments: str, names: str, tmp_path: Path
+) -> None:
+    by_name = read_unjudged(flags(names))[0]
+    assert read_unjudged(flags(arguments))[0] == by_name
+    (tmp_path / "config.yaml").write_text(dump_yaml(by_name))
+    assert read_unjudged(["--config", str(tmp_path / "config.yaml")])[0] == by_name
+
+
+def test_every_argument_is_read(tmp_path: Path) -> None:
+    """By the flag and in a file, as the field's own name is; a wrong one has a line that says which there are."""
+    options, file = all_options(), tmp_path / "a.yaml"
+    for flag, made in ARGUMENT_FLAGS.items():
+        for argument, name in made.fields.items():
+            option = options[name]
+            value = "true" if option.kind is bool else (option.choices or ("3",))[-1]
+            value = "0.5" if option.facts.get("le") == 1 or option.facts.get("lt") == 1 else value
+            expected = read_unjudged(flags(f"--{name}={value}"))[0]
+            if made.switch is not None:
+                expected = read_unjudged(flags(f"--{made.switch} --{name}={value}"))[0]
+            file.write_text(f"{flag}: {{{argument}: {value}}}\n")
+            nested = tmp_path / "b.yaml"
+            nested.write_text(f"{option.section}:\n  {flag}: [{argument}={value}]\n")
+            if name == "cpu_offloading_num_layers":
+                nested.write_text(f"{flag}: {argument}={value}\n")
+            for words in ([f"--{flag}", f"{argument}={value}"], ["--config", str(file)], ["--config", str(nested)]):
+                assert read_unjudged([*words, *flags()])[0] == expected, words
+        with pytest.raises(
+            ConfigError, match=f"--{flag.replace('_', '-')}=none_such=1: expected NAME=VALUE; names are"
+        ):
+            parse(flags(f"--{flag} none_such=1"))
+        file.write_text(f"{flag}:\n  none_such: 1\n")
+        with pytest.raises(ConfigError, match=f"a.yaml:2: unknown key 'none_such' of '{flag}'; names are "):
+            parse(["--config", str(file), *flags()])
+
+
 AS_GIVEN = [
+    ("--lora rank=0", "--lora rank=0: must be >= 1; try 1"),
+    (
+        "--offload optimizer --optimizer-state param_remainders --bf16",
+        "--optimizer-state param_remainders: excludes --offload optimizer; give one of them",
+    ),
     (
         "--optimizer lion --optimizer-args lion_beta1=2",
         "--optimizer-args lion_beta1=2: must be >= 0 and < 1; try 0.95",
@@ -142,7 +214,7 @@ AS_GIVEN = [
         "--optimizer-args beta1=0.9",
         "--optimizer-args=beta1=0.9: expected NAME=VALUE; names are adam_beta1, adam_beta2, adam_eps, sgd_momentum, "
         "lion_beta1, lion_beta2, muon_momentum, muon_scale_mode, muon_extra_scale_factor, soap_beta1, "
-        "soap_beta2, soap_eps, soap_precondition_frequency, soap_max_precond_dim, adafactor_scale_parameter",
+        "soap_beta2, soap_eps, soap_precondition_frequency, soap_max_precond_dim, adafactor_scale_parameter, impl",
     ),
     (
         "--optimizer-args adam_eps=1e-6 --adam-eps 1e-7",

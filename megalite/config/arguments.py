@@ -1,0 +1,203 @@
+"""Flags that take several settings of one thing by name: `--wandb project=lm entity=us`, `--offload optimizer params`.
+
+The command line has the flag `--NAME ARGUMENT=VALUE ...` (commas do, too); a file has `NAME: {ARGUMENT: VALUE}` or a
+list of such words. Each argument sets a field, whose own name (often Megatron-LM's flag) is an accepted spelling of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megalite.errors import flag_of
+
+
+@dataclass(frozen=True)
+class ArgumentFlag:
+    """One such flag.
+
+    help: what the arguments are about.
+    fields: argument -> the field that it sets.
+    switch: the switch that the flag turns on.
+    alone: argument -> its value where none is written; a switch is on then.
+    apart: fields that have a flag of their own in `--help`, too.
+    """
+
+    help: str
+    fields: Mapping[str, str]
+    switch: str | None = None
+    alone: Mapping[str, str] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+
+
+_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+_OF_ONE_OPTIMIZER = (
+    *_ADAM,
+    "sgd_momentum",
+    "lion_beta1",
+    "lion_beta2",
+    "muon_momentum",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "soap_beta1",
+    "soap_beta2",
+    "soap_eps",
+    "soap_precondition_frequency",
+    "soap_max_precond_dim",
+    "adafactor_scale_parameter",
+)
+
+ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
+    "rope_scaling": ArgumentFlag(
+        "scaling of RoPE, to read further than it was trained",
+        {
+            "type": "rope_scaling_type",
+            "factor": "rope_scaling_factor",
+            "original_length": "rope_scaling_original_length",
+        },
+        switch="use_rope_scaling",
+    ),
+    "skip_freq": ArgumentFlag(
+        "layers that do without something: N, every N-th, or a list",
+        {
+            "window": "window_attn_skip_freq",
+            "rope": "no_rope_freq",
+            "softmax_type": "softmax_type_skip_freq",
+            "softcapping": "attn_logit_softcapping_skip_freq",
+        },
+    ),
+    "moe_router": ArgumentFlag(
+        "how the router chooses and weighs experts",
+        {
+            "score_function": "moe_router_score_function",
+            "pre_softmax": "moe_router_pre_softmax",
+            "num_groups": "moe_router_num_groups",
+            "group_topk": "moe_router_group_topk",
+            "topk_scaling_factor": "moe_router_topk_scaling_factor",
+            "expert_bias": "moe_router_enable_expert_bias",
+            "bias_update_rate": "moe_router_bias_update_rate",
+        },
+    ),
+    "lora": ArgumentFlag(
+        "low-rank adapters (LoRA), which are trained in place of the model; they are saved apart",
+        {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets"},
+    ),
+    "fp8": ArgumentFlag(
+        "products of linear layers inside of blocks in 8 bits",
+        {"format": "fp8_format", "recipe": "fp8_recipe", "amax_history_len": "fp8_amax_history_len"},
+    ),
+    "loss_scaling": ArgumentFlag(
+        "the dynamic loss scale of `fp16`, and how many updates may be skipped",
+        {
+            "initial": "initial_loss_scale",
+            "min": "min_loss_scale",
+            "window": "loss_scale_window",
+            "hysteresis": "hysteresis",
+            "max_skipped": "max_skipped_updates",
+        },
+    ),
+    "lr_decay": ArgumentFlag(
+        "length of the decay to `min_lr`; without it that of the training",
+        {"iters": "lr_decay_iters", "samples": "lr_decay_samples"},
+    ),
+    "lr_warmup": ArgumentFlag(
+        "linear warm-up of the learning rate, its length in one of three units",
+        {
+            "iters": "lr_warmup_iters",
+            "samples": "lr_warmup_samples",
+            "fraction": "lr_warmup_fraction",
+            "init": "lr_warmup_init",
+        },
+    ),
+    "lr_wsd_decay": ArgumentFlag(
+        "final decay of WSD, its length in one of two units",
+        {"iters": "lr_wsd_decay_iters", "samples": "lr_wsd_decay_samples", "style": "lr_wsd_decay_style"},
+    ),
+    "weight_decay_ramp": ArgumentFlag(
+        "weight decay that changes over the training",
+        {"start": "start_weight_decay", "end": "end_weight_decay", "style": "weight_decay_incr_style"},
+    ),
+    "optimizer_args": ArgumentFlag(
+        "numbers of single optimizers",
+        {**{name: name for name in _OF_ONE_OPTIMIZER}, "impl": "optimizer_impl"},
+        apart=_ADAM,
+    ),
+    "optimizer_state": ArgumentFlag(
+        "how moments and masters are kept",
+        {
+            "exp_avg_dtype": "exp_avg_dtype",
+            "exp_avg_sq_dtype": "exp_avg_sq_dtype",
+            "param_remainders": "store_param_remainders",
+        },
+    ),
+    "offload": ArgumentFlag(
+        "what lives in host memory or in files, to make room on the device",
+        {
+            "optimizer": "optimizer_cpu_offload",
+            "fraction": "optimizer_offload_fraction",
+            "path": "optimizer_offload_path",
+            "params": "param_offload",
+            "activations": "cpu_offloading_num_layers",
+            "embedding": "embedding_offload",
+            "lookahead": "embedding_lookahead",
+            "cache_rows": "embedding_cache_rows",
+        },
+        alone={"params": "cpu", "embedding": "cpu"},
+    ),
+    "wandb": ArgumentFlag(
+        "Weights & Biases",
+        {
+            "project": "wandb_project",
+            "exp_name": "wandb_exp_name",
+            "entity": "wandb_entity",
+            "save_dir": "wandb_save_dir",
+        },
+    ),
+    "profile": ArgumentFlag(
+        "write a Chrome trace of some iterations with torch's profiler",
+        {"step_start": "profile_step_start", "step_end": "profile_step_end", "ranks": "profile_ranks"},
+        switch="profile",
+    ),
+    "sample": ArgumentFlag(
+        "texts that the model writes during the training",
+        {"prompts": "sample_prompts", "interval": "sample_interval", "tokens": "sample_tokens"},
+    ),
+}
+
+
+@functools.cache
+def places() -> Mapping[str, tuple[str, str]]:
+    """Field -> its flag and argument; no argument where it is the switch of the flag."""
+    found = {made.switch: (flag, "") for flag, made in ARGUMENT_FLAGS.items() if made.switch is not None}
+    for flag, made in ARGUMENT_FLAGS.items():
+        found |= {name: (flag, argument) for argument, name in made.fields.items() if name not in made.apart}
+    return found
+
+
+def shown_flag(name: str) -> str:
+    """A field as `--help` spells it: `--wandb entity`."""
+    flag, argument = places().get(name, (name, ""))
+    return f"{flag_of(flag)} {argument}".rstrip()
+
+
+def argument_words(flag: str, texts: list[str]) -> Iterator[tuple[str, str | None]]:
+    """(Argument, text of its value or None) of `a=1,b c=2`; what begins with no argument belongs to the value before
+    it, as the `2` of `ranks=0,2` does."""
+    known, word = ARGUMENT_FLAGS[flag].fields, ""
+    for text in texts:
+        for separator, part in re.findall(r"([,\s]*)([^,\s]+)", text):
+            name = part.partition("=")[0].replace("-", "_")
+            begins = name in known or (name != part and name.isidentifier())
+            if word and (begins or "=" not in word):
+                yield _argument(word)
+                word = ""
+            word += (separator or " ") + part if word else part
+    if word:
+        yield _argument(word)
+
+
+def _argument(word: str) -> tuple[str, str | None]:
+    name, equals, text = word.partition("=")
+    return name.replace("-", "_"), text if equals else None
