@@ -17,7 +17,7 @@ import argparse
 import mmap
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,9 @@ from benchmarks.turns import Case, Place, Variant, folder_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megalite.parallel.pipeline import OffloadedStage, SavedTensors, Stage
+    from megalite.parallel.pipeline import OffloadedStage, Stage
+    from megalite.parallel.tiers import SavedTensors
+    from megalite.parallel.tiers.mover import Arrival, Pairs
     from megalite.schedule import Program
 
 VARIANTS = ("megalite", "compute", "link", "in-turns")
@@ -69,7 +71,7 @@ def activations(compute: float, link: float, in_turns: bool, folder: Path) -> Ca
     """A batch of GPipe on one rank with room for a few micro-batches; a forward takes as long as a backward."""
     import torch
 
-    from megalite.parallel.pipeline import SavedTensors
+    from megalite.parallel.tiers import Mover, SavedTensors
     from megalite.schedule import EVICT, ActivationRoom, build_program, insert_transfers, lower
 
     room = ActivationRoom((1.0,), (0.0,), (float(ROOM),))
@@ -77,18 +79,9 @@ def activations(compute: float, link: float, in_turns: bool, folder: Path) -> Ca
     transfers = 2 * sum(action.kind == EVICT for action in program.unroll(1)[0])
     per_byte = link / transfers / KEPT
 
-    class SlowSavedTensors(SavedTensors):
-        def host_copy(self, x: Tensor) -> Tensor:
-            time.sleep(per_byte * x.numel())
-            return super().host_copy(x)
-
-        def copy(self, x: Tensor, *, to_host: bool) -> Callable[[], Tensor]:
-            wait = super().copy(x, to_host=to_host)
-            if in_turns:
-                wait()
-            return wait
-
-    stage = one_layer(SlowSavedTensors(torch.device("cpu")), lambda kind: time.sleep(compute / MICROBATCHES / 2))
+    mover = Mover(torch.device("cpu"))
+    slow_down(mover, in_turns)["per byte"] = per_byte
+    stage = one_layer(SavedTensors(mover), lambda kind: time.sleep(compute / MICROBATCHES / 2))
     return lambda: run_batch(program, stage)
 
 
@@ -166,29 +159,30 @@ def weights(compute: float, link: float, in_turns: bool, folder: Path) -> Callab
     for layer in layers:
         layer.register_forward_pre_hook(lambda *_: time.sleep(unit))
         layer.register_full_backward_pre_hook(lambda *_: time.sleep(3 * unit))
-    pace = slow_link(next(made.link for each in run.state.model.buffers.values() for made in each), in_turns)
+    made = next(made for each in run.state.model.buffers.values() for made in each)
+    pace = slow_down(made.rank_memory.mover, in_turns)
     run.trainer.train_step(drain=True)
     pace["per byte"] = link / pace["moved"]
     return lambda: run.trainer.train_step(drain=True)
 
 
-def slow_link(link: Any, in_turns: bool) -> dict[str, float]:
-    """Counts the bytes "moved" over a `HostLink`, which from now on sleeps "per byte"."""
-    pace, copy, move = {"moved": 0.0, "per byte": 0.0}, link.copy, link.move
+def slow_down(mover: Any, in_turns: bool) -> dict[str, float]:
+    """Counts the bytes "moved" by a `Mover`, which from now on sleeps "per byte"."""
+    pace, copy, move = {"moved": 0.0, "per byte": 0.0}, mover.copy, mover.move
 
-    def slow_move(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def slow_move(pairs: Pairs) -> None:
         nbytes = sum(target.nbytes for target, _ in pairs)
         pace["moved"] += nbytes
         time.sleep(pace["per byte"] * nbytes)
         move(pairs)
 
-    def copy_in_turns(pairs: Sequence[tuple[Tensor, Tensor]], *, gradients: bool = False) -> Any:
-        wait = copy(pairs, gradients=gradients)
-        wait()
-        return wait
+    def copy_in_turns(pairs: Pairs, **how: Any) -> Arrival:
+        arrival: Arrival = copy(pairs, **how)
+        arrival.wait()
+        return arrival
 
-    link.move = slow_move
-    link.copy = copy_in_turns if in_turns else copy
+    mover.move = slow_move
+    mover.copy = copy_in_turns if in_turns else copy
     return pace
 
 

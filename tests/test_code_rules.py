@@ -132,6 +132,20 @@ def test_torch_distributed_is_used_in_comm_and_launch_only() -> None:
     check(problems)
 
 
+def test_copies_between_device_and_host_are_made_by_the_mover() -> None:
+    """In the rooms of parallelism: who starts one on a stream of its own has a rule of lifetime of its own."""
+    names = {"Stream", "wait_stream", "record_stream", "pin_memory"}
+    check(
+        [
+            f"{module}:{node.lineno}: {node.attr}; let `Mover` make the copy (megalite/parallel/tiers)"
+            for module, tree in PRODUCT.items()
+            if module.startswith("megalite.parallel.") and module != "megalite.parallel.tiers.mover"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr in names
+        ]
+    )
+
+
 def test_what_other_people_made_enters_by_one_door() -> None:
     """transformers, datasets and peft run programs of whoever made a folder, once asked to or not told otherwise."""
     problems = []

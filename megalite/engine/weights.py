@@ -20,7 +20,16 @@ from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import Delay
 from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
-from megalite.parallel.zero import Fill, ParameterBuffers, ShardedOptimizer, ZeroOptions, stage_buffers
+from megalite.parallel.tiers import Mover
+from megalite.parallel.zero import (
+    Fill,
+    ParameterBuffers,
+    RankMemory,
+    ShardedOptimizer,
+    StageOptions,
+    ZeroOptions,
+    stage_buffers,
+)
 from megalite.schedule import ChunkUse, Program, StageKey, StagePlacement
 
 MakeSharded = Callable[[list[ParameterBuffers], Axis, Delay], ShardedOptimizer]
@@ -60,12 +69,13 @@ class BufferOptions:
     """How the parameters of a stage lie in memory.
 
     zero: what data-parallel ranks share. whole: (name, number of dimensions) -> whether no shard boundary may cut the
-    parameter. fill: initialises parameters that came without memory.
+    parameter. fill: initialises parameters that came without memory. mover: the rank's, if something else moves.
     """
 
     zero: ZeroOptions
     whole: Callable[[str, int], bool] | None = None
     fill: Fill | None = None
+    mover: Mover | None = None
 
 
 @dataclass(frozen=True)
@@ -139,22 +149,24 @@ def build_weights(
     copies = replica_axes(mesh, program.placement)
     axes = {name: mesh.family(name) for name in families}
     axis = norm_axis(mesh, program, families, sharded=options.zero.stage > 0)
+    memory = RankMemory(device, options.zero, options.mover)
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key, (_, modules) in built.items():
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
             axes,
-            beside=[made for stage in buffers.values() for made in stage],  # share scratch memory
             options=options.zero,
-            tied=ties.names,
-            counts_tied=key == ties.home,
-            replica=key[1],
-            num_gradients=program.gradient_buffers,
-            keep_gradients=program.keeps_gradients,
-            whole=options.whole,
-            extra_reduce=[copies[key[0]]] if key[0] in copies else [],  # Chimera's replicas of the stage
-            fill=options.fill,
-            device=device,
+            pipeline_stage=StageOptions(
+                tied=ties.names,
+                counts_tied=key == ties.home,
+                extra_reduce=[copies[key[0]]] if key[0] in copies else [],  # Chimera's replicas of the stage
+                replica=key[1],
+                keep_gradients=program.keeps_gradients,
+                num_gradients=program.gradient_buffers,
+                whole=options.whole,
+                fill=options.fill,
+            ),
+            memory=memory,
         )
         for module in modules if buffers[key] else ():
             buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]), stage=key)

@@ -35,8 +35,8 @@ from megalite.optim import Delay
 from megalite.parallel.pipeline import Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
+from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.parallel.zero import (
-    ActivationOffload,
     DelayedOptimizer,
     MakeOptimizer,
     ParameterBuffers,
@@ -89,13 +89,14 @@ def build_model(
     """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s.
     plan: None: what flags say."""
     plan = given_plan(config) if plan is None else plan
-    placement, families = program.placement, _families(config)
-    rows = _rows(config, mesh, program, device)
-    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, device, rows, plan)
+    placement, families, mover = program.placement, _families(config), Mover(device)
+    rows = _rows(config, mesh, program, mover)
+    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
     options = BufferOptions(
         zero_options(config, plan),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
         fill=partial(fill, seed=config.training.seed),
+        mover=mover,
     )
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     staleness = program.staleness[mesh.coordinate("pp")]
@@ -112,17 +113,17 @@ def build_model(
         device=device,
     )
     if config.model.cpu_offloading_num_layers:
-        _offload_activations(config, built)
+        _offload_activations(config, built, SavedTensors(mover))
     return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan)
 
 
-def _rows(config: Config, mesh: ParallelMesh, program: Program, device: torch.device) -> CachedRows | None:
+def _rows(config: Config, mesh: ParallelMesh, program: Program, mover: Mover) -> CachedRows | None:
     if config.optimizer.offload.embedding_offload is None:
         return None
-    context = LayerContext(tp=mesh["tp"], dtype=parameter_dtype(config), device=device)
+    context = LayerContext(tp=mesh["tp"], dtype=parameter_dtype(config))
     axis = norm_axis(mesh, program, _families(config), sharded=config.parallel.zero_stage > 0)
     keys, copies = program.placement.stages_of(mesh.coordinate("pp")), replica_axes(mesh, program.placement)
-    return make_rows(config, context, optimizer_factory(config), keys, mesh.family("dense"), axis, copies)
+    return make_rows(config, context, optimizer_factory(config), keys, mesh.family("dense"), axis, copies, mover)
 
 
 def _states(
@@ -138,11 +139,11 @@ def _states(
     return found
 
 
-def _offload_activations(config: Config, built: BuiltStages) -> None:
+def _offload_activations(config: Config, built: BuiltStages, memory: SavedTensors) -> None:
     for _, modules in built.values():
         for module in modules:
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
-            ActivationOffload(blocks[: config.model.cpu_offloading_num_layers])
+            ActivationOffload(blocks[: config.model.cpu_offloading_num_layers], memory)
 
 
 def _optimizer(
@@ -176,22 +177,23 @@ def _build_stages(
     mesh: ParallelMesh,
     program: Program,
     cuts: list[range],
-    device: torch.device,
+    mover: Mover,
     rows: CachedRows | None,
     plan: MemoryPlan,
 ) -> BuiltStages:
     """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
     specs, built = _announced(layer_specs(config.model), mesh), BuiltStages()
-    rank, last, spec = mesh.coordinate("pp"), program.placement.num_stages - 1, boundary_spec(config, device)
+    rank, last, spec = mesh.coordinate("pp"), program.placement.num_stages - 1, boundary_spec(config, mover.device)
     for key in program.placement.stages_of(rank):
         items, again = [specs[i] for i in cuts[key[0]]], plan.recompute_of(key[0])
         notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
-        make_module = partial(_build_module, config, mesh, items, notes, device, rows, halves_of(config, plan), again)
+        halves = halves_of(config, plan)
+        make_module = partial(_build_module, config, mesh, items, notes, mover.device, rows, halves, again)
         modules = [make_module() for _ in range(program.weight_versions[rank])]
         ends, queue = (key[0] == 0, key[0] == last), notes[0]
         loads = notes[1] if config.model.experts.num_experts is not None else None
         sizes = notes[2] if config.training.float8.fp8_format is not None else None
-        make = stage_type(program, key, [stage for stage, _ in built.values()], device)
+        make = stage_type(program, key, [stage for stage, _ in built.values()], mover)
         stage = make(modules, queue, spec=spec, is_first=ends[0], is_last=ends[1], loads=loads, magnitudes=sizes)
         built[key] = stage, modules
     return built

@@ -19,6 +19,7 @@ from megalite.nn import fill
 from megalite.observe import Hook, Record, TrainerView
 from megalite.parallel.rows import Access, CachedRows, HostEmbedding, HostRows, RowRule, Traffic
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, vocab_parameter
+from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import MakeOptimizer, ShardedOptimizer
 from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey
 
@@ -31,10 +32,11 @@ def make_rows(
     family: FamilyAxes,
     norm_axis: Axis,
     copies: Mapping[int, Axis],
+    mover: Mover,
 ) -> CachedRows | None:
     """The rows of a rank that holds the stages `keys`; None where they are not on the host, or with other ranks.
 
-    ctx: tensor axis, dtype and device. family: of dense parameters. copies: stage -> axis of further replicas of it.
+    ctx: tensor axis and dtype. family: of dense parameters. copies: stage -> axis of further replicas of it.
     """
     model, given, replica = config.model, config.optimizer.offload, first_stage(keys)
     if given.embedding_offload is None or replica is None:
@@ -62,7 +64,7 @@ def make_rows(
         slots=cache_rows(config),
         dtype=ctx.dtype,
         gradient_dtype=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else ctx.wide_dtype,
-        device=torch.device(ctx.device),
+        mover=mover,
         lookahead=given.embedding_lookahead,
         calls=2 if config.parallel.tp_comm_overlap else 1,
         sum_over=[family.shard, family.replicate, *([copies[0]] if 0 in copies else [])],

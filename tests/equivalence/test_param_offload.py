@@ -107,9 +107,9 @@ def held_body(world: World, argv: list[str]) -> tuple[int, float, float]:
         program = computations(config, config.num_microbatches(world.size), plan=plan)
         cuts = stage_layer_ranges(config, program)
         memory = rank_memory(config, world.size, program=program, cuts=cuts, rank=rank, plan=plan, on_cpu=True)
-        (link, *others) = {id(f.link): f.link for fs in run.state.model.buffers.values() for f in fs}.values()
-        assert not others and link is not None and link.now == 0, "something stays on the device behind the step"
-        return link.peak, memory.weights, memory.weights + memory.buffers
+        (tier,) = {f.rank_memory.tier for fs in run.state.model.buffers.values() for f in fs}
+        assert tier is not None and tier.now == 0, "something stays on the device behind the step"
+        return tier.peak, memory.weights, memory.weights + memory.buffers
 
 
 def layouts() -> Iterator[tuple[str, int]]:

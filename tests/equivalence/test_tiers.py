@@ -10,40 +10,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.tiers import KEPT, one_layer, optimizer_of, run_batch, slow_rules, train
 from megalite.errors import ScheduleError
-from megalite.parallel.pipeline import SavedTensors
+from megalite.parallel.tiers import Arrival, Mover, SavedTensors
+from megalite.parallel.tiers.mover import Pairs
 from megalite.schedule import EVICT, Action, ActivationRoom, BatchRange, Program, build_program, insert_transfers, lower
 
 PATIENCE = 5.0
 
 
-class Beside(SavedTensors):
+class Beside(Mover):
     """A copy ends only after the computation beside it has begun: whoever waits for it first waits in vain."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.begun, self.copies = 0, 0
         self.next = threading.Condition()
-        self.at: deque[int] = deque()
+        self.at = deque[int](), deque[int]()  # to the host, to the device
 
     def compute(self, kind: str) -> None:
         with self.next:
             self.begun += 1
             self.next.notify_all()
 
-    def copy(self, x: Tensor, *, to_host: bool) -> Callable[[], Tensor]:
-        self.at.append(self.begun)
-        return super().copy(x, to_host=to_host)
+    def copy(self, pairs: Pairs, **how: Any) -> Arrival:
+        self.at[how["to_device"]].append(self.begun)
+        return super().copy(pairs, **how)
 
-    def host_copy(self, x: Tensor) -> Tensor:
-        at = self.at.popleft()
+    def move(self, pairs: Pairs) -> None:
+        at = self.at["to-device" in threading.current_thread().name].popleft()
         with self.next:
             assert self.next.wait_for(lambda: self.begun > at, PATIENCE), "the computation beside a copy waits for it"
-        self.copies += 1
-        return super().host_copy(x)
+            self.copies += 1
+        super().move(pairs)
 
 
 def moving(program: Program, capacity: float) -> Program:
@@ -51,9 +51,10 @@ def moving(program: Program, capacity: float) -> Program:
 
 
 def test_activations_move_beside_a_computation() -> None:
-    saved = Beside()
-    run_batch(moving(build_program("gpipe", 1, 8), 4), one_layer(saved, saved.compute))
-    assert saved.begun == 16 and saved.copies >= 2 * 4 and saved.now == 0
+    mover = Beside()
+    saved = SavedTensors(mover)
+    run_batch(moving(build_program("gpipe", 1, 8), 4), one_layer(saved, mover.compute))
+    assert mover.begun == 16 and mover.copies >= 2 * 4 and saved.now == 0
 
 
 def any_order(rng: random.Random, microbatches: int) -> Program:
@@ -77,7 +78,7 @@ def test_twenty_random_programs_hold_no_more_than_their_room() -> None:
             program = moving(any_order(rng, microbatches), capacity)
         except ScheduleError:
             continue
-        saved = SavedTensors(torch.device("cpu"))
+        saved = SavedTensors(Mover(torch.device("cpu")))
         run_batch(program, one_layer(saved, lambda kind: None))
         assert saved.now == 0 and saved.peak <= capacity * (KEPT + 8), " ".join(map(str, program.unroll(1)[0]))
         tight += any(action.kind == EVICT for action in program.unroll(1)[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from megalite.config.cli import parse
 from megalite.gradient import GradSink, WeightGradQueue
 from megalite.parallel.tensor import LossKernels, VocabShard, fused_cross_entropy
 from megalite.parallel.tensor.float8 import _worst_difference as float8_difference
-from megalite.parallel.zero import ActivationOffload
+from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.testing import run_single
 from megalite.train.run import open_run
 
@@ -122,7 +121,7 @@ def test_offloaded_activations_travel_behind_computation() -> None:
         return nn.ModuleList(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(8)).cuda().bfloat16()
 
     plain, offloaded = layers(), layers()
-    ActivationOffload(list(offloaded))
+    ActivationOffload(list(offloaded), SavedTensors(Mover(torch.device("cuda"))))
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
 
     def step(stack: nn.ModuleList) -> None:
@@ -134,52 +133,6 @@ def test_offloaded_activations_travel_behind_computation() -> None:
     assert milliseconds(lambda: step(offloaded)) < 2.0 * milliseconds(lambda: step(plain))
     for ours, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-class Stream:
-    """A stream that writes down what it is asked for."""
-
-    def __init__(self) -> None:
-        self.events = 0
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def record_event(self) -> int:
-        self.events += 1
-        return self.events
-
-
-def test_a_layer_waits_for_its_own_copies_alone() -> None:
-    """With streams that only count: the event that `load` waits for was recorded before the copies of the layer before
-    it began; a tensor that is saved twice is copied once."""
-    from contextlib import nullcontext
-
-    from megalite.parallel.zero.activation_offload import _Layer
-
-    side, waited = Stream(), []
-
-    class Current:
-        def wait_event(self, event: int) -> None:
-            waited.append((event, side.events))
-
-    x, y = torch.ones(4), torch.ones(4)
-    with (
-        patch("torch.cuda.current_stream", lambda: Current()),
-        patch("torch.cuda.stream", lambda stream: nullcontext()),
-        patch.object(Tensor, "record_stream", lambda self, stream: None),
-        patch("torch.empty_like", lambda t, **_: torch.zeros(t.shape)),
-    ):
-        first = _Layer(None, side)
-        second = _Layer(first, side)
-        first.save(x)
-        numbers = [second.save(y), second.save(y), second.save(y[:2])]
-        assert len(second.host) == 2 and numbers[0] == numbers[1] != numbers[2]
-        loaded = [second.load(number) for number in numbers]
-        assert all(torch.equal(a, b) for a, b in zip(loaded, (y, y, y[:2]), strict=True))
-        assert waited[0][0] == 1 and side.events == 2, "the copies of the layer before are under way, not waited for"
-        first.load(0)
-    assert waited[-1][0] == 2
 
 
 @needs_cuda

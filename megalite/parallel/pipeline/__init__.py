@@ -6,7 +6,7 @@
     executor.py         one interpreter of actions for every schedule
     stage.py            consecutive layers, run forward and backward one micro-batch at a time
     recomputed.py       a stage whose forward runs again ahead of its backward
-    offloaded.py        a stage whose activations may wait on the host (saved_tensors.py moves them)
+    offloaded.py        a stage whose activations may wait on the host (`parallel/tiers` moves them)
     forward_only.py     a stage of a program of forwards alone, for the same executor
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
 
@@ -18,6 +18,5 @@ from megalite.parallel.pipeline.executor import Events, Executor
 from megalite.parallel.pipeline.forward_only import ForwardOnly
 from megalite.parallel.pipeline.offloaded import OffloadedStage, stage_type
 from megalite.parallel.pipeline.recomputed import RecomputedStage, repeated
-from megalite.parallel.pipeline.saved_tensors import SavedTensors
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders, replica_axes
 from megalite.parallel.pipeline.stage import Stage

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.microbatch import StageInput
 from megalite.parallel.pipeline.recomputed import RecomputedStage
-from megalite.parallel.pipeline.saved_tensors import SavedTensors
 from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.tiers import Mover, SavedForward, SavedTensors
 from megalite.schedule import Program, StageKey
 
 
@@ -22,10 +21,11 @@ class OffloadedStage(Stage):
     def __init__(self, *args: Any, saved: SavedTensors, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.saved = saved
+        self._forwards: dict[int, SavedForward] = {}
 
     def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
         """As `Stage.forward`."""
-        with self.saved.of((id(self), number), x):
+        with self.saved.of(x) as self._forwards[number]:
             out = super().forward(number, x, microbatch, factor, version=version)
         self.saved.settle()
         return out
@@ -33,7 +33,7 @@ class OffloadedStage(Stage):
     def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
         """As `Stage.backward`."""
         dx = super().backward(number, dy)
-        self.saved.drop((id(self), number))
+        del self._forwards[number]
         self.saved.settle()
         return dx
 
@@ -44,18 +44,18 @@ class OffloadedStage(Stage):
 
     def evict(self, number: int) -> None:
         """Starts to move what the micro-batch's forward has saved to the host."""
-        self.saved.evict((id(self), number))
+        self._forwards[number].evict()
 
     def prefetch(self, number: int) -> None:
         """Starts to bring it back."""
-        self.saved.prefetch((id(self), number))
+        self._forwards[number].prefetch()
 
 
-def stage_type(program: Program, key: StageKey, beside: Sequence[Stage], device: torch.device) -> Callable[..., Stage]:
+def stage_type(program: Program, key: StageKey, beside: Sequence[Stage], mover: Mover) -> Callable[..., Stage]:
     """What makes the stage `key` of a program. beside: the rank's stages so far, which share their memory with it."""
     if key[0] in program.recomputed:
         return RecomputedStage
     if program.room is None:
         return Stage
     others = [stage.saved for stage in beside if isinstance(stage, OffloadedStage)]
-    return partial(OffloadedStage, saved=others[0] if others else SavedTensors(device))
+    return partial(OffloadedStage, saved=others[0] if others else SavedTensors(mover))

@@ -21,6 +21,7 @@ from megalite.parallel.rows.row_rule import Step
 from megalite.parallel.rows.saved_gradients import SavedGradients
 from megalite.parallel.rows.slots import Moves, Slots
 from megalite.parallel.rows.staleness import StalenessCheck
+from megalite.parallel.tiers import Mover
 
 MOST_LATE = 64
 """Updates after which a row that nothing uses takes the steps that it has missed, in turn with all others: a checkpoint
@@ -64,7 +65,7 @@ class CachedRows:
         slots: int,
         dtype: torch.dtype,
         gradient_dtype: torch.dtype,
-        device: torch.device,
+        mover: Mover,
         lookahead: int,
         calls: int = 1,
         sum_over: Sequence[Axis] = (),
@@ -74,13 +75,12 @@ class CachedRows:
         count, columns = host.weights.shape
         self.host, self.name, self.placement, self.replica = host, name, placement, replica
         self.counts, self.traffic = counts, Traffic()
-        self.weight = torch.zeros(slots + 1, columns, dtype=dtype, device=device).requires_grad_()
-        self.gradient = torch.zeros(slots + 1, columns, dtype=gradient_dtype, device=device)
-        self._device, self._lookahead, self._calls = device, lookahead, calls
+        self.weight = torch.zeros(slots + 1, columns, dtype=dtype, device=mover.device).requires_grad_()
+        self.gradient = torch.zeros(slots + 1, columns, dtype=gradient_dtype, device=mover.device)
+        self._mover, self._lookahead, self._calls = mover, lookahead, calls
         self._sum_over = [axis for axis in sum_over if axis.size > 1]
         self._slots, self._future = Slots(slots, count), Future(count)
         self._check, self._saved = StalenessCheck(slots, count), SavedGradients(count, columns, gradient_dtype)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._made = 0  # calls of the present use
         self._used = np.zeros(count, bool)  # rows with a gradient, in the cache or saved
         self._reduced: tuple[Rows, Tensor] | None = None
@@ -192,7 +192,7 @@ class CachedRows:
         rows = np.flatnonzero(self._used)
         for axis in self._sum_over:
             rows = self._union(rows, axis)
-        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+        squares = torch.zeros(1, dtype=torch.float64, device=self._mover.device)
         parts = [self.gradient.new_zeros((0, self.gradient.shape[1]), device="cpu")]
         for start in range(0, len(rows), self._slots.size):
             part = self._gradient_of(rows[start : start + self._slots.size])
@@ -244,7 +244,7 @@ class CachedRows:
         """Rows that any rank of the axis has used: a bit each."""
         mine = np.zeros(self.count, bool)
         mine[rows] = True
-        bits = all_gather(torch.from_numpy(np.packbits(mine)).to(self._device), axis).to("cpu").numpy()
+        bits = all_gather(torch.from_numpy(np.packbits(mine)).to(self._mover.device), axis).to("cpu").numpy()
         each = np.unpackbits(bits.reshape(axis.size, -1), axis=1, count=self.count)
         return np.flatnonzero(each.any(0))
 
@@ -271,21 +271,14 @@ class CachedRows:
     # ---- between host and device -------------------------------------------------------------------------------------
 
     def _up(self, values: Tensor) -> Tensor:
-        """To the device, behind what it is doing; the copy is there for what is launched next."""
+        """To the device, for what is launched next."""
         if values.is_floating_point():
             self.traffic.up += values.nbytes
-        if self._stream is None:
-            return values
-        ready = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            copy = values.pin_memory().to(self._device, non_blocking=True)
-        ready.wait_stream(self._stream)
-        copy.record_stream(ready)
-        return copy
+        return self._mover.upload(values)
 
     def _down(self, values: Tensor) -> Tensor:
         self.traffic.down += values.nbytes
-        return values.to("cpu")
+        return self._mover.download(values)
 
 
 def _rows(ids: NDArray[np.int64]) -> Rows:

@@ -23,14 +23,15 @@ The life of a gradient, from a backward to the kernel of the optimizer:
 
 Where things are:
 
-    options.py         what is sharded, what overlaps, how large a bucket is
+    options.py         what is sharded, what overlaps, how large a bucket is; what a pipeline stage adds to that
+    rank_memory.py     `RankMemory`: scratch, the order of weights and the `Mover`, shared by all stages of a rank
     families.py        a stage's families (dense, experts): one `ParameterBuffers` each, always in the same order
     parameter_buffers.py   `ParameterBuffers`: the `weights` and `gradients` of one family, cut into buckets
     flat_weights.py    the family's parameters in flat memory
     unshard.py         gathers weights before their use and frees them afterwards (stage 3), or waits for them (1, 2)
     reducer.py         the family's gradients: which bucket is reduced when
-    host_weights.py, host_link.py
-                       weights that live on the host, and the link to it (`--param-offload`)
+    host_weights.py    weights that live on the host (`--param-offload`); parallel/tiers moves them
+    host_exchange.py   sums and gathers of what lives on the host
     bucket.py          one bucket: its plan, weights, sinks and gradients
     held_gradient.py, streamed_gradient.py
                        the gradient of a bucket in stages 0 and 1; in stages 2 and 3
@@ -39,14 +40,12 @@ Where things are:
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
     sub_optimizers.py  the update rule over masters and moments on the device
-    offloaded_optimizers.py    over those on the host, and over masters that share memory with the weights
+    host_optimizer.py  over those on the host, and over masters that share memory with the weights
     delayed_optimizer.py   the same step, of which the host's part runs behind the next batch
-    state_file.py      masters and moments in a file, mapped into memory
     nonfinite.py       which gradients are not finite
     param_groups.py    what an update rule gets to know about its tensors
     param_remainders.py    masters of bf16 weights in 16 bits
     host_memory.py     returns freed memory of a CPU rank to the system (stages 2 and 3)
-    activation_offload.py   `ActivationOffload`: activations of some layers in host memory
 
 Invariants: one master per element; every element is counted once in the norm and written by one rank; reductions start
 in the order of the plan, never in the order of arrival; an update between a forward and its backward is an error.
@@ -56,13 +55,12 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 (experts' axes, fp32 inside bf16).
 """
 
-from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.parallel.zero.delayed_optimizer import DelayedOptimizer
 from megalite.parallel.zero.families import stage_buffers
-from megalite.parallel.zero.flat_weights import Fill
 from megalite.parallel.zero.frozen import frozen_shards
 from megalite.parallel.zero.nonfinite import where_not_finite
-from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.options import Fill, StageOptions, ZeroOptions
 from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
+from megalite.parallel.zero.rank_memory import RankMemory
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer

@@ -11,15 +11,15 @@ The masters must not be read or written before `finish_step`; everything here th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from megalite.comm import TensorShard
-from megalite.parallel.zero.offloaded_optimizers import HostOptimizer
+from megalite.parallel.tiers import Arrival
+from megalite.parallel.zero.host_optimizer import HostOptimizer
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -29,12 +29,8 @@ class DelayedOptimizer(ShardedOptimizer):
     A rule that talks to other ranks steps at once: two threads would send in an order of their own on every rank.
     """
 
-    _step_behind: Future[None] | None = None
+    _step_behind: Arrival | None = None
     _version_behind = 0
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "delayed-update")
 
     @cached_property
     def _behind(self) -> list[HostOptimizer]:
@@ -57,26 +53,25 @@ class DelayedOptimizer(ShardedOptimizer):
         if numbers.get("found_inf") is None:
             self.count_step(skipped=False)
         self._version_behind = version
-        self._step_behind = self._thread.submit(self._update_behind, numbers, version)
+        mover = self.buffers[0].rank_memory.mover
+        self._step_behind = mover.then(lambda: self._update_behind(numbers, version))
 
     def finish_step(self) -> None:
         """Waits for the thread, and gathers what it has written. Collective. Raises what the step raised there."""
         if self._step_behind is not None:
             step, self._step_behind = self._step_behind, None
-            step.result()
+            step.synchronize()
             self._gather(self._version_behind)
 
     def close(self) -> None:
         """Also lets the thread come to its end."""
         if self._step_behind is not None:
-            self._thread.shutdown()
+            self.buffers[0].rank_memory.mover.close()
         super().close()
 
     @torch.no_grad()
     def _update_behind(self, numbers: dict[str, Any], version: int) -> None:
-        device = self.buffers[0].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # a thread has one of its own
-            self._update(self._behind, numbers, version)
+        self._update(self._behind, numbers, version)
 
     def shards(self) -> list[TensorShard]:
         """As of `ShardedOptimizer`; collective where a step is unfinished."""

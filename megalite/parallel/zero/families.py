@@ -9,8 +9,9 @@ from typing import Any
 from megalite.comm import FamilyAxes
 from megalite.inventory import AXIS_FAMILIES, placement_of
 from megalite.parallel.zero.frozen import share_frozen
-from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.options import StageOptions, ZeroOptions
 from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
+from megalite.parallel.zero.rank_memory import RankMemory
 from megalite.parallel.zero.reducer import ReductionOrder
 
 
@@ -19,15 +20,14 @@ def stage_buffers(
     families: Mapping[str, FamilyAxes],
     *,
     options: ZeroOptions,
-    beside: Sequence[ParameterBuffers] = (),
-    **more: Any,
+    pipeline_stage: StageOptions | None = None,
+    memory: RankMemory | None = None,
 ) -> list[ParameterBuffers]:
     """One `ParameterBuffers` for each family and dtype of a stage, in the same order on every rank: that of the table
     of families, narrow dtypes first; those that require no gradient apart.
 
     versions: for each weight version the (logical name, parameter) in forward order.
-    beside: the buffers of this rank's other stages.
-    more: as in `ParameterBuffers`.
+    memory: of the rank, shared by all its stages (None: this is the only one).
     """
     grouped: dict[tuple[int, int, str, bool], list[list[Any]]] = {}
     order = list(AXIS_FAMILIES)
@@ -36,12 +36,22 @@ def stage_buffers(
             family = placement_of(parameter).family
             key = (order.index(family), parameter.dtype.itemsize, family, not parameter.requires_grad)
             grouped.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
+            memory = memory or RankMemory(parameter.device, options)
     made: list[ParameterBuffers] = []
     orders = {name: ReductionOrder(options) for name in families}
     for (_, _, family, frozen), own in sorted(grouped.items(), key=lambda item: item[0]):
-        settings = {**more, "beside": [*beside, *made], "order": orders[family], "frozen": frozen}
         shared = replace(options, stage=0) if frozen and options.stage < 3 else options  # nothing but weights to share
-        made.append(ParameterBuffers(own[:1] if frozen else own, axes=families[family], options=shared, **settings))
+        made.append(
+            ParameterBuffers(
+                own[:1] if frozen else own,
+                axes=families[family],
+                options=shared,
+                pipeline_stage=pipeline_stage,
+                memory=memory,
+                order=orders[family],
+                frozen=frozen,
+            )
+        )
         if frozen:
             share_frozen(made[-1], own[1:])
     return made

@@ -6,19 +6,16 @@ forward and its backward is an error that autograd reports, not a wrong gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis
 from megalite.parallel.zero.bucket import Bucket, bytes_of
-from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.options import Fill, ZeroOptions
 from megalite.parallel.zero.unshard import BucketWeights, ComingWeights, Unsharder
 from megalite.schedule import StageKey
-
-Fill = Callable[[str, nn.Parameter], None]
-"""Gives the parameter of this name its initial values."""
 
 
 class FlatWeights:

@@ -23,20 +23,21 @@ from torch import Tensor
 from megalite.comm import Handle
 from megalite.gradient import GradSink
 from megalite.inventory import BufferParameter, ParameterRange, layer_of
+from megalite.parallel.tiers import Arrival, TieredMemory
 from megalite.parallel.zero.bucket import Bucket, BucketGradient
-from megalite.parallel.zero.host_link import HostLink, Wait, sum_on_host
+from megalite.parallel.zero.host_exchange import sum_on_host
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
 
 
 class HostedPool(ScratchPool):
-    """Scratch from which gradients go to the host, and whose bytes `link` counts. So there is one piece more, and all
+    """Scratch from which gradients go to the host, and whose bytes `tier` counts. So there is one piece more, and all
     are as large as the largest that was announced."""
 
-    def __init__(self, dtype: torch.dtype, link: HostLink) -> None:
-        super().__init__(dtype, link.device)
-        self.link = link
+    def __init__(self, dtype: torch.dtype, tier: TieredMemory) -> None:
+        super().__init__(dtype, tier.mover.device)
+        self.mover, self._tier = tier.mover, tier
         self._counted = self._largest = 0
-        self._leaving: deque[tuple[Wait, Tensor]] = deque()
+        self._leaving: deque[tuple[Arrival, Tensor]] = deque()
 
     def expect(self, numel: int) -> None:
         """So many elements will be taken at a time."""
@@ -54,9 +55,9 @@ class HostedPool(ScratchPool):
         super().release()
         self._count()
 
-    def leaves(self, wait: Wait, piece: Tensor) -> None:
+    def leaves(self, arrival: Arrival, piece: Tensor) -> None:
         """A piece is on its way to the host; the one before it must have arrived."""
-        self._leaving.append((wait, piece))
+        self._leaving.append((arrival, piece))
         if len(self._leaving) > 1:
             self._settle_one()
 
@@ -66,12 +67,12 @@ class HostedPool(ScratchPool):
             self._settle_one()
 
     def _settle_one(self) -> None:
-        wait, piece = self._leaving.popleft()
-        wait()
+        arrival, piece = self._leaving.popleft()
+        arrival.wait()
         self.give_back(piece)
 
     def _count(self) -> None:
-        self.link.count(self._bytes - self._counted)
+        self._tier.count(self._bytes - self._counted)
         self._counted = self._bytes
 
 
@@ -82,18 +83,21 @@ class HostedStream(StreamedGradient):
         super().__init__(bucket, pool, keep=True)
         self.pool = pool
         pool.expect(bucket.numel)
-        self._slice = pool.link.empty(bucket.owned_stop - bucket.owned_start, bucket.gradient_dtype)
+        self._slice = pool.mover.empty([bucket.owned_stop - bucket.owned_start], bucket.gradient_dtype)
 
     @property
     def held(self) -> Tensor | None:
         return None
 
     def _add(self, arrived: Tensor, piece: Tensor) -> None:
-        self.pool.leaves(self.pool.link.add(self.reduced, arrived, fresh=not self._slice_is_valid), piece)
+        landed, arrival = self.pool.mover.land(arrived)
+        add = self.reduced.add_ if self._slice_is_valid else self.reduced.copy_
+        self.pool.mover.then(lambda: add(landed), arrival)
+        self.pool.leaves(arrival, piece)
 
     def finish_batch(self) -> None:
         self.finish()
-        self.pool.link.settle()
+        self.pool.mover.settle()
         super().finish_batch()
 
 
@@ -104,12 +108,11 @@ class HostedGradient:
     keep = True
 
     def __init__(self, bucket: Bucket, pool: HostedPool, layers: HostedLayers) -> None:
-        self.bucket, self.pool, self.link, self._layers = bucket, pool, pool.link, layers
-        link = pool.link
+        self.bucket, self.pool, self._layers = bucket, pool, layers
         self.missing = 0
         self.handle: Handle | None = None
         self.launched = False
-        self.full = link.empty(bucket.numel, bucket.gradient_dtype)
+        self.full = pool.mover.empty([bucket.numel], bucket.gradient_dtype)
         vectors = sum(range_.entry.numel for range_ in bucket.plan.ranges if not streams_to_host(range_.entry))
         self._vectors = bucket.empty.new_zeros(vectors)
         self._used = 0
@@ -136,7 +139,7 @@ class HostedGradient:
             layer = self._layers.get(name := layer_of(range_.entry.name))
             if layer is None:
                 last = next(reversed(self._layers.values()), None)
-                layer = self._layers[name] = LayerGradient(self.pool, self.link)
+                layer = self._layers[name] = LayerGradient(self.pool)
                 if last is not None:
                     last.before = layer
             return LayerSink(layer, self, range_, uses=uses, on_ready=on_ready)
@@ -160,20 +163,21 @@ class HostedGradient:
         for sink in self.bucket.sinks:
             if isinstance(sink, LayerSink):
                 sink.layer.settle()
+        self.pool.mover.settle()
         self.launched = True
         for sink, home in zip(self.bucket.sinks, map(self.home, self.bucket.plan.ranges), strict=True):
             if sink.fresh:
                 home.zero_()
             elif not isinstance(sink, LayerSink):
                 home.copy_(sink.buffer)
-        sum_on_host(self.full, self.bucket.axis, self.link.device, scatter=self.bucket.sharded)
+        sum_on_host(self.full, self.bucket.axis, self.pool.mover, scatter=self.bucket.sharded)
 
     def finish(self) -> None:
         """Nothing is in flight."""
 
     def finish_batch(self) -> None:
         assert self.launched, "finish_reduce before start_reduce"
-        self.link.settle()
+        self.pool.mover.settle()
 
 
 HostedLayers = dict[str, "LayerGradient"]
@@ -185,12 +189,13 @@ class LayerGradient:
     before: the layer whose backward comes next.
     """
 
-    def __init__(self, pool: HostedPool, link: HostLink) -> None:
-        self.pool, self.link = pool, link
+    def __init__(self, pool: HostedPool) -> None:
+        self.pool = pool
         self.before: LayerGradient | None = None
         self.sinks: list[LayerSink] = []
         self._scratch: Tensor | None = None
-        self._arriving: Wait | None = None
+        self._coming: Arrival | None = None
+        self._gone: Arrival | None = None
         self._is_open = False
 
     def open(self) -> None:
@@ -198,9 +203,9 @@ class LayerGradient:
         if self._is_open:
             return
         self.fetch()
-        if self._arriving is not None:
-            self._arriving()
-        self._arriving, self._is_open = None, True
+        if self._coming is not None:
+            self._coming.wait()
+        self._coming, self._is_open = None, True
         if self.before is not None and self.before is not self:
             self.before.fetch()
 
@@ -215,7 +220,7 @@ class LayerGradient:
             begin += sink.home.numel()
             if sink.is_summed:
                 coming.append((sink.buffer, sink.home))
-        self._arriving = self.link.copy(coming, gradients=True) if coming else None
+        self._coming = self.pool.mover.to_device(coming, after=self._gone) if coming else None
 
     def contributed(self) -> None:
         """A sink has received something: the micro-batch may be complete."""
@@ -228,7 +233,8 @@ class LayerGradient:
     def _close(self) -> None:
         assert self._scratch is not None
         going = [(sink.home, sink.buffer) for sink in self.sinks if sink.is_summed]
-        self.pool.leaves(self.link.copy(going, gradients=True), self._scratch)
+        self._gone = self.pool.mover.to_host(going)
+        self.pool.leaves(self._gone, self._scratch)
         self._scratch, self._is_open = None, False
         self._forget()
 
@@ -237,10 +243,10 @@ class LayerGradient:
         if self._is_open:
             self._close()
         elif self._scratch is not None:  # it was fetched in vain
-            if self._arriving is not None:
-                self._arriving()
+            if self._coming is not None:
+                self._coming.wait()
             self.pool.give_back(self._scratch)
-            self._arriving = self._scratch = None
+            self._coming = self._scratch = None
             self._forget()
         self.pool.settle()
 

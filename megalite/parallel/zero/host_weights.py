@@ -10,6 +10,7 @@ A weight that leaves the device is dropped: its home has the same values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +18,19 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, all_gather_into
 from megalite.inventory import ParameterRange, align, layer_of
+from megalite.parallel.tiers import Arrival, Mover, TieredMemory
 from megalite.parallel.zero.bucket import Bucket, bytes_of
-from megalite.parallel.zero.flat_weights import Fill, FlatWeights, move_parameter
-from megalite.parallel.zero.host_link import PIECE, HostLink, Wait
+from megalite.parallel.zero.flat_weights import FlatWeights, move_parameter
+from megalite.parallel.zero.host_exchange import gather_on_host
+from megalite.parallel.zero.options import Fill
 from megalite.parallel.zero.unshard import ComingWeights
 
 
 class HostedFlatWeights(FlatWeights):
-    """A family's parameters on the host. link: to it; the rest as `FlatWeights`."""
+    """A family's parameters on the host. tier: counts those on the device; the rest as `FlatWeights`."""
 
-    def __init__(self, *args: Any, link: HostLink, **settings: Any) -> None:
-        self._link = link
+    def __init__(self, *args: Any, tier: TieredMemory, **settings: Any) -> None:
+        self._tier = tier
         self._hosted: list[HostedWeights] = []
         super().__init__(*args, **settings)
 
@@ -36,17 +39,17 @@ class HostedFlatWeights(FlatWeights):
     ) -> None:
         """Gives every bucket its home on the host, and every layer memory on the device that comes and goes: the
         parameters are views of it. In stage 3 the homes are slices, and the layers are the buckets."""
-        sliced, link = self._options.stage == 3 and self._axis.size > 1, self._link
-        homes = link.empty(self._buckets[-1].plan.stop if self._buckets and not sliced else 0, dtype)
+        sliced, mover = self._options.stage == 3 and self._axis.size > 1, self._tier.mover
+        homes = mover.empty([self._buckets[-1].plan.stop if self._buckets and not sliced else 0], dtype)
         for bucket in self._buckets:
             owned = slice(bucket.owned_start - bucket.plan.start, bucket.owned_stop - bucket.plan.start)
             home = homes[bucket.plan.start : bucket.plan.stop]
             if sliced:
-                home, owned = link.empty(owned.stop - owned.start, dtype), slice(None)
-            bucket.weights.append(HostHome(home, owned, axis=self._axis, device=device))
+                home, owned = mover.empty([owned.stop - owned.start], dtype), slice(None)
+            bucket.weights.append(HostHome(home, owned, axis=self._axis, mover=mover))
         for layout in sliced_layouts(self._buckets) if sliced else layer_layouts(self._buckets):
             full = torch.zeros(layout.numel, dtype=dtype, device=device)
-            weights = HostedWeights(full, layout.homes, link, gathers=self._axis if sliced else None)
+            weights = HostedWeights(full, layout.homes, self._tier, gathers=self._axis if sliced else None)
             for range_, begin in layout.places:
                 parameter = parameters[range_.entry.index]
                 empty = parameter.is_meta
@@ -69,6 +72,11 @@ class HostedFlatWeights(FlatWeights):
         for weights in self._hosted:
             weights.outdated()
 
+    def wait(self) -> None:
+        """As of `FlatWeights`; the host may write, too."""
+        super().wait()
+        self._tier.mover.settle()
+
     def memory(self) -> int:
         """Bytes held now, on the device."""
         return bytes_of(weights.full for weights in self._hosted)
@@ -86,13 +94,13 @@ class HostedWeights:
     sharded = released_after_use = True
 
     def __init__(
-        self, full: Tensor, homes: Sequence[tuple[slice, Tensor]], link: HostLink, gathers: Axis | None = None
+        self, full: Tensor, homes: Sequence[tuple[slice, Tensor]], tier: TieredMemory, gathers: Axis | None = None
     ) -> None:
-        self.full, self.link, self._gathers = full, link, gathers
+        self.full, self._tier, self._gathers = full, tier, gathers
         self._homes = list(homes)
         self.resident, self.pinned = True, False
-        self._wait: Wait | None = None
-        link.count(full.nbytes)
+        self._arrival: Arrival | None = None
+        tier.count(full.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -104,29 +112,26 @@ class HostedWeights:
         self.wait()
         if not self.resident:
             self.full.untyped_storage().resize_(self.nbytes)
-            self.link.count(self.nbytes)
+            self._tier.count(self.nbytes)
         self.resident = True
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by their coming back.
         full, axis = self.full.data, self._gathers
         pairs = [(full[place], home) for place, home in self._homes]
-        if axis is None:
-            self._wait = self.link.copy(pairs)
-        else:
-            own = pairs[0][0]
-            self._wait = self.link.copy_then(pairs, lambda: all_gather_into(full, own, axis, async_op=async_op)).wait
+        start = None if axis is None else partial(all_gather_into, full, pairs[0][0], axis, async_op=async_op)
+        self._arrival = self._tier.mover.to_device(pairs, start=start)
 
     def wait(self) -> None:
         """Returns when the weights can be read."""
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            wait()
+        if self._arrival is not None:
+            arrival, self._arrival = self._arrival, None
+            arrival.wait()
 
     def free(self) -> None:
         """Lets go of the memory on the device."""
         if self.resident and not self.pinned:
             self.wait()
             self.full.untyped_storage().resize_(0)
-            self.link.count(-self.nbytes)
+            self._tier.count(-self.nbytes)
             self.resident = False
 
     def holds(self, x: Tensor) -> bool:
@@ -136,8 +141,7 @@ class HostedWeights:
 
     def store(self) -> None:
         """Writes what is on the device into its home, and lets go of it there."""
-        self.link.copy([(home, self.full.data[place]) for place, home in self._homes])()
-        self.link.settle()
+        self._tier.mover.to_host([(home, self.full.data[place]) for place, home in self._homes]).synchronize()
         self.free()
 
     def outdated(self) -> None:
@@ -157,20 +161,13 @@ class HostHome:
     full: what is there; shard: what this rank owns of it.
     """
 
-    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, device: torch.device) -> None:
-        self.full, self.shard, self.axis, self._device = full, full[owned], axis, device
+    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, mover: Mover) -> None:
+        self.full, self.shard, self.axis, self._mover = full, full[owned], axis, mover
 
     def updated(self, *, async_op: bool) -> None:
         """Called when `shard` holds new values: gathers those of the others, if `full` has more."""
-        rows = self.full.view(self.axis.size, -1) if self.full.numel() > self.shard.numel() else self.full[None]
-        if len(rows) == 1:
-            return
-        for begin in range(0, rows.shape[1], PIECE // len(rows)):
-            part = rows[:, begin : begin + PIECE // len(rows)]
-            whole = torch.empty(part.shape, dtype=part.dtype, device=self._device)
-            whole[self.axis.rank] = part[self.axis.rank]
-            all_gather_into(whole.view(-1), whole[self.axis.rank], self.axis)
-            part.copy_(whole)
+        if self.full.numel() > self.shard.numel():
+            gather_on_host(self.full, self.axis, self._mover)
 
 
 class DeviceLayout(NamedTuple):

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megalite.comm import TensorShard, shards_of_range
 from megalite.inventory import ParameterRange, Segment
+from megalite.parallel.tiers import StateFile
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.param_remainders import ParamRemainders
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
-from megalite.parallel.zero.state_file import StateFile
 
 
 @dataclass
@@ -107,10 +107,11 @@ def cut_master_shards(
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
         remainders = None
-        if offload and buffers.link is not None and not filed and not separate:
+        if offload and buffers.on_host and not filed and not separate:
             pass  # the weights are on the host: they are the masters
         elif offload:
-            master = (file.copy_of if filed and file else host_copy)(master, buffers.main_dtype)
+            space = file if filed and file else buffers.rank_memory.mover
+            master = space.empty(master.shape, buffers.main_dtype).copy_(master)
         elif store_param_remainders and buffers.dtype == torch.bfloat16 and buffers.num_versions == 1:
             remainders = ParamRemainders(master)
             master = remainders.masters
@@ -128,9 +129,3 @@ def cut_master_shards(
                 values = values[: entry.numel].view(entry.shape)
             masters.append(MasterShard(buffers, bucket, segment, start, stop, values, offload, remainders, where))
     return masters
-
-
-def host_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in host memory, page-locked where a device will read it."""
-    copy = torch.empty(x.shape, dtype=dtype, pin_memory=x.is_cuda)
-    return copy.copy_(x)

@@ -1,8 +1,16 @@
-"""What a user chooses about data parallelism, resolved."""
+"""What a user chooses about data parallelism, and what a stage asks of its buffers, resolved."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torch import nn
+
+from megalite.comm import Axis
+
+Fill = Callable[[str, nn.Parameter], None]
+"""Gives the parameter of this name its initial values."""
 
 
 @dataclass(frozen=True)
@@ -26,3 +34,29 @@ class ZeroOptions:
     bucket_size: int | None = None
     grad_reduce_in_bf16: bool = False
     offload_params: bool = False
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How the parameters of one stage lie in memory, and who else has them.
+
+    tied: names of parameters whose gradient another stage shares; they are reduced last, by `start_tied_reduce`.
+    counts_tied: False on the stage that holds the copy of a tied parameter: there it is neither counted in the norm nor
+        saved.
+    extra_reduce: further axes that hold replicas of this stage (Chimera); tied gradients have already been summed over
+        them.
+    replica: which of these replicas this is; only replica 0 counts in the norm.
+    keep_gradients: sharded gradients stay in memory between batches. False if a batch is one micro-batch.
+    num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
+    whole: (name, number of dimensions) -> whether the parameter must lie in one shard (Muon's matrices).
+    fill: initialises a parameter that came without memory ('meta') once it has memory.
+    """
+
+    tied: frozenset[str] = frozenset()
+    counts_tied: bool = True
+    extra_reduce: Sequence[Axis] = ()
+    replica: int = 0
+    num_gradients: int = 1
+    keep_gradients: bool = True
+    whole: Callable[[str, int], bool] | None = None
+    fill: Fill | None = None

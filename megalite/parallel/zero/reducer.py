@@ -18,9 +18,9 @@ from megalite.gradient import attach_sink
 from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.held_gradient import HeldGradient
-from megalite.parallel.zero.host_gradient import HostedLayers, hosted_gradient
-from megalite.parallel.zero.host_link import HostLink, sum_anywhere
-from megalite.parallel.zero.options import ZeroOptions
+from megalite.parallel.zero.host_exchange import sum_anywhere
+from megalite.parallel.zero.host_gradient import HostedLayers, HostedPool, hosted_gradient
+from megalite.parallel.zero.options import StageOptions, ZeroOptions
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
 
 MOST_IN_FLIGHT = 2
@@ -84,13 +84,10 @@ class GradientReducer:
 
     Args:
         parameters: by forward index, then weight version; all versions of a parameter add to one gradient.
-        stage: the ZeRO stage.
-        extra_reduce: further axes that hold replicas of this stage; tied gradients have already been summed over them.
+        zero_stage: 0 to 3.
         order: starts the reductions, shared with other families of the stage over the same axes.
-        pool: scratch for streamed gradients.
-        num_gradients: updates whose gradients are in memory at once; more than one in stages 0 and 1 only.
-        keep: of streamed gradients, as in `StreamedGradient`.
-        link: gradients are on the host, except those of tied parameters.
+        pool: scratch for streamed gradients. If it is a `HostedPool`, gradients are on the host, except those of tied
+            parameters.
     """
 
     def __init__(
@@ -99,30 +96,30 @@ class GradientReducer:
         parameters: Sequence[Sequence[nn.Parameter]],
         *,
         axes: FamilyAxes,
-        stage: int,
-        extra_reduce: Sequence[Axis],
+        zero_stage: int,
+        pipeline_stage: StageOptions,
         order: ReductionOrder,
         pool: ScratchPool,
-        num_gradients: int,
-        keep: bool,
-        link: HostLink | None = None,
     ) -> None:
-        assert num_gradients == 1 or stage < 2, "streamed gradients cannot be kept for two updates"
-        self._buckets, self._axes, self._extra_reduce = buckets, axes, extra_reduce
+        num_gradients, keep = pipeline_stage.num_gradients, pipeline_stage.keep_gradients
+        assert num_gradients == 1 or zero_stage < 2, "streamed gradients cannot be kept for two updates"
+        self._buckets, self._axes = buckets, axes
+        self._extra_reduce = [axis for axis in pipeline_stage.extra_reduce if axis.size > 1]
         self._order, self._pool = order, pool
         # With gradients on the host, some of what is summed is there.
         self._sum: Callable[[Tensor, Axis], object] = all_reduce_
-        if link is not None:
-            self._sum = partial(sum_anywhere, device=pool.device)
+        hosted = isinstance(pool, HostedPool)
+        if isinstance(pool, HostedPool):
+            self._sum = partial(sum_anywhere, mover=pool.mover)
         self._num_gradients, self._selected = num_gradients, 0
         order.add(buckets, num_gradients)
         layers: HostedLayers = {}
         for bucket in buckets:
-            if link is not None and not bucket.plan.tied:
+            if hosted and not bucket.plan.tied:
                 assert num_gradients == 1, "gradients on the host are of one update"
-                bucket.gradients = [hosted_gradient(bucket, stage, pool, layers)]
-            elif stage < 2 or bucket.plan.tied:
-                bucket.gradients = [HeldGradient(bucket, keep=keep or stage < 2) for _ in range(num_gradients)]
+                bucket.gradients = [hosted_gradient(bucket, zero_stage, pool, layers)]
+            elif zero_stage < 2 or bucket.plan.tied:
+                bucket.gradients = [HeldGradient(bucket, keep=keep or zero_stage < 2) for _ in range(num_gradients)]
             else:
                 bucket.gradients = [StreamedGradient(bucket, pool, keep=keep)]
             for range_ in bucket.plan.ranges:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megalite.comm import Axis, Handle, TensorShard, all_gather_into
 from megalite.gradient import sum_of_squares
+from megalite.parallel.tiers import StateFile
 from megalite.parallel.zero.bucket import Bucket
+from megalite.parallel.zero.host_optimizer import make_sub_optimizers
 from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
-from megalite.parallel.zero.offloaded_optimizers import make_sub_optimizers
 from megalite.parallel.zero.param_groups import MakeOptimizer
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
-from megalite.parallel.zero.state_file import StateFile
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 
 
@@ -162,7 +162,7 @@ class ShardedOptimizer:
     def _counts(self, master: MasterShard) -> bool:
         """Whether this rank counts the gradient: of the ranks on the norm axis that hold it, the first one does."""
         buffers = master.buffers
-        if buffers.replica or (master.bucket.plan.tied and not buffers.counts_tied):
+        if buffers.pipeline_stage.replica or (master.bucket.plan.tied and not buffers.pipeline_stage.counts_tied):
             return False
         alike = buffers.axes.alike(master.segment.kind.sharded, everywhere=not buffers.options.stage)
         return all(axis.is_first for axis in alike if _within(axis, self.norm_axis))
@@ -229,6 +229,8 @@ class ShardedOptimizer:
         self._gather(version)
 
     def _gather(self, version: int) -> None:
+        for sub in self.sub_optimizers:
+            sub.finish_writes()
         for buffers in (family for family in self.buffers if not family.frozen):
             buffers.weights.gather(version)
 
@@ -308,10 +310,10 @@ def replica_of(buffers: ParameterBuffers, bucket: Bucket, sharded: frozenset[str
     sharded: the axes that cut the tensor.
     everywhere: whether every rank of the shard axis holds it.
     """
-    copies = 0
+    copies, stage = 0, buffers.pipeline_stage
     for axis in buffers.axes.alike(sharded, everywhere=everywhere):
         copies = copies * axis.size + axis.rank
-    return copies + (bucket.plan.tied and not buffers.counts_tied) + buffers.replica
+    return copies + (bucket.plan.tied and not stage.counts_tied) + stage.replica
 
 
 def _within(axis: Axis, other: Axis) -> bool:

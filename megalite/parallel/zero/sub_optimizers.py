@@ -2,7 +2,7 @@
 
     gradient --scale--> rule.step()
 
-A step is `begin_step`, `rule.step()`, `end_step`. `offloaded_optimizers.py` has those of masters that are elsewhere.
+A step is `begin_step`, `rule.step()`, `end_step`. `host_optimizer.py` has those of masters that are elsewhere.
 """
 
 from __future__ import annotations
@@ -112,6 +112,9 @@ class DeviceOptimizer:
             target.copy_(master.tensor, non_blocking=True)
         else:
             write(master.tensor, target)
+
+    def finish_writes(self) -> None:
+        """Returns when the device's next work finds what `write_weights` has written."""
 
     def moments(self, master: MasterShard) -> dict[str, Tensor]:
         """The rule's tensors with one value per element of the master."""

@@ -10,7 +10,7 @@ from megalite.config import OPTIMIZER_SPECS, parse
 from megalite.inventory.families import AXIS_FAMILIES
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor.context import LayerContext
-from megalite.parallel.zero import stage_buffers
+from megalite.parallel.zero import StageOptions, stage_buffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.model_states import state_bytes
 from megalite.train.build import optimizer_factory, parameter_dtype, zero_options
@@ -42,7 +42,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str) -> None:
         [module.logical_parameters()],
         {name: mesh.family(name) for name in AXIS_FAMILIES},
         options=zero_options(config),
-        whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
+        pipeline_stage=StageOptions(whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole),
     )
     optimizer = ShardedOptimizer(buffers, make_optimizer=optimizer_factory(config), norm_axis=Axis.single("model"))
     found = state_bytes(config, 1, range(6), num_stages=1, versions=1, num_gradients=1, on_cpu=True)

@@ -20,7 +20,7 @@ from megalite.inventory.memory_plan import given_plan
 from megalite.models import build_stack, layer_specs
 from megalite.optim import Delay
 from megalite.parallel.tensor.context import LayerContext
-from megalite.parallel.zero import ParameterBuffers
+from megalite.parallel.zero import ParameterBuffers, StageOptions
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.host_params import weight_chunks
 from megalite.planner.model_states import stage_elements, state_bytes
@@ -84,8 +84,10 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
         [module.logical_parameters()],
         axes=ParallelMesh.single().family(),
         options=zero_options(config),
-        tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
-        whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
+        pipeline_stage=StageOptions(
+            tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
+            whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
+        ),
     )
     fraction = given_plan(config).fraction
     optimizer = ShardedOptimizer(
@@ -114,7 +116,7 @@ def test_weights_and_gradients_on_the_host_take_what_is_predicted(flags: str, it
         [module.logical_parameters()],
         axes=ParallelMesh.single().family(),
         options=zero_options(config),
-        tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset(),
+        pipeline_stage=StageOptions(tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset()),
     )
     optimizer = ShardedOptimizer(
         [buffers], make_optimizer=optimizer_factory(config), norm_axis=Axis.single("model"), offload_fraction=1.0
@@ -185,7 +187,12 @@ def test_the_last_step_is_kept_where_a_correction_needs_it(rule: str, method: st
     config = _config(f"--optimizer {rule} --pipeline-schedule 2bw --staleness-correction {method} --bf16")
     versions = [module.logical_parameters() for module in _modules(config, range(0, 6), "cpu", versions=2)]
     whole = OPTIMIZER_SPECS[config.optimizer.optimizer].whole
-    buffers = ParameterBuffers(versions, axes=ParallelMesh.single().family(), options=zero_options(config), whole=whole)
+    buffers = ParameterBuffers(
+        versions,
+        axes=ParallelMesh.single().family(),
+        options=zero_options(config),
+        pipeline_stage=StageOptions(whole=whole),
+    )
     made = optimizer_factory(config, Delay(1))
     optimizer = ShardedOptimizer([buffers], make_optimizer=made, norm_axis=Axis.single("model"))
     found = state_bytes(config, 1, range(0, 6), num_stages=1, versions=2, num_gradients=1, on_cpu=True)

@@ -36,8 +36,7 @@ FENCED = {
     "experts": r"nn/(experts|router)|parallel/expert/|engine/expert_bias|train/expert_report|microbatch_notes",
     "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
     "rows": r"parallel/rows/|train/host_embedding",
-    "tiers": r"parallel/zero/(host_\w+|activation_offload|offloaded_optimizers|state_file|delayed_optimizer)"
-    r"|parallel/pipeline/(saved_tensors|offloaded)",
+    "tiers": r"parallel/tiers/|parallel/zero/(host_\w+|delayed_optimizer)|parallel/pipeline/offloaded",
     "context parallelism": r"parallel/context/|nn/attention/context",
 }
 """A feature -> files under `megalite/` that are its own."""

@@ -14,7 +14,7 @@ from megalite.errors import RuntimeFailure, ScheduleError
 from megalite.gradient import WeightGradQueue
 from megalite.parallel.pipeline import Events, Executor, Stage
 from megalite.parallel.pipeline.offloaded import OffloadedStage
-from megalite.parallel.pipeline.saved_tensors import SavedTensors
+from megalite.parallel.tiers import Mover, SavedTensors
 from megalite.schedule import Action, ActivationRoom, PeakActivations, Program, insert_transfers, residency
 from megalite.schedule.program import flush_program
 from megalite.schedule.stage_placement import loop
@@ -64,7 +64,7 @@ def gradients(program: Program, stage: Stage) -> list[Tensor]:
 
 
 def offloaded() -> OffloadedStage:
-    saved = SavedTensors(torch.device("cpu"))
+    saved = SavedTensors(Mover(torch.device("cpu")))
     return OffloadedStage([Layers()], WeightGradQueue(), spec=SPEC, is_first=True, is_last=True, saved=saved)
 
 

@@ -15,7 +15,7 @@ from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
 from megalite.gradient import GradSink, sink_of
 from megalite.inventory.parameter_placement import ParameterPlacement
-from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, StageOptions, ZeroOptions
 from megalite.testing import run_ranks, run_single
 
 TIED = "embedding.word_embeddings.weight"
@@ -179,8 +179,7 @@ def body_tied(world: World, stage: int) -> tuple[float, Tensor, list[int]]:
         [[(TIED, tied), (f"layers.{mesh.coordinate('pp')}.bias", own)]],
         axes=mesh.family(),
         options=ZeroOptions(stage, overlap_grad_reduce=True),
-        tied=frozenset({TIED}),
-        counts_tied=mesh.coordinate("pp") == 0,
+        pipeline_stage=StageOptions(tied=frozenset({TIED}), counts_tied=mesh.coordinate("pp") == 0),
     )
     optimizer = ShardedOptimizer([buffers], make_optimizer=adamw, norm_axis=mesh.world)
     buffers.gradients.begin_batch(2)

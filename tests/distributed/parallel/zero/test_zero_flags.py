@@ -11,8 +11,8 @@ from equivalence.layouts import Layout, compare
 
 from megalite.comm.world import World
 from megalite.config import parse
+from megalite.parallel.tiers import ActivationOffload
 from megalite.parallel.zero import ShardedOptimizer
-from megalite.parallel.zero.activation_offload import ActivationOffload
 from megalite.train.run import run_training
 
 BASE = (

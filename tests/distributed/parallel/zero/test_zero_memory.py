@@ -20,7 +20,7 @@ from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
-from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero import ParameterBuffers, RankMemory, ShardedOptimizer, ZeroOptions
 from megalite.parallel.zero.streamed_gradient import ScratchPool
 from megalite.parallel.zero.unshard import BucketWeights
 from megalite.testing import run_ranks
@@ -155,7 +155,7 @@ class Watch:
         self.most_scratch = self.most_layers = 0
         self.pieces: list[StorageWeakRef] = []
         self.gathered: set[BucketWeights] = set()
-        for pool in {b.scratch for b in buffers}:
+        for pool in {b.rank_memory.scratch(b.gradient_dtype) for b in buffers}:
             self.count_pieces(pool)
         for weights in (bucket.weights[0] for b in buffers for bucket in b.buckets):
             self.count_gathers(weights)
@@ -212,15 +212,11 @@ def body_scratch(
     queues = [WeightGradQueue() for _ in cuts]
     chunks = [chunk_of_gpt(begin, end, queue) for (begin, end), queue in zip(cuts, queues, strict=True)]
     buffers: list[ParameterBuffers] = []
+    options = ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True)
+    memory = RankMemory(torch.device("cpu"), options)
     for chunk in chunks:
-        buffers.append(
-            ParameterBuffers(
-                [chunk.logical_parameters()],
-                axes=mesh.family(),
-                options=ZeroOptions(stage, overlap_grad_reduce=True, overlap_param_gather=True),
-                beside=buffers,
-            )
-        )
+        named = [chunk.logical_parameters()]
+        buffers.append(ParameterBuffers(named, axes=mesh.family(), options=options, memory=memory))
         buffers[-1].weights.attach(chunk.ordered())
     optimizer = ShardedOptimizer(
         buffers, make_optimizer=lambda g: torch.optim.AdamW(g, eps=1e-5, fused=True), norm_axis=mesh.world

@@ -13,8 +13,6 @@ from megalite.comm.world import World
 from megalite.config import OptimizerConfig
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
-from megalite.parallel.zero.offloaded_optimizers import HostOptimizer
-from megalite.parallel.zero.streamed_gradient import StreamedGradient
 from megalite.testing import run_ranks, run_single
 
 
@@ -69,48 +67,3 @@ def test_offloading_changes_no_bit(stage: int, dtype: torch.dtype) -> None:
 def test_the_fraction_decides_how_much_moves() -> None:
     sizes = [run_single(body, 0, fraction, torch.float32)[1]["offloaded"] for fraction in (0.0, 0.25, 0.5, 1.0)]
     assert sizes[0] == 0 and sizes == sorted(set(sizes))
-
-
-class _Stream:
-    """Of a device: what is current while work is given to it."""
-
-    entered = 0
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def record_event(self) -> None: ...
-
-    def __enter__(self) -> None:
-        self.entered += 1
-
-    def __exit__(self, *error: Any) -> None:
-        self.entered -= 1
-
-
-def test_gradients_are_not_made_on_the_stream_of_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made there belongs to it: the device's allocator gives that memory to no other stream."""
-    mesh, parameter, stream = ParallelMesh.single(), nn.Parameter(torch.ones(8)), _Stream()
-    buffers = ParameterBuffers(
-        [[("w", parameter)]],
-        axes=mesh.family(),
-        options=ZeroOptions(3),
-        keep_gradients=False,
-    )
-    optimizer = ShardedOptimizer(
-        [buffers],
-        make_optimizer=lambda groups: OPTIMIZERS["adam"](groups, OptimizerConfig(lr=1.0)),
-        norm_axis=mesh.world,
-        offload_fraction=1.0,
-    )
-    (part,) = optimizer.sub_optimizers
-    assert isinstance(part, HostOptimizer) and buffers.memory()["gradients"] == 0
-    monkeypatch.setattr(part, "_stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    made: list[int] = []
-    real = StreamedGradient.reduced.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(
-        StreamedGradient, "reduced", property(lambda self: (made.append(stream.entered), real(self))[1])
-    )
-    part.fetch_gradients()
-    assert made == [0]

@@ -15,7 +15,7 @@ from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import sink_of
 from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.optim import OPTIMIZERS
-from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, ZeroOptions
+from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer, StageOptions, ZeroOptions
 from megalite.testing import run_ranks, run_single
 
 # name, global shape, the dimension that tensor parallelism cuts
@@ -76,7 +76,7 @@ def body_train(
         [parameters],
         axes=mesh.family(),
         options=ZeroOptions(stage, bucket_size=200 if offload else bucket_size),
-        whole=OPTIMIZER_SPECS[name.removesuffix("*")].whole,
+        pipeline_stage=StageOptions(whole=OPTIMIZER_SPECS[name.removesuffix("*")].whole),
     )
     optimizer = ShardedOptimizer(
         [buffers],

@@ -21,6 +21,7 @@ from megalite.parallel.rows import Access, CachedRows, HostRows, RowRule, cached
 from megalite.parallel.rows.future import NEVER, Future
 from megalite.parallel.rows.slots import Slots
 from megalite.parallel.rows.staleness import StalenessCheck
+from megalite.parallel.tiers import Mover
 
 ROWS, COLUMNS, TOKENS, SLOTS = 40, 8, 12, 13
 SETTINGS = OptimizerConfig(lr=1.0)
@@ -42,7 +43,7 @@ def make_rows(lookahead: int) -> CachedRows:
         slots=SLOTS,
         dtype=torch.float64,
         gradient_dtype=torch.float64,
-        device=torch.device("cpu"),
+        mover=Mover(torch.device("cpu")),
         lookahead=lookahead,
     )
 

@@ -5,7 +5,7 @@
     HostOptimizer         gradient --copy to the host -----> rule.step()                             a bucket at a time
     FileOptimizer         the same; while a bucket is stepped the next one is read                   a bucket at a time
 
-Copies to the host run on a stream of their own, so that they overlap the device's update.
+Copies to the host overlap the device's update.
 """
 
 from __future__ import annotations
@@ -15,21 +15,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.faults import fault_point
+from megalite.parallel.tiers import Arrival
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.param_groups import MakeOptimizer
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
-
-
-def host_scalar(value: Any) -> Any:
-    """Starts an asynchronous copy of a tensor to page-locked memory and returns it; other values are returned as is."""
-    if not isinstance(value, Tensor):
-        return value
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value, non_blocking=True)
 
 
 class HostOptimizer(DeviceOptimizer):
@@ -37,67 +29,73 @@ class HostOptimizer(DeviceOptimizer):
 
     def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
         super().__init__(masters, make_optimizer)
-        device = masters[0].buffers.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._arrived: Any = None
+        self._mover = masters[0].buffers.rank_memory.mover
         self._received: dict[int, Tensor] = {}
-        self._staging: dict[int, Tensor] = {}
         self._numbers: dict[str, Any] = {}
+        self._scalars: dict[str, Tensor] = {}
+        self._arrived = Arrival()
+        self._cast: dict[int, Tensor] = {}
+        self._writes: dict[int, Arrival] = {}
 
     def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
-        numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
-        if self._stream is None:  # they are in host memory
-            self._numbers = numbers
-            return
-        # A gradient that is not in memory is allocated here: inside the `with` it would belong to the other stream.
-        sources = [master.gradient for master in self.masters]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy(sources)
-            self._numbers = {name: host_scalar(value) for name, value in numbers.items()}
-            self._arrived = self._stream.record_event()
+        self._numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
+        if self._mover.apart:
+            pairs = self._copies([(master, master.gradient) for master in self.masters if master.gradient.is_cuda])
+            for name, value in self._numbers.items():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    self._numbers[name] = self._scalar(name, value)
+                    pairs.append((self._numbers[name], value))
+            self._arrived = self._mover.to_host(pairs)
 
     def keep_gradients(self) -> None:
         """From now on the next batch may overwrite the gradients: there are copies, or what the device does waits for
         them."""
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
-        else:
-            self._copy([master.gradient for master in self.masters])
+        if not self._mover.apart:
+            self._arrived = self._mover.to_host(self._copies([(master, master.gradient) for master in self.masters]))
+        self._arrived.wait()
 
     def begin_step(self, **numbers: Any) -> None:
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        self._arrived.synchronize()
         super().begin_step(**numbers | self._numbers)
 
     def end_step(self) -> None:
         super().end_step()
-        if self._stream is None:
+        if not self._mover.apart:
             self._received.clear()
 
     def _write(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
-        """Casts into a page-locked staging buffer, which is copied to the device asynchronously. The next step's
-        gradients are queued behind that copy, so the buffer is free before it is overwritten."""
+        """Casts on the host, then copies to the device."""
         target = master.weights(version)
         if not target.is_cuda or self.corrects:
             super()._write(master, version, as_masters=as_masters)
             return
-        if id(master) not in self._staging:
-            self._staging[id(master)] = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        target.copy_(self._staging[id(master)].copy_(master.tensor), non_blocking=True)
+        key = id(master)
+        if key in self._writes:
+            self._writes[key].synchronize()
+        else:
+            self._cast[key] = self._mover.empty(target.shape, target.dtype)
+        self._writes[key] = self._mover.to_device([(target, self._cast[key].copy_(master.tensor))])
+
+    def finish_writes(self) -> None:
+        for arrival in self._writes.values():
+            arrival.wait()
 
     def _gradient(self, master: MasterShard) -> Tensor:
         received = self._received.get(id(master))
         return super()._gradient(master) if received is None else received
 
-    def _copy(self, sources: Sequence[Tensor]) -> None:
-        for master, source in zip(self.masters, sources, strict=True):
-            if self._stream is not None and not source.is_cuda:  # it lives on the host
-                continue
+    def _scalar(self, name: str, value: Tensor) -> Tensor:
+        """Where a number goes on the host."""
+        if name not in self._scalars:
+            self._scalars[name] = self._mover.empty(value.shape, value.dtype)
+        return self._scalars[name]
+
+    def _copies(self, gradients: Sequence[tuple[MasterShard, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """(Where it goes on the host, gradient) of each."""
+        for master, gradient in gradients:
             if id(master) not in self._received:
-                pinned = source.is_cuda
-                self._received[id(master)] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-            self._received[id(master)].copy_(source, non_blocking=True)
+                self._received[id(master)] = self._mover.empty(gradient.shape, gradient.dtype)
+        return [(self._received[id(master)], gradient) for master, gradient in gradients]
 
 
 class FileOptimizer(HostOptimizer):
@@ -186,6 +184,6 @@ def _place(master: MasterShard) -> tuple[int, type[DeviceOptimizer], Hashable]:
         return 3, HostOptimizer, id(master.bucket)
     if master.remainders is not None:
         return 2, RemainderOptimizer, id(master.bucket)
-    if master.bucket.gradient_dtype != master.tensor.dtype or master.buffers.link is not None:
+    if master.bucket.gradient_dtype != master.tensor.dtype or master.buffers.on_host:
         return 1, DeviceOptimizer, id(master.bucket)
     return 0, DeviceOptimizer, (master.buffers.axes.name, master.tensor.dtype)

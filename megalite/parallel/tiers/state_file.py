@@ -68,14 +68,10 @@ class StateFile:
         self._regions[tensor.data_ptr()] = region
         return tensor
 
-    def copy_of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of `x`, in the file."""
-        return self.empty(x.shape, dtype).copy_(x)
-
     def take_in(self, x: Tensor) -> None:
         """Moves `x` into the file; it stays the same object, and its views stay where they are."""
         if self.region_of(x) is None:
-            moved = self.copy_of(x, x.dtype)
+            moved = self.empty(x.shape, x.dtype).copy_(x)
             x.set_(moved.untyped_storage(), 0, moved.size(), moved.stride())
 
     def region_of(self, x: Tensor) -> mmap.mmap | None:

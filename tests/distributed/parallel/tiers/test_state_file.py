@@ -15,8 +15,7 @@ from equivalence.layouts import TINY, saved_tensors
 from megalite.comm.world import World
 from megalite.config import parse
 from megalite.errors import ConfigError
-from megalite.parallel.zero import state_file
-from megalite.parallel.zero.state_file import StateFile
+from megalite.parallel.tiers import StateFile, state_file
 from megalite.testing import run_ranks, try_ranks
 from megalite.train.run import run_training
 
@@ -54,7 +53,7 @@ def test_killed_between_buckets_it_ends_with_the_same_bits(tmp_path: Path) -> No
 
 def test_the_state_is_in_the_file(tmp_path: Path) -> None:
     file = StateFile(str(tmp_path))
-    masters = file.copy_of(torch.arange(5000.0), torch.float32)
+    masters = file.empty((5000,), torch.float32).copy_(torch.arange(5000.0))
     moment = torch.full((10, 10), 3.0, dtype=torch.bfloat16)
     row = moment[2]
     file.take_in(moment)
@@ -69,7 +68,7 @@ def test_the_state_is_in_the_file(tmp_path: Path) -> None:
 
 def test_runs_share_a_folder_and_leave_no_name_in_it(tmp_path: Path) -> None:
     one, other = StateFile(str(tmp_path)), StateFile(str(tmp_path))
-    first, second = one.copy_of(torch.arange(3.0), torch.float64), other.empty((3,), torch.float64)
+    first, second = one.empty((3,), torch.float64).copy_(torch.arange(3.0)), other.empty((3,), torch.float64)
     assert first.tolist() == [0, 1, 2] and second.eq(0).all() and not [*tmp_path.iterdir()]
     descriptor = one.descriptor
     del first, one

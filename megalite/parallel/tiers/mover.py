@@ -1,0 +1,251 @@
+"""Copies between a device and its host: everything that is in two places is moved by a rank's one `Mover`.
+
+                     on a GPU                                on a CPU, where both places are main memory
+    to the device    a stream, from page-locked memory       a thread
+    to the host      a stream, to page-locked memory         a thread
+    on the host      a thread, behind what has arrived       the same
+
+The rules of lifetime, which are kept here and nowhere else:
+
+    ends      Both are dense and of one dtype: of others torch makes a copy on the host first, and waits for nobody.
+    order     A copy begins behind what the current stream has been given so far, and behind `after`; copies in one
+              direction follow one another. So a target may be overwritten, and a source has been written.
+    arrival   `Arrival.wait` orders the current stream behind a copy, `Arrival.synchronize` the host. Nobody reads a
+              target before, nor writes a source or lets go of it.
+    source    The mover itself holds the host's end of a copy until it has ended, and the device's until a stream waits
+              for it: from then on the memory goes back in that stream's order.
+    memory    New memory on the device is of the stream that is current when the copy starts; any other stream that
+              waits for it is recorded as its user, so that the allocator gives it to nobody else too early.
+    reuse     Page-locked memory is written again only behind `Arrival.synchronize` of the copy that reads it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.page_locked import host_bytes
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""(Target, source) of each copy."""
+
+
+class Started(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any: ...
+
+
+class Arrival:
+    """Copies that have been started, or work of the host behind them.
+
+    ends: their tensors on the device, of memory of `stream`; held until a stream waits for the copies.
+    """
+
+    def __init__(
+        self,
+        future: Future[None] | None = None,
+        event: Any = None,
+        started: Started | None = None,
+        ends: Sequence[Tensor] = (),
+        stream: Any = None,
+    ) -> None:
+        self.event, self.ends, self.stream = event, ends, stream
+        self._future, self._started = future, started
+
+    def wait(self) -> None:
+        """The current stream goes on behind it; on a CPU this thread does. Raises what a thread has raised."""
+        if self.event is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self.event)
+            for tensor in self.ends if current != self.stream else ():
+                tensor.record_stream(current)
+            self.ends = ()
+        if self._future is not None:
+            self._future.result()
+        if self._started is not None:
+            self._started.wait()
+
+    def synchronize(self) -> None:
+        """The host goes on behind it. Raises what a thread has raised."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self._future is not None:
+            self._future.result()
+
+    def done(self) -> bool:
+        """Whether it is over, without a failure; nobody waits."""
+        if self._future is not None:
+            return self._future.done() and self._future.exception() is None
+        return self.event is None or bool(self.event.query())
+
+
+class Mover:
+    """Makes the copies of one rank.
+
+    apart: whether the device has memory of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.apart = device, device.type == "cuda"
+        self._flying: deque[tuple[Arrival, Sequence[Tensor]]] = deque()
+        self._works: list[Arrival] = []
+
+    @cached_property
+    def _streams(self) -> tuple[Any, Any]:
+        """To the host, to the device."""
+        return torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    @cached_property
+    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """In the place of streams where the device is a CPU."""
+        return ThreadPoolExecutor(1, "to-host"), ThreadPoolExecutor(1, "to-device")
+
+    @cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "on-host")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory that copies go to and from, for as long as a run lasts."""
+        shape = torch.Size(shape)
+        return host_bytes(shape.numel() * dtype.itemsize, pinned=self.apart).view(dtype).view(shape)
+
+    def to_host(self, pairs: Pairs) -> Arrival:
+        """Starts target = source for each pair; targets are page-locked."""
+        return self.copy(pairs, to_device=False)
+
+    def to_device(
+        self, pairs: Pairs, *, after: Arrival | None = None, start: Callable[[], Started] | None = None
+    ) -> Arrival:
+        """The other way; sources are page-locked.
+
+        start: sends targets to other ranks. It is called on their stream, and what arrives is what it has received.
+        """
+        return self.copy(pairs, to_device=True, after=after, start=start)
+
+    def land(self, x: Tensor, *, release: bool = False) -> tuple[Tensor, Arrival]:
+        """A copy of x in host memory. release: the caller lets go of x now."""
+        copy = torch.empty_like(x, device="cpu", pin_memory=self.apart)
+        arrival = self.to_host([(copy, x)])
+        if release and self.apart:
+            x.record_stream(self._streams[False])
+            arrival.ends = ()
+        return copy, arrival
+
+    def bring(self, x: Tensor, *, after: Arrival | None = None) -> tuple[Tensor, Arrival]:
+        """A copy on the device of page-locked x."""
+        copy = torch.empty_like(x, device=self.device)
+        return copy, self.to_device([(copy, x)], after=after)
+
+    def upload(self, x: Tensor) -> Tensor:
+        """What the host has just made, for what the device is given next; it need not wait for what was given before.
+        On a CPU x itself."""
+        if not self.apart:
+            return x
+        x, stream = x.contiguous(), self._streams[True]
+        with torch.cuda.stream(stream):
+            copy = torch.empty_like(x, device=self.device)
+        arrival = self.copy([(copy, x.pin_memory())], to_device=True, overtakes=True)
+        arrival.stream = stream
+        arrival.wait()
+        return copy
+
+    def download(self, x: Tensor) -> Tensor:
+        """What the device has made, for the host, which waits. On a CPU x itself."""
+        if not self.apart:
+            return x
+        copy, arrival = self.land(x)
+        arrival.synchronize()
+        return copy
+
+    def copy(
+        self,
+        pairs: Pairs,
+        *,
+        to_device: bool,
+        after: Arrival | None = None,
+        start: Callable[[], Started] | None = None,
+        overtakes: bool = False,
+    ) -> Arrival:
+        """Every copy between the places. overtakes: it begins ahead of what the current stream has been given."""
+        for target, source in pairs:
+            assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype, "ends of a copy"
+        while self._flying and self._flying[0][0].done():
+            self._flying.popleft()
+        if not self.apart:
+            arrival = Arrival(self._threads[to_device].submit(self._copy_behind, pairs, after))
+            self._flying.append((arrival, ()))
+            if start is None:
+                return arrival
+            arrival.synchronize()
+            return Arrival(started=start())
+        stream, current = self._streams[to_device], torch.cuda.current_stream(self.device)
+        if not overtakes:
+            stream.wait_stream(current)
+        if after is not None:
+            stream.wait_event(after.event)
+        with torch.cuda.stream(stream):
+            self.move(pairs)
+            started = None if start is None else start()
+            event = stream.record_event()
+        on_device, on_host = (0, 1) if to_device else (1, 0)
+        arrival = Arrival(event=event, started=started, ends=[pair[on_device] for pair in pairs], stream=current)
+        self._flying.append((arrival, [pair[on_host] for pair in pairs]))
+        return arrival
+
+    def _copy_behind(self, pairs: Pairs, after: Arrival | None) -> None:
+        if after is not None:
+            after.synchronize()
+        self.move(pairs)
+
+    def move(self, pairs: Pairs) -> None:
+        """Copies, on the stream or thread that is meant for it. (`benchmarks/tiers.py` makes it slow.)"""
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def then(self, work: Callable[[], object], *after: Arrival) -> Arrival:
+        """Starts work of the host, behind arrivals and earlier work."""
+
+        def run() -> None:
+            with torch.cuda.device(self.device) if self.apart else nullcontext():  # a thread has one of its own
+                for arrival in after:
+                    arrival.synchronize()
+                work()
+
+        self._works = [earlier for earlier in self._works if not earlier.done()]
+        self._works.append(arrival := Arrival(self._worker.submit(run)))
+        return arrival
+
+    def close(self) -> None:
+        """Returns when the host's work has ended, whatever became of it."""
+        self._worker.shutdown()
+
+    def settle(self) -> None:
+        """Returns when nothing is on its way and the host has no work: it may read and write its memory. Raises what
+        work has raised."""
+        works, self._works = self._works, []
+        for arrival in works:
+            arrival.synchronize()
+        flying, self._flying = self._flying, deque()
+        for arrival, _ in flying:
+            arrival.synchronize()
+
+
+class TieredMemory:
+    """What is on the device for a while: bytes now, and at most. mover: brings it."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self.now = self.peak = 0
+
+    def count(self, nbytes: int) -> None:
+        """So many more are there."""
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
