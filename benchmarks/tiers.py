@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megalite.parallel.pipeline import OffloadedStage, Stage
-    from megalite.parallel.tiers import SavedTensors
-    from megalite.parallel.tiers.mover import Arrival, Pairs
+    from megalite.parallel.tiers import Arrival, Pairs, SavedTensors
     from megalite.schedule import Program
 
 VARIANTS = ("megalite", "compute", "link", "in-turns")

@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.tiers import KEPT, one_layer, optimizer_of, run_batch, slow_rules, train
 from megalite.errors import ScheduleError
-from megalite.parallel.tiers import Arrival, Mover, SavedTensors
-from megalite.parallel.tiers.mover import Pairs
+from megalite.parallel.tiers import Arrival, Mover, Pairs, SavedTensors
 from megalite.schedule import EVICT, Action, ActivationRoom, BatchRange, Program, build_program, insert_transfers, lower
 
 PATIENCE = 5.0

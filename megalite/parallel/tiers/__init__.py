@@ -22,6 +22,6 @@ that keep clocks: a wait that is left out is a race), `tests/equivalence/test_ti
 computations), `test_memory_places.py`, `test_param_offload.py`, `test_embedding_offload.py` (no bit changes).
 """
 
-from megalite.parallel.tiers.mover import Arrival, Mover, TieredMemory
+from megalite.parallel.tiers.mover import Arrival, Mover, Pairs, TieredMemory
 from megalite.parallel.tiers.saved_tensors import ActivationOffload, SavedForward, SavedTensors
 from megalite.parallel.tiers.state_file import StateFile
