@@ -43,7 +43,7 @@ MICROBATCHES, ROOM, KEPT = 128, 4, 1 << 16
 SMALL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
     "--global-batch-size 12 --train-iters 1000 --lr 1e-3 --mock-data --vocab-size 256 --eval-iters 0 --num-workers 0 "
-    "--param-offload cpu --untie-embeddings-and-output-weights"
+    "--offload params --untie-embeddings-and-output-weights"
 )
 BATCHES = 16
 BUCKET, FEW, MANY = 1 << 14, 4, 32
@@ -140,7 +140,7 @@ def run_batch(program: Program, stage: Stage) -> None:
 
 
 def weights(compute: float, link: float, in_turns: bool, folder: Path) -> Callable[[], object]:
-    """A batch with `--param-offload cpu`: a layer's weights and gradients are on the device while it uses them. A
+    """A batch with `--offload params`: a layer's weights and gradients are on the device while it uses them. A
     backward takes three forwards, and so does what moves beside it: a weight comes, a gradient comes and goes."""
     import torch
 

@@ -13,7 +13,7 @@ from megalite.config import Config, parse
 from megalite.launch import launch, read_environment
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 64 --mock-data"
-TRAINING = "--micro-batch-size 2 --global-batch-size 8 --train-iters 40 --lr 1e-2 --lr-warmup-iters 0 --log-interval 10"
+TRAINING = "--micro-batch-size 2 --global-batch-size 8 --train-iters 40 --lr 1e-2 --lr-warmup iters=0 --log-interval 10"
 LAYOUT = "--nprocs 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
 
 

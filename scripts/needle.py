@@ -29,7 +29,7 @@ QUESTIONS = 6
 FLAGS = (
     "--model-type llama --num-layers 2 --hidden-size 32 --num-attention-heads 2 --ffn-hidden-size 64 "
     "--init-method-std 0.2 --micro-batch-size 4 --global-batch-size 4 --lr 1e-2 --lr-decay-style constant "
-    "--lr-warmup-iters 5 --fp64 "
+    "--lr-warmup iters=5 --fp64 "
     f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 2 --eval-iters 0 "
     "--split 1,0,0 --reset-attention-mask --log-interval 1 --num-workers 0"
 ).split()

@@ -43,7 +43,7 @@ TRAINING_ARGS=(
     --lr 1.5e-4
     --min-lr 1e-5
     --lr-decay-style cosine
-    --lr-warmup-fraction 0.01
+    --lr-warmup fraction=0.01
     --weight-decay 0.1
     --adam-beta2 0.95
     --clip-grad 1.0

@@ -57,7 +57,7 @@ TRAINING_ARGS=(
     --lr 3e-4
     --min-lr 3e-5
     --lr-decay-style cosine
-    --lr-warmup-fraction 0.005
+    --lr-warmup fraction=0.005
     --weight-decay 0.1
     --adam-beta2 0.95
     --clip-grad 1.0

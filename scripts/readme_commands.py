@@ -16,7 +16,7 @@ from pathlib import Path
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 NONE = "-"
-SHORT = "--train-iters 4 --lr-warmup-iters 0 --no-full-validation --eval-iters 1"
+SHORT = "--train-iters 4 --lr-warmup iters=0 --no-full-validation --eval-iters 1"
 TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer/tokenizer.json"
 
 

@@ -1,7 +1,7 @@
 """The memory test of doctor.py: how fast do the host's memory, its disk and the link to a device move bytes?
 
 The names are those of a hardware file (`megalite/planner/hardware/`): what is printed can be pasted into one, and
-`tools/plan.py` then prices optimizer states on the host (`--optimizer-cpu-offload`) and in a file
+`tools/plan.py` then prices optimizer states on the host (`--offload optimizer`) and in a file
 (`--optimizer-offload-path`).
 """
 

@@ -142,7 +142,7 @@ def test_every_command_of_readme(tmp_path: Path) -> None:
         assert asks_for(extra, result) if extra != "-" else result[0] == 0, f"{command}\n{result[1]}"
 
 
-RUN = f"python pretrain_gpt.py --train-iters 1 --lr-warmup-iters 0 {TINY} --config"
+RUN = f"python pretrain_gpt.py --train-iters 1 --lr-warmup iters=0 {TINY} --config"
 QUICKSTART = f"{RUN} configs/quickstart.yaml"
 SENTENCEPIECE = "--tokenizer-type SentencePieceTokenizer"
 PREPROCESS = "python tools/preprocess_data.py --output-prefix out --tokenizer-type ByteTokenizer --input"
@@ -177,7 +177,7 @@ def test_what_needs_more_says_which_extra_and_what_asked_for_it(tmp_path: Path) 
     (tmp_path / "no_tokenizer.yaml").write_text(re.sub(r"data:\n +tokenizer_type.*\n", "", quickstart))
     trackers = [
         f"{QUICKSTART} --data-path README.md --eval-iters 0 --no-full-validation --tensorboard-dir tb",
-        f"{QUICKSTART} --data-path README.md --eval-iters 0 --no-full-validation --wandb-project p",
+        f"{QUICKSTART} --data-path README.md --eval-iters 0 --no-full-validation --wandb project=p",
     ]
     results = run_commands(tmp_path, [*trackers, *(command for *_, command in ASKING)])
     for flag, (status, output) in zip(("--tensorboard-dir=tb", "--wandb-project=p"), results[:2], strict=True):

@@ -107,7 +107,7 @@ def place(name: str, planted: Path, folder: Path) -> list[str]:
         "convert": convert,
         "train": f"pretrain_gpt.py {tokenizer} {train} {small}",
         "start from": f"pretrain_gpt.py --load {planted} {train} --micro-batch-size 1 --device cpu",
-        "lora": f"pretrain_gpt.py --load {planted} --lora-rank 2 {train} --micro-batch-size 1 --device cpu",
+        "lora": f"pretrain_gpt.py --load {planted} --lora rank=2 {train} --micro-batch-size 1 --device cpu",
         "evaluate": f"tools/evaluate.py --load {planted} --text-file {folder / 'text.jsonl'}",
         "generate": f"tools/generate_text.py --load {planted} --prompt a --max-new-tokens 2",
         "data set": f"tools/preprocess_data.py --input {planted} {out}",

@@ -157,27 +157,27 @@ def assert_close(found, expected, tolerance: float, what: str) -> None:
 
 VARIANTS: dict[str, str] = {
     "adam": "",
-    "adam in 16 bits": "--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16",
+    "adam in 16 bits": "--optimizer-state exp_avg_dtype=fp16 exp_avg_sq_dtype=bf16",
     "sgd": "--optimizer sgd",
     "lion": "--optimizer lion --lr 1e-3",
-    "lion in 16 bits": "--optimizer lion --lr 1e-3 --exp-avg-dtype bf16",
+    "lion in 16 bits": "--optimizer lion --lr 1e-3 --optimizer-state exp_avg_dtype=bf16",
     "muon": "--optimizer muon",
-    "soap": "--optimizer soap --soap-eps 1e-4 --soap-max-precond-dim 32 --soap-precondition-frequency 1",
+    "soap": "--optimizer soap --optimizer-args soap_eps=1e-4 soap_max_precond_dim=32 soap_precondition_frequency=1",
     "adafactor": "--optimizer adafactor",
-    "adafactor by size": "--optimizer adafactor --adafactor-scale-parameter",
+    "adafactor by size": "--optimizer adafactor --optimizer-args adafactor_scale_parameter",
 }
 OPTIMIZERS = VARIANTS | {name: f"--optimizer {name}" for name in OPTIMIZER_SPECS if name not in VARIANTS}
 RAMPS = (
-    "--lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 1e-3 --min-lr 1e-3 --train-iters 6 "
-    "--start-weight-decay 0.05 --end-weight-decay 0.4 --weight-decay-incr-style linear",
-    "--lr-decay-style inverse-square-root --lr-warmup-iters 1 --train-iters 6 --start-weight-decay 0.4 "
-    "--end-weight-decay 0 --weight-decay-incr-style cosine",
+    "--lr-decay-style cosine --lr-warmup iters=2 init=1e-3 --min-lr 1e-3 --train-iters 6 "
+    "--weight-decay-ramp start=0.05 end=0.4 style=linear",
+    "--lr-decay-style inverse-square-root --lr-warmup iters=1 --train-iters 6 --weight-decay-ramp start=0.4 "
+    "--weight-decay-ramp end=0 style=cosine",
     "--lr-decay-style linear --train-iters 4 --min-lr 5e-4",
 )
 """Learning rates and weight decays that no two of the first steps share."""
 
 
-ADAPTED = [[], ["--lora-targets", "linear_qkv", "linear_fc2"], ["--lora-targets", "linear_q", "linear_v", "linear_fc1"]]
+ADAPTED = [[], ["--lora", "targets=linear_qkv", "linear_fc2"], ["--lora", "targets=linear_q", "linear_v", "linear_fc1"]]
 
 
 def draw(
@@ -247,20 +247,20 @@ def drawn(rng: random.Random, optimizer: str) -> Layout:
     # An adapter's gradient has rank 3 and tells little of SOAP's basis of 32: the oracle's own weights move by 5e-4
     # when the learning rate does by one unit in the last place.
     if optimizer != "soap" and rng.random() < 0.15:
-        model += ["--lora-rank", "3", "--lora-alpha", "5", *pick(ADAPTED)]
+        model += ["--lora", "rank=3", "alpha=5", *pick(ADAPTED)]
     if (size == 1 or "--tp-comm-overlap" in layout) and rng.random() < 0.2:
         # scales are those of a micro-batch, and the oracle's have one sample, as a half of two has
         recipes = ["tensorwise", "rowwise", "delayed"]
         model += ["--fp8-format", pick(["e4m3", "hybrid"]), "--fp8-recipe", pick(recipes)]
     delay = int(schedule == "2bw")
-    layout += ["--optimizer-cpu-offload"] if rng.random() < 0.1 else []
+    layout += ["--offload", "optimizer"] if rng.random() < 0.1 else []
     if schedule in FLUSH and rng.random() < 0.1:
         delay, layout = 1, [*layout, "--delayed-parameter-update"]
     elif schedule in FLUSH and rng.random() < 0.1:
-        layout += ["--param-offload", "cpu"]
+        layout += ["--offload", "params"]
     if schedule in FLUSH and not delay and rng.random() < 0.15:
-        rows = pick([[], ["--embedding-cache-rows", "32"]]) + pick([[], ["--embedding-lookahead", "0"]])
-        layout = [*layout, "--embedding-offload", "cpu", *rows]
+        rows = pick([[], ["--offload", "cache_rows=32"]]) + pick([[], ["--offload", "lookahead=0"]])
+        layout = [*layout, "--offload", "embedding", *rows]
     if schedule != "pipedream":
         return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=delay)
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]
@@ -274,11 +274,11 @@ def _draw_experts(rng: random.Random) -> tuple[list[str], list[str]]:
     model += pick(
         [
             [],
-            ["--moe-router-topk", "1", "--moe-router-pre-softmax"],
+            ["--moe-router-topk", "1", "--moe-router", "pre_softmax"],
             ["--moe-router-topk", "4", "--moe-layer-freq", "2"],
-            ["--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5"],
-            ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"],
-            ["--moe-router-num-groups", "2", "--moe-router-group-topk", "1"],
+            ["--moe-router", "score_function=sigmoid", "topk_scaling_factor=2.5"],
+            ["--moe-router", "score_function=sigmoid", "expert_bias"],
+            ["--moe-router", "num_groups=2", "group_topk=1"],
         ]
     )
     model += pick([[], ["--moe-ffn-hidden-size", "24"], ["--moe-shared-expert-intermediate-size", "16"]])
@@ -324,10 +324,10 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
         [[], ["--clip-grad", "0"], ["--calculate-per-token-loss"], ["--eod-mask-loss", "--calculate-per-token-loss"]]
     )
     model += pick([[], [], ["--reset-position-ids", "--reset-attention-mask"]])
-    unlike = ["--window-size", "5", "--window-attn-skip-freq", "2"]
-    unlike += ["--no-rope-freq", "2"] if "rope" in family or "llama" in family else []
+    unlike = ["--window-size", "5", "--skip-freq", "window=2"]
+    unlike += ["--skip-freq", "rope=2"] if "rope" in family or "llama" in family else []
     model += pick([[], [], unlike])
     sinks = ["--softmax-type", "learnable"]
     capped = [*sinks, "--attn-logit-softcapping", "0.5"]
-    unlike = ["--softmax-type-skip-freq", "2", "--attn-logit-softcapping-skip-freq", f"[0]+[1]*{layers - 1}"]
+    unlike = ["--skip-freq", "softmax_type=2", "--attn-logit-softcapping-skip-freq", f"[0]+[1]*{layers - 1}"]
     return model + pick([[], [], [], [], sinks, [*capped, *pick([[], unlike])]])

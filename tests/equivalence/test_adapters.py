@@ -32,7 +32,7 @@ from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
 from megalite.train.run import open_run
 
-LORA = "--lora-rank 3 --lora-alpha 5"
+LORA = "--lora rank=3 alpha=5"
 GROUPED = "--model-type llama --num-query-groups 2"
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 CASES = {
@@ -41,9 +41,9 @@ CASES = {
         f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-h1",
         4,
     ),
-    "2bw": ("--optimizer muon --lora-targets c_attn c_proj", f"{PP} --pipeline-schedule 2bw --zero-stage 1", 2),
+    "2bw": ("--optimizer muon --lora targets=c_attn c_proj", f"{PP} --pipeline-schedule 2bw --zero-stage 1", 2),
     "ZeRO stage 3": (
-        "--swiglu --lora-targets linear_qkv linear_fc1_up linear_fc2",
+        "--swiglu --lora targets=linear_qkv linear_fc1_up linear_fc2",
         "--zero-stage 3 --recompute-granularity full --recompute-method uniform",
         2,
     ),

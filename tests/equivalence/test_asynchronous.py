@@ -145,7 +145,7 @@ def test_pipedream_continues_with_more_stages_on_the_newest_weights_that_it_has(
 @pytest.mark.parametrize("method", ["predict", "error-feedback"])
 def test_soap_is_corrected_alike_at_every_depth(method: str) -> None:
     """What its matrices add is the last step, as for Muon; the rest is AdamW's."""
-    soap = ("--optimizer", "soap", "--soap-eps", "1e-5", "--soap-precondition-frequency", "2")
+    soap = "--optimizer soap --optimizer-args soap_eps=1e-5 soap_precondition_frequency=2".split()
     argv = [*TINY, *UNTIED, *soap, "--micro-batch-size", "1", "--pipeline-schedule", "2bw"]
     plain = train(argv, 1, 5)
     argv += ["--staleness-correction", method]
@@ -172,7 +172,7 @@ def scales_body(world: World, argv: list[str], steps: int, drained: tuple[int, .
 def test_in_fp16_2bw_skips_the_same_batches_at_every_depth(tmp_path: Path) -> None:
     """However deep the pipeline is, and whenever it drains for a checkpoint: what the update of batch t says of the
     scale counts from batch t + 2 on."""
-    flags = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 3 --num-layers 4".split()
+    flags = "--fp16 --loss-scaling initial=1048576 hysteresis=1 window=3 --num-layers 4".split()
     base = [*(flag for flag in TINY if flag != "--fp64"), *flags, "--micro-batch-size", "1"]
     base += ["--pipeline-schedule", "2bw", "--data-cache-path", str(tmp_path / "cache")]
     found, steps = {}, 9

@@ -18,7 +18,7 @@ LAYOUTS = {
     "2bw": Layout(GPT, (*PIPELINE, "2bw"), 2, delay=1),
     "zero-3": Layout(LLAMA, ("--zero-stage", "3", "--micro-batch-size", "2"), 2),
     "experts": Layout(
-        (*LLAMA, "--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+        (*LLAMA, "--num-experts", "4", "--moe-router", "score_function=sigmoid", "expert_bias"),
         ("--expert-model-parallel-size", "2", *PIPELINE, "zb-h1"),
         4,
     ),

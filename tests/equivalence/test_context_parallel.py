@@ -31,14 +31,14 @@ FAMILIES = {
     "gpt": ("--num-layers", "2"),
     "llama GQA": ("--num-layers", "2", "--model-type", "llama", "--num-query-groups", "2", "--qk-layernorm"),
 }
-WINDOWS = ("--window-size", "5", "--window-attn-skip-freq", "2")
-SINKS = ("--softmax-type", "learnable", "--softmax-type-skip-freq", "0,1")
-SINKS += ("--attn-logit-softcapping", "0.5", "--attn-logit-softcapping-skip-freq", "2")
+WINDOWS = ("--window-size", "5", "--skip-freq", "window=2")
+SINKS = ("--softmax-type", "learnable", "--skip-freq", "softmax_type=0,1")
+SINKS += ("--attn-logit-softcapping", "0.5", "--skip-freq", "softcapping=2")
 MASKS = {
     "one document": (),
     "documents": ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", "--calculate-per-token-loss"),
     "window": ("--window-size", "5"),
-    "layers that differ": (*WINDOWS, "--no-rope-freq", "[1,0]"),
+    "layers that differ": (*WINDOWS, "--skip-freq", "rope=[1,0]"),
     "sinks and caps that differ": (*WINDOWS, *SINKS),
     "sinks": ("--softmax-type", "learnable", "--attn-logit-softcapping", "0.5", "--window-size", "6"),
     "dropout": ("--attention-dropout", "0.2", "--hidden-dropout", "0.1"),

@@ -26,8 +26,8 @@ from megalite.train.run import open_run
 
 UNTIED = ("--num-layers", "4", "--untie-embeddings-and-output-weights", "--clip-grad", "0", "--micro-batch-size", "1")
 DELAYED = ("--delayed-parameter-update",)
-ON_HOST = (*DELAYED, "--optimizer-cpu-offload")
-SPLIT = (*ON_HOST, "--optimizer-offload-fraction", "0.5", "--ddp-bucket-size", "3000")
+ON_HOST = (*DELAYED, "--offload", "optimizer")
+SPLIT = (*ON_HOST, "--offload", "fraction=0.5", "--ddp-bucket-size", "3000")
 
 
 @pytest.mark.in_turn
@@ -57,7 +57,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", [n if n == "zb-v" else pytest.param(n, marks=pytest.mark.full) for n in LAYOUTS])
 def test_it_composes(name: str) -> None:
     layout, size = LAYOUTS[name]
-    layout = f"{layout} --micro-batch-size 1 --delayed-parameter-update --optimizer-cpu-offload"
+    layout = f"{layout} --micro-batch-size 1 --delayed-parameter-update --offload optimizer"
     compare(Layout(("--num-layers", "4", "--clip-grad", "0.5"), tuple(layout.split()), size, delay=1), steps=4)
 
 
@@ -65,7 +65,7 @@ def test_it_composes(name: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZER_SPECS)
 def test_every_optimizer_is_delayed_alike(optimizer: str) -> None:
     """Adafactor's sums and Muon's matrices go over ranks: such a step does not wait in a thread."""
-    own = ["--soap-eps", "1e-5", "--soap-precondition-frequency", "1"] if optimizer == "soap" else []
+    own = ["--optimizer-args", "soap_eps=1e-5", "soap_precondition_frequency=1"] if optimizer == "soap" else []
     model = ("--num-layers", "4", "--position-embedding-type", "rope", "--optimizer", optimizer, *own)
     layout = "--tensor-model-parallel-size 2 --zero-stage 1 --micro-batch-size 1".split()
     compare(Layout(model, (*layout, *ON_HOST), 4, delay=1), steps=4)
@@ -204,8 +204,8 @@ def scales_body(world: World, argv: list[str], steps: int) -> list[tuple[float, 
 @pytest.mark.full
 def test_in_fp16_it_skips_what_2bw_skips(tmp_path: Path) -> None:
     """A step behind a batch leaves masters and moments alone where gradients were not finite, and the scale falls."""
-    argv = [*(flag for flag in TINY if flag != "--fp64"), *"--fp16 --initial-loss-scale 1048576 --hysteresis 1".split()]
-    argv += ["--loss-scale-window", "3", "--num-layers", "4", "--micro-batch-size", "1", "--ddp-bucket-size", "3000"]
+    argv = [*(flag for flag in TINY if flag != "--fp64"), *"--fp16 --loss-scaling initial=1048576 hysteresis=1".split()]
+    argv += ["--loss-scaling", "window=3", "--num-layers", "4", "--micro-batch-size", "1", "--ddp-bucket-size", "3000"]
     found, saved = [], []
     for number, flags in enumerate((("--pipeline-schedule", "2bw"), DELAYED, ON_HOST)):
         places = ["--save", str(tmp_path / str(number)), "--data-cache-path", str(tmp_path / "cache")]

@@ -15,7 +15,7 @@ from megalite.testing import run_ranks
 from megalite.train.run import open_run
 
 MODEL = ("--num-layers", "2", "--micro-batch-size", "1", "--untie-embeddings-and-output-weights")
-SMALL = ("--embedding-offload", "cpu", "--embedding-cache-rows", "16")
+SMALL = ("--offload", "embedding", "cache_rows=16")
 """As many rows as a micro-batch has tokens, of a vocabulary of 61: rows come and go all the time."""
 
 PP = "--pipeline-model-parallel-size 2"
@@ -27,12 +27,12 @@ BITWISE = {
     "halves": ("--tensor-model-parallel-size 2 --micro-batch-size 2 --tp-comm-overlap", 2),
     "cp": ("--context-parallel-size 2", 2),
     "bf16": ("--no-fp64 --bf16 --grad-reduce-in-bf16", 1),
-    "16 bits": ("--no-fp64 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --num-workers 2", 1),
-    "skips": ("--no-fp64 --fp16 --initial-loss-scale 8388608 --hysteresis 1", 1),
+    "16 bits": ("--no-fp64 --optimizer-state exp_avg_dtype=bf16 exp_avg_sq_dtype=fp16 --num-workers 2", 1),
+    "skips": ("--no-fp64 --fp16 --loss-scaling initial=8388608 hysteresis=1", 1),
     "sgd": ("--optimizer sgd", 1),
     "lion": ("--optimizer lion --lr 1e-3", 1),
-    "muon": ("--optimizer muon --optimizer-cpu-offload", 1),
-    "soap": ("--optimizer soap --soap-eps 1e-5", 1),
+    "muon": ("--optimizer muon --offload optimizer", 1),
+    "soap": ("--optimizer soap --optimizer-args soap_eps=1e-5", 1),
     "zb-v": (f"--num-layers 4 {PP} --pipeline-schedule zb-v", 2),
     "chimera": (f"{PP} --pipeline-schedule chimera", 2),
     "dualpipe-v": (f"--num-layers 4 {PP} --pipeline-schedule dualpipe-v", 2),
@@ -94,12 +94,12 @@ def test_runs_with_and_without_it_continue_each_other(tmp_path: Path) -> None:
     prompts.write_text("ab\nthe\n")
     text = " ".join(TINY).replace("--mock-data --tokenizer-type NullTokenizer --vocab-size 61", "")
     base = [*text.split(), *MODEL, "--clip-grad", "0", "--eval-iters", "1", "--tokenizer-type", "ByteTokenizer"]
-    base += ["--data-cache-path", str(tmp_path / "cache"), "--sample-interval", "2", "--sample-tokens", "3"]
-    base += ["--sample-prompts", str(prompts), "--auto-resume"]
-    offload = ["--embedding-offload", "cpu"]
+    base += ["--data-cache-path", str(tmp_path / "cache"), "--sample", "interval=2", "tokens=3"]
+    base += ["--sample", f"prompts={prompts}", "--auto-resume"]
+    offload = ["--offload", "embedding"]
     plain = run_ranks(evaluated_body, 1, [*base, "--save", str(tmp_path / "plain")], 4)[0]
     mixed = []
-    for steps, flags in ((1, []), (2, [*offload, "--embedding-lookahead", "0"]), (1, [])):
+    for steps, flags in ((1, []), (2, [*offload, "--offload", "lookahead=0"]), (1, [])):
         mixed += run_ranks(evaluated_body, 1, [*base, "--save", str(tmp_path / "mixed"), *flags], steps)[0]
     assert plain == mixed
     one, other = saved_tensors(tmp_path / "plain"), saved_tensors(tmp_path / "mixed")
@@ -118,7 +118,17 @@ def held_body(world: World, argv: list[str]) -> dict[str, int]:
 
 
 def test_the_plan_counts_it_to_the_byte() -> None:
-    argv = [*TINY, *MODEL, "--no-fp64", "--bf16", "--exp-avg-dtype", "bf16", *SMALL, "--hidden-size", "40"]
+    argv = [
+        *TINY,
+        *MODEL,
+        "--no-fp64",
+        "--bf16",
+        "--optimizer-state",
+        "exp_avg_dtype=bf16",
+        *SMALL,
+        "--hidden-size",
+        "40",
+    ]
     config = parse(argv)
     found = state_bytes(config, 1, range(4), num_stages=1, versions=1, num_gradients=1, on_cpu=True)
     expected = run_ranks(held_body, 1, argv)[0]

@@ -44,10 +44,10 @@ GPT = ("--num-layers", "2", "--num-experts", "4", *LOSSES)
 LLAMA = (*GPT, "--model-type", "llama", "--moe-ffn-hidden-size", "24", *PER_SEQUENCE)
 FOUR = (*LLAMA, "--num-layers", "4")
 CAPACITY = (*LLAMA, "--moe-expert-capacity-factor", "1.0")
-BIAS = ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "0.03")
+BIAS = ("--moe-router", "expert_bias", "--moe-router-bias-update-rate", "0.03")
 SIGMOID = (
-    *(*LLAMA, "--moe-router-score-function", "sigmoid", "--moe-shared-expert-intermediate-size", "16"),
-    *(*BIAS, "--moe-router-topk-scaling-factor", "2.5"),
+    *(*LLAMA, "--moe-router", "score_function=sigmoid", "--moe-shared-expert-intermediate-size", "16"),
+    *(*BIAS, "--moe-router", "topk_scaling_factor=2.5"),
 )
 
 CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {

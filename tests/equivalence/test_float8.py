@@ -42,7 +42,7 @@ def case(name: str, *model: str) -> Layout:
     "name", [name if name in ("2bw", "tp2 halves") else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
 def test_a_layout_equals_one_process(name: str) -> None:
-    compare(case(name, "--fp8-format", "hybrid"))
+    compare(case(name, "--fp8", "format=hybrid"))
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_a_layout_equals_one_process(name: str) -> None:
     ],
 )
 def test_delayed_scales(name: str) -> None:
-    compare(case(name, "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "2"), steps=4)
+    compare(case(name, "--fp8", "format=hybrid", "recipe=delayed", "amax_history_len=2"), steps=4)
 
 
 @pytest.mark.parametrize("name", ["tp2 sequence parallel", pytest.param("cp2", marks=pytest.mark.full)])
 def test_rows(name: str) -> None:
-    compare(case(name, "--fp8-format", "e4m3", "--fp8-recipe", "rowwise", "--swiglu"))
+    compare(case(name, "--fp8", "format=e4m3", "recipe=rowwise", "--swiglu"))
 
 
 @pytest.mark.full
 def test_blocks_end_where_ranks_do() -> None:
-    model = ("--hidden-size", "256", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--seq-length", "48")
+    model = ("--hidden-size", "256", "--fp8", "format=e4m3", "recipe=blockwise", "--seq-length", "48")
     compare(case("tp2 sequence parallel", *model), steps=2)
 
 
@@ -97,13 +97,13 @@ def own_scales_body(world: World, argv: list[str], steps: int) -> Any:
 
 def test_a_scale_of_its_own_on_each_rank_is_seen() -> None:
     with pytest.raises(AssertionError, match="replay|disagree"):
-        compare(case("tp2 sequence parallel", "--fp8-format", "e4m3"), body=own_scales_body)
+        compare(case("tp2 sequence parallel", "--fp8", "format=e4m3"), body=own_scales_body)
 
 
 @pytest.mark.landing
 def test_delayed_scales_resume_bitwise(tmp_path: Path) -> None:
     """2BW's older weights have scales of their own; the first of all has none yet."""
-    model = ("--num-layers", "2", "--fp8-format", "e4m3", "--fp8-recipe", "delayed", "--micro-batch-size", "1")
+    model = ("--num-layers", "2", "--fp8", "format=e4m3", "recipe=delayed", "--micro-batch-size", "1")
     layout = ["--pipeline-schedule", "2bw", "--pipeline-model-parallel-size", "2"]
     argv = [*TINY, *model, *layout, "--data-cache-path", str(tmp_path / "cache")]
     run_ranks(train_body, 2, [*argv, "--save", str(tmp_path / "whole")], 4)

@@ -110,7 +110,7 @@ def test_masters_in_remainders_are_exact(schedule: str, full: bool, fresh: int) 
     rng = random.Random(f"{schedule} {fresh}")
     for optimizer in REMAINDERS if full else rng.sample(REMAINDERS, 1):
         model = ["--bf16", "--num-layers", "4", "--untie-embeddings-and-output-weights", "--clip-grad", "0"]
-        model += [*OPTIMIZERS[optimizer].split(), "--store-param-remainders", "--micro-batch-size", "1"]
+        model += [*OPTIMIZERS[optimizer].split(), "--optimizer-state", "param_remainders", "--micro-batch-size", "1"]
         argv = [*(flag for flag in TINY if flag != "--fp64"), *model, *RAMPS[0].split()]
         layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
         expected, found = reference(tuple(argv), 5), train([*argv, *layout], 2, 5)
@@ -133,7 +133,7 @@ def fit(case: Layout) -> bool:
 FORMATS = {
     "fp32": ((), 1e-5),
     "bf16": (("--bf16",), 2e-2),
-    "fp16": (("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"), 4e-3),
+    "fp16": (("--fp16", "--loss-scaling", "initial=4194304", "hysteresis=1"), 4e-3),
 }
 """Flags, and how far two runs may be apart that round at other places: a few units of the last digit of 24, 8, 11. The
 scale is one with which the first updates are skipped."""

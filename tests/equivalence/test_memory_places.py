@@ -22,7 +22,7 @@ from megalite.train.run import open_run
 BASE = [flag for flag in TINY if flag != "--fp64"] + "--bf16 --num-layers 2 --ddp-bucket-size 3000".split()
 BASE += ["--micro-batch-size", "2", "--hidden-dropout", "0.1"]
 RANKS = 2
-RULES = OPTIMIZERS | {"remainders": "--store-param-remainders"}
+RULES = OPTIMIZERS | {"remainders": "--optimizer-state param_remainders"}
 SHARES = (0.0, 0.3, 1.0)
 """Of the masters and moments, off the device."""
 
@@ -35,13 +35,13 @@ def memory(config: Config, plan: MemoryPlan | None = None) -> RankMemory:
 
 def budget_for(argv: list[str], share: float, folder: Path | None = None) -> list[str]:
     """The budget with which so much leaves the device, and, with a folder, that half of it goes into files."""
-    moved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", str(share)] if share else []
+    moved = ["--offload", "optimizer", "--optimizer-offload-fraction", str(share)] if share else []
     given = memory(parse([*argv, *moved], world_size=RANKS))
     flags = ["--recompute-granularity", "none", "--device-memory-budget-gb", repr((given.total + 1e-3) / 1e9)]
     if folder is None:
         return flags
     room = given.host - memory(parse(argv, world_size=RANKS)).host
-    return [*flags, "--host-memory-budget-gb", repr(room / 2e9), "--optimizer-offload-path", str(folder)]
+    return [*flags, "--host-memory-budget-gb", repr(room / 2e9), "--offload", f"path={folder}"]
 
 
 @cache
@@ -67,8 +67,8 @@ OFTEN = {("adam", 2, 0.3, True)}
 def test_a_budget_changes_no_bit(rule: str, stage: int, share: float, file: bool, tmp_path: Path) -> None:
     argv = [*BASE, *RULES[rule].split(), "--zero-stage", str(stage)]
     if share and rule == "remainders":
-        with pytest.raises(ConfigError, match="--store-param-remainders: excludes --optimizer-cpu-offload"):
-            parse([*argv, "--optimizer-cpu-offload"], world_size=RANKS)
+        with pytest.raises(ConfigError, match="--optimizer-state param_remainders: excludes --offload optimizer"):
+            parse([*argv, "--offload", "optimizer"], world_size=RANKS)
         return
     under = [*argv, *budget_for(argv, share, tmp_path if file and share else None)]
     config = parse(under, world_size=RANKS)
@@ -110,7 +110,7 @@ def test_what_is_planned_is_where_it_lies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rule", "stage", "file"), list(product(OPTIMIZERS, (0, 1, 2, 3), (False, True))))
 def test_so_do_weights_and_gradients(rule: str, stage: int, file: bool, tmp_path: Path) -> None:
     argv = [*BASE, *RULES[rule].split(), "--zero-stage", str(stage)]
-    hosted = [*argv, "--param-offload", "cpu", *(("--optimizer-offload-path", str(tmp_path)) if file else ())]
+    hosted = [*argv, "--offload", "params", *(("--offload", f"path={tmp_path}") if file else ())]
     assert_same(train(hosted, RANKS, 3), free(tuple(argv)))
 
 
@@ -121,10 +121,10 @@ def test_a_run_moves_between_places(tmp_path: Path) -> None:
     (files := tmp_path / "files").mkdir()
     places: list[list[str]] = [
         [],
-        ["--optimizer-cpu-offload"],
-        ["--optimizer-offload-path", str(files)],
+        ["--offload", "optimizer"],
+        ["--offload", f"path={files}"],
         budget_for(argv, 0.7, files),
-        ["--param-offload", "cpu"],
+        ["--offload", "params"],
         budget_for(argv, 0.3),
         [],
     ]
@@ -160,12 +160,12 @@ def test_weights_alone_and_a_step_of_nothing_leave_every_bit(place: str, tmp_pat
     (files := tmp_path / "files").mkdir()
     flags = {
         "device": [],
-        "host": ["--optimizer-cpu-offload"],
-        "file": ["--optimizer-offload-path", str(files)],
-        "weights": ["--param-offload", "cpu"],
+        "host": ["--offload", "optimizer"],
+        "file": ["--offload", f"path={files}"],
+        "weights": ["--offload", "params"],
         "all": budget_for(argv, 0.7, files),
     }[place]
-    loaded = ["--load", str(tmp_path / "run"), "--no-load-optim", "--finetune", "--lr-warmup-iters", "5"]
+    loaded = ["--load", str(tmp_path / "run"), "--no-load-optim", "--finetune", "--lr-warmup", "iters=5"]
     assert all(run_ranks(still_step, RANKS, [*argv, *loaded, *flags]))
 
 
@@ -190,7 +190,7 @@ def test_device_bytes_a_parameter(gradients: str, device: int, less: int, tmp_pa
     """AxoNN (arXiv 2110.13005): 20 bytes a parameter, about 4 with its optimizer's memory on the host. Here
     a gradient has one copy, in fp32 or bf16."""
     argv = [*BASE, *gradients.split(), "--data-cache-path", str(tmp_path)]
-    found = [run_ranks(held_body, 1, [*argv, *flags])[0] for flags in ([], ["--optimizer-cpu-offload"])]
+    found = [run_ranks(held_body, 1, [*argv, *flags])[0] for flags in ([], ["--offload", "optimizer"])]
     for (here, away), expected in zip(found, ((device, 0), (less, 12)), strict=True):
         print(f"{here:.2f} bytes a parameter on the device, {away:.2f} off it {gradients}")
         assert (here, away) == pytest.approx(expected, rel=1e-3)

@@ -30,7 +30,8 @@ BASE = (
     f"--seq-length 8 --micro-batch-size 1 --global-batch-size {SAMPLES} --train-iters {STEPS} --eval-iters 1 "
     "--device cpu --num-workers 0 --mock-data --vocab-size 32 --fp64 --no-exit-signal-handler --log-interval 1 "
 )
-PLAIN = f"--optimizer sgd --sgd-momentum 0 --lr {RATE} --lr-decay-style constant --clip-grad 0 --weight-decay 0 "
+CONSTANT = f"--lr {RATE} --lr-decay-style constant --clip-grad 0 --weight-decay 0 "
+PLAIN = f"--optimizer sgd --optimizer-args sgd_momentum=0 {CONSTANT}"
 ADAM = "--lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 "
 GATED = "--tensor-parallel-globs col:*.up col:*.gate row:*.down vocab:0 vocab:4 "
 LLAMA = (

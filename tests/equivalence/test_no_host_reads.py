@@ -150,7 +150,7 @@ def test_a_skipped_update_leaves_everything_as_it_was(optimizer: str, tmp_path: 
 
 def test_the_loss_scale_falls_on_the_device(tmp_path: Any) -> None:
     argv = [*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--no-fp64", "--fp16"]
-    argv += ["--initial-loss-scale", "1024", "--hysteresis", "1", "--loss-scale-window", "2"]
+    argv += ["--loss-scaling", "initial=1024", "hysteresis=1", "window=2"]
     *steps, counted, taken = both(argv, 1, tmp_path, overflow=2)
     assert [step[3] for step in steps] == [1024, 1024, 2048, 1024, 1024]
     assert counted == (1, 4 * 8) and taken == 4

@@ -155,7 +155,7 @@ def scale_of_this_update() -> Any:
 
 @pytest.mark.landing
 def test_a_scale_that_depends_on_the_depth_is_seen() -> None:
-    flags = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --num-layers 4 --pipeline-schedule 2bw".split()
+    flags = "--fp16 --loss-scaling initial=4194304 hysteresis=1 --num-layers 4 --pipeline-schedule 2bw".split()
     argv = [*(flag for flag in TINY if flag != "--fp64"), *flags, "--micro-batch-size", "1"]
     deep = [*argv, "--pipeline-model-parallel-size", "2"]
     steps, name = 4, scale_of_this_update.__name__
@@ -193,7 +193,9 @@ def halves_to_even() -> Any:
 
 @pytest.mark.parametrize("mutation", [weights_cut_off, halves_to_even], ids=lambda m: m.__name__)
 def test_weights_that_are_not_the_nearest_are_seen(mutation: Callable[[], Any]) -> None:
-    model = "--bf16 --num-layers 4 --untie-embeddings-and-output-weights --clip-grad 0 --store-param-remainders"
+    model = (
+        "--bf16 --num-layers 4 --untie-embeddings-and-output-weights --clip-grad 0 --optimizer-state param_remainders"
+    )
     argv = [*(flag for flag in TINY if flag != "--fp64"), *model.split(), "--micro-batch-size", "1"]
     expected = reference(tuple(argv), 5).tensors
     bodies: list[tuple[Any, tuple]] = [(train_body, ()), (mutated_body, (mutation.__name__,))]

@@ -53,7 +53,7 @@ def test_halves_are_two_micro_batches() -> None:
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4, "--swiglu"),
         ("--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --sequence-parallel", 4, ""),
         ("--context-parallel-size 2 --sequence-parallel", 4, LLAMA),
-        ("--sequence-parallel", 2, "--lora-rank 3 --lora-alpha 5"),
+        ("--sequence-parallel", 2, "--lora rank=3 alpha=5"),
         ("--sequence-parallel", 2, "--reset-position-ids --reset-attention-mask --calculate-per-token-loss"),
     ],
 )
@@ -155,8 +155,8 @@ def test_messages_travel_while_the_other_half_computes(flags: str, forward: list
         (f"{TP2} --micro-batch-size 1", "--micro-batch-size=1 has no two halves of whole samples; use 2"),
         (f"{TP2} --micro-batch-size 2 --num-experts 4", "--tp-comm-overlap: not with --num-experts=4; drop it"),
         (
-            f"{TP2} --micro-batch-size 2 --fp8-format hybrid --fp8-recipe delayed --bf16",
-            "--tp-comm-overlap: not with --fp8-recipe=delayed",
+            f"{TP2} --micro-batch-size 2 --fp8 format=hybrid recipe=delayed --bf16",
+            "--tp-comm-overlap: not with --fp8 recipe=delayed",
         ),
     ],
 )

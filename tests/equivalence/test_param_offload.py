@@ -43,10 +43,10 @@ CASES = {
     "experts": ("--num-experts 4 --expert-model-parallel-size 2 --zero-stage 3", 2),
     "recomputed in pairs": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1),
     "recomputed": ("--recompute-granularity full --recompute-method uniform --model-type llama --zero-stage 3", 2),
-    "half of the states": ("--zero-stage 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --bf16", 2),
-    "adapters": ("--lora-rank 3 --lora-alpha 5 --bf16", 1),
-    "adapters, stage 3": (f"--lora-rank 3 --lora-alpha 5 --zero-stage 3 {PP2}", 4),
-    "fp8": ("--bf16 --fp8-format hybrid", 1),
+    "half of the states": ("--zero-stage 2 --offload optimizer fraction=0.5 --bf16", 2),
+    "adapters": ("--lora rank=3 alpha=5 --bf16", 1),
+    "adapters, stage 3": (f"--lora rank=3 alpha=5 --zero-stage 3 {PP2}", 4),
+    "fp8": ("--bf16 --fp8 format=hybrid", 1),
     "muon": ("--optimizer muon --zero-stage 3", 2),
     "soap": ("--optimizer soap --zero-stage 1", 2),
     "adafactor": (f"--optimizer adafactor --zero-stage 1 {ROPE}", 2),
@@ -69,7 +69,7 @@ def arguments(layout: str) -> list[str]:
 def test_no_bit_changes(name: str) -> None:
     layout, ranks = CASES[name]
     argv = arguments(layout)
-    here, away = train(argv, ranks, 3), train([*argv, "--param-offload", "cpu"], ranks, 3)
+    here, away = train(argv, ranks, 3), train([*argv, "--offload", "params"], ranks, 3)
     assert here.losses == away.losses and here.norms == away.norms
     assert here.tensors.keys() == away.tensors.keys()
     assert all(torch.equal(here.tensors[key], away.tensors[key]) for key in here.tensors)
@@ -84,7 +84,7 @@ def test_a_run_is_resumed_in_another_place(tmp_path: Path) -> None:
     """Evaluations in between read layer by layer, and change nothing either."""
     argv = [*arguments("--bf16 --eval-interval 1 --num-layers 2"), "--data-cache-path", str(tmp_path / "cache")]
     argv[argv.index("--eval-iters") + 1], argv[argv.index("--train-iters") + 1] = "1", "4"
-    host = ["--param-offload", "cpu"]
+    host = ["--offload", "params"]
     for name, first, second in (("host", host, []), ("device", [], host), ("straight", [], [])):
         folder = ["--save", str(tmp_path / name), "--load", str(tmp_path / name), "--auto-resume"]
         half = ["--exit-interval", "2"] if name != "straight" else []
@@ -127,7 +127,7 @@ def layouts() -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize(("layout", "ranks"), [pytest.param(*each, marks=pytest.mark.full) for each in layouts()])
 def test_a_rank_holds_no_more_than_planned(layout: str, ranks: int, tmp_path: Path) -> None:
-    argv = [*arguments(layout), "--data-cache-path", str(tmp_path), "--param-offload", "cpu"]
+    argv = [*arguments(layout), "--data-cache-path", str(tmp_path), "--offload", "params"]
     for peak, weights, planned in run_ranks(held_body, ranks, argv):
         assert weights < peak <= planned
 

@@ -117,7 +117,7 @@ GROUPED = {
     "means of unlike micro-batches": (["--eod-mask-loss", "--micro-batch-size", "2"], 2),
     "experts": ([*EXPERTS, "--num-layers", "2"], 2),
     "biases of experts": (
-        ["--num-experts", "4", "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"], 2,
+        ["--num-experts", "4", "--moe-router", "score_function=sigmoid", "expert_bias"], 2,
     ),
     "predicted": (["--staleness-correction", "predict"], 2),
 }  # fmt: skip

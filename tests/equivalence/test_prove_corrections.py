@@ -114,7 +114,7 @@ CORRECTED = [
 LATENESS = {
     "2bw": LATE,
     "pipedream": PIPEDREAM,
-    "update": ["--delayed-parameter-update", "--optimizer-cpu-offload", "--zero-stage", "1"],
+    "update": ["--delayed-parameter-update", "--offload", "optimizer", "--zero-stage", "1"],
 }
 
 

@@ -139,7 +139,7 @@ def certify(flags: list[str], ranks: int) -> None:
 
 def test_a_curriculum_of_lengths_passes() -> None:
     """Also layers that differ; the small form keeps both."""
-    unlike = "--position-embedding-type rope --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 2".split()
+    unlike = "--position-embedding-type rope --window-size 5 --skip-freq window=2 rope=2".split()
     flags = [*unlike, "--context-parallel-size", "2", "--seq-length-schedule", "0:4 500:16"]
     small = small_form(flags, 2).config
     assert small.training.seq_length_schedule == f"0:{small.model.seq_length // 2} 1:{small.model.seq_length}"
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(capsys: pytest.Capture
 
 
 def test_float8_is_proved_by_rows_of_single_samples() -> None:
-    argv = [*TINY, *MODEL, "--micro-batch-size", "4", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise"]
+    argv = [*TINY, *MODEL, "--micro-batch-size", "4", "--fp8", "format=hybrid", "recipe=blockwise"]
     small = shrink(parse(argv), 1, steps=STEPS, most_ranks=4)
     given = small.config.training
     assert (given.micro_batch_size, given.float8.fp8_format, given.float8.fp8_recipe) == (1, "hybrid", "rowwise")

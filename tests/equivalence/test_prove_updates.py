@@ -41,8 +41,8 @@ FP64, SKIPS, FP16 = ["--fp64"], ["--bf16", "--nonfinite", "skip"], ["--fp16"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 LATE = [*PP2, "--pipeline-schedule", "2bw"]
 UNCLIPPED = ["--clip-grad", "0"]
-BIASED = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias".split()
-RATES = "--lr-decay-style linear --lr-warmup-iters 5 --lr-decay-iters 30 --min-lr 1e-3".split()
+BIASED = "--num-experts 4 --moe-router score_function=sigmoid expert_bias".split()
+RATES = "--lr-decay-style linear --lr-warmup iters=5 --lr-decay iters=30 --min-lr 1e-3".split()
 STEPS = 5
 
 
@@ -265,10 +265,10 @@ MUTATIONS: dict[Callable[[], Any], tuple[list[str], int, str]] = {
     warm_up_in_one_step: ([*FP64, *RATES], 1, STEP.format(2)),
     decay_goes_on_after_its_end: ([*FP64, *RATES], 1, STEP.format(5)),
     floor_of_the_rate_forgotten: (
-        [*FP64, *"--lr-decay-style inverse-square-root --lr-warmup-iters 5 --min-lr 1e-3".split()], 1, STEP.format(5),
+        [*FP64, *"--lr-decay-style inverse-square-root --lr-warmup iters=5 --min-lr 1e-3".split()], 1, STEP.format(5),
     ),
     wsd_decays_at_once: (
-        [*FP64, *"--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-warmup-iters 5".split()], 1, STEP.format(r"\d"),
+        [*FP64, *"--lr-decay-style WSD --lr-wsd-decay iters=10 --lr-warmup iters=5".split()], 1, STEP.format(r"\d"),
     ),
     biases_move_in_a_skipped_update: ([*SKIPS, *BIASED], 1, SKIPPED + r"\S+: \S+expert_bias"),
     biases_count_one_replica: ([*FP64, *BIASED], 2, STEP.format(1) + r"\S+expert_bias"),
@@ -344,14 +344,14 @@ def test_few_steps_see_every_piece_of_the_rate() -> None:
     assert first == own.lr / 2 < second < own.lr > third > fourth > fifth == own.min_lr
     held = [word if word != "30" else "50" for word in RATES]  # to the end of the training
     assert rates(small_form([*FP64, *held], 1).config, 1, STEPS)[-1] > own.min_lr
-    floored = "--lr-decay-style inverse-square-root --lr-warmup-iters 5 --min-lr 1e-3".split()
+    floored = "--lr-decay-style inverse-square-root --lr-warmup iters=5 --min-lr 1e-3".split()
     found = small_form([*FP64, *floored], 1).config
     *_, before, last = rates(found, 1, STEPS)
     assert before > last == found.optimizer.min_lr
 
 
 def test_too_few_steps_for_a_delay_are_refused() -> None:
-    for flags in (LATE, ["--delayed-parameter-update", "--optimizer-cpu-offload", "--zero-stage", "1"]):
+    for flags in (LATE, ["--delayed-parameter-update", "--offload", "optimizer", "--zero-stage", "1"]):
         with pytest.raises(ConfigError, match=r"--steps=3: the first late gradient is that of iteration 2.*--steps=4$"):
             small_form([*FP64, *flags], 2, steps=3)
         small_form([*FP64, *flags], 2, steps=4)

@@ -40,7 +40,7 @@ def check(tmp_path: Path, layout: str, ranks: int) -> None:
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     plain, sampled = tmp_path / "plain", tmp_path / "sampled"
     flags = f"{BASE} {layout}"
-    with_samples = f"--sample-interval 2 --sample-prompts {prompts} --sample-tokens 20"
+    with_samples = f"--sample interval=2 prompts={prompts} tokens=20"
     run_ranks(trained, ranks, f"{flags} --save {plain}")
     run_ranks(trained, ranks, f"{flags} --save {sampled} {with_samples}")
     assert losses(sampled) == losses(plain), "bit for bit"
@@ -81,8 +81,8 @@ def test_a_delayed_pipeline_writes_what_its_masters_write(tmp_path: Path) -> Non
         ("--context-parallel-size 2 --cp-comm-type a2a --pipeline-model-parallel-size 2", 4),
         ("--num-experts 4 --expert-model-parallel-size 2", 2),
         ("--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
-         "--tensor-model-parallel-size 2 --sequence-parallel --moe-router-score-function sigmoid "
-         "--moe-router-enable-expert-bias", 2),
+         "--tensor-model-parallel-size 2 --sequence-parallel --moe-router score_function=sigmoid "
+         "--moe-router", "expert_bias", 2),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1", 1),
     ],
 )  # fmt: skip
@@ -94,7 +94,7 @@ def test_killed_and_resumed_nothing_is_lost(tmp_path: Path) -> None:
     """Killed after iteration 3, whose samples are written, and begun again from iteration 2."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("ab\n")
-    flags = f"{BASE} --sample-interval 1 --sample-prompts {prompts} --sample-tokens 8 --auto-resume"
+    flags = f"{BASE} --sample interval=1 prompts={prompts} tokens=8 --auto-resume"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run_ranks(trained, 1, f"{flags} --save {whole}")
     run_ranks(trained, 1, f"{flags} --save {killed}", faults=["kill@iteration:step=4"], expect="rank 0")

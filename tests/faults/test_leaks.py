@@ -17,7 +17,7 @@ from megalite.train.run import open_run
 
 LAYOUTS = {
     "cp2": ("--context-parallel-size", "2"),
-    "param-offload": ("--param-offload", "cpu", "--zero-stage", "1"),
+    "param-offload": ("--offload", "params", "--zero-stage", "1"),
     "2bw predict": (
         *("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "2bw"),
         *("--staleness-correction", "predict"),

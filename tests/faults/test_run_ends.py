@@ -73,7 +73,7 @@ def test_interval_stops_saves_and_the_last_multiple_completes(tmp_path: Path) ->
 def test_what_waits_for_the_interpreters_end_does_not_hold_up_a_run_that_is_done(tmp_path: Path) -> None:
     """Neither a library's last words nor the tearing down of torch: "completed" is followed by the exit."""
     (tmp_path / "sitecustomize.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n")
-    offload = ["--zero-stage", "2", "--optimizer-cpu-offload", "--cpu-offloading-num-layers", "1", "--num-workers", "2"]
+    offload = ["--zero-stage", "2", "--offload", "optimizer", "--cpu-offloading-num-layers", "1", "--num-workers", "2"]
     argv = [sys.executable, "pretrain_gpt.py", *command(tmp_path / "run", *offload, steps=1), "--nprocs", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
@@ -173,7 +173,7 @@ def test_updates_that_are_all_skipped_end_the_run_and_are_not_saved(tmp_path: Pa
         "1",
     ]
     assert run_single(whole_run, command(tmp_path, *good, "--exit-interval", "2", steps=20)) == 0
-    bad = command(tmp_path, *good, "--loss-scale", "1e30", "--max-skipped-updates", "4", steps=20)
+    bad = command(tmp_path, *good, "--loss-scale", "1e30", "--loss-scaling", "max_skipped=4", steps=20)
     message = r"update 6: the last 4 were skipped, .* loss scale of 1e\+30 cannot fall \(--max-skipped-updates=4\)"
     run_ranks(whole_run, 2, [*bad, *LAYOUTS["pp"]], expect=message)
     assert saved(tmp_path) == ["iter_0000003"], "one overflow is no reason to distrust"

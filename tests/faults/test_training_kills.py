@@ -55,16 +55,16 @@ LAYOUTS = {
     "zb-v": ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-v"),
     "zero2 ep2": (
         *("--zero-stage", "2", "--async-save", "--num-experts", "4", "--expert-model-parallel-size", "2"),
-        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+        *("--moe-router", "score_function=sigmoid", "expert_bias"),
     ),
     "tp": ("--tensor-model-parallel-size", "2"),
 }
 GPIPE = ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "gpipe", "--ddp-bucket-size", "3000")
-IN_FILE = ("--optimizer-offload-path", "FILES", "--ddp-bucket-size", "3000")
+IN_FILE = ("--offload", "path=FILES", "--ddp-bucket-size", "3000")
 TIERS = {
-    "host": ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5", "--zero-stage", "2"),
-    "weights": ("--param-offload", "cpu", "--zero-stage", "1"),
-    "delayed": ("--delayed-parameter-update", "--optimizer-cpu-offload", "--zero-stage", "1"),
+    "host": ("--offload", "optimizer", "--optimizer-offload-fraction", "0.5", "--zero-stage", "2"),
+    "weights": ("--offload", "params", "--zero-stage", "1"),
+    "delayed": ("--delayed-parameter-update", "--offload", "optimizer", "--zero-stage", "1"),
     "file": ("--delayed-parameter-update", *IN_FILE),
     "budget": (*GPIPE, "BUDGET"),
     "budget and file": (*GPIPE, "BUDGET", *IN_FILE),

@@ -25,7 +25,7 @@ MODELS = {
     "window": ("--num-layers", "4", "--window-size", "5"),
     "rows on the host": (
         *("--num-layers", "4", "--untie-embeddings-and-output-weights"),
-        *("--embedding-offload", "cpu", "--embedding-cache-rows", "16"),
+        *("--offload", "embedding", "cache_rows=16"),
     ),
 }
 
@@ -49,7 +49,7 @@ def test_fp64_on_the_gpu_is_the_oracle(name: str, tmp_path: Path) -> None:
         assert float((found[tensor] - value).abs().max()) < 1e-10, tensor
 
 
-HALF = [("--bf16",), ("--bf16", "--compile"), ("--fp16", "--initial-loss-scale", "1024")]
+HALF = [("--bf16",), ("--bf16", "--compile"), ("--fp16", "--loss-scaling", "initial=1024")]
 
 
 @pytest.mark.parametrize(

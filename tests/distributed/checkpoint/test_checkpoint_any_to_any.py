@@ -106,7 +106,7 @@ def test_a_rank_that_holds_padding_only_moves_too(tmp_path: Path) -> None:
 )
 def test_experts_and_their_biases_move(optimizer: str, tmp_path: Path) -> None:
     """From ranks with two whole experts each, ZeRO over their copies, to parts of all experts."""
-    model = "--num-layers 2 --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias".split()
+    model = "--num-layers 2 --num-experts 4 --moe-router score_function=sigmoid expert_bias".split()
     model += ["--position-embedding-type", "rope", *OPTIMIZERS[optimizer].split()]
     dealt = "--expert-model-parallel-size 2 --zero-stage 2 --micro-batch-size 1".split()
     cut = "--tensor-model-parallel-size 2 --micro-batch-size 1".split()

@@ -7,7 +7,7 @@ import torch
 from equivalence.layouts import TINY, train
 
 NEOX = "--position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual --normalization LayerNorm"
-MISTRAL = "--model-type llama --num-query-groups 2 --window-size 5 --use-rope-scaling --rope-scaling-factor 4"
+MISTRAL = "--model-type llama --num-query-groups 2 --window-size 5 --rope-scaling factor=4"
 QWEN = "--model-type llama --num-query-groups 2 --kv-channels 12 --qk-layernorm --add-qkv-bias --window-size 7"
 
 

@@ -38,7 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 FLAGS = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --lr-decay-style constant --fp64 --mock-data "
-    "--optimizer sgd --sgd-momentum 0.5 --weight-decay 0 --clip-grad 0 --eval-iters 0 --num-workers 0 --device cpu"
+    "--optimizer sgd --optimizer-args sgd_momentum=0.5 --weight-decay 0 --clip-grad 0 --eval-iters 0 --num-workers 0 "
+    "--device cpu"
 ).split()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from config_arguments import argv
 
-from megalite.config import parse
+from megalite.config import accepted_spellings, parse
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, SHORT_FORMS
 from megalite.config.reader import known_options
 from megalite.config.root import all_options
@@ -24,7 +24,7 @@ OTHERS = {
     "sbatch, srun": "nodes ntasks-per-node gpus-per-node gpus-per-task gpu-bind cpus-per-task time requeue open-mode "
     "output signal job-name kill-on-bad-exit",
     "mpirun": "bind-to host np",
-    "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full turn durations "
+    "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full turn landing durations "
     "no-build-isolation config-settings build-option cpp_ext cuda_ext no-input "
     "disable-pip-version-check clear no-deps wheel-dir ignore",
     "unshare, mount": "uts ipc mount pid fork mount-proc bind",
@@ -93,7 +93,7 @@ def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str
         assert caught.value.problems == [in_flags(f"{flag}: {NOT_NEEDED[name]}")]
     else:
         assert name in known
-        assert here == "same" or name in (set(RENAMED) | set(CONSTANT_FLAGS) | set(EXTRA_OPTIONS))
+        assert here == "same" or name in accepted_spellings()
     for other in FLAG.findall(f"{here} {note}"):
         assert other.replace("-", "_") in known | {"config"}
 

@@ -24,7 +24,7 @@ TWO_LAYERS = ("--num-layers", "2", "--micro-batch-size", "2", "--ddp-bucket-size
 
 def in_file(folder: Path) -> tuple[str, str]:
     folder.mkdir(exist_ok=True)
-    return "--optimizer-offload-path", str(folder)
+    return "--offload", f"path={folder}"
 
 
 def whole_run(world: World, argv: list[str]) -> int:
@@ -82,7 +82,7 @@ def full_disk(*arguments: int, **more: object) -> None:
 
 def test_a_folder_that_cannot_hold_it_is_refused_in_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    argv = [*TINY, *TWO_LAYERS, "--optimizer-offload-path", str(missing)]
+    argv = [*TINY, *TWO_LAYERS, "--offload", f"path={missing}"]
     with pytest.raises(ConfigError) as caught:
         parse(argv)
     assert caught.value.problems == [f"--optimizer-offload-path={missing}: no such folder; make it first"]

@@ -48,7 +48,7 @@ def losses(folder: Path, flags: str) -> tuple[list[float], dict[str, int], int]:
 
 def test_store_param_remainders(tmp_path: Path) -> None:
     plain, full, _ = losses(tmp_path / "plain", "")
-    packed, half, _ = losses(tmp_path / "packed", "--store-param-remainders")
+    packed, half, _ = losses(tmp_path / "packed", "--optimizer-state param_remainders")
     assert plain == packed
     assert half["master"] * 2 == full["master"] > 0
 
@@ -56,7 +56,7 @@ def test_store_param_remainders(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fraction", ["0.5", "1"])
 def test_optimizer_cpu_offload(tmp_path: Path, fraction: str) -> None:
     plain, resident, _ = losses(tmp_path / "plain", "--ddp-bucket-size 2000")
-    flags = f"--ddp-bucket-size 2000 --optimizer-cpu-offload --optimizer-offload-fraction {fraction}"
+    flags = f"--ddp-bucket-size 2000 --offload optimizer fraction={fraction}"
     moved, held, _ = losses(tmp_path / "moved", flags)
     assert plain == moved
     assert resident["offloaded"] == 0 < held["offloaded"]
@@ -65,7 +65,7 @@ def test_optimizer_cpu_offload(tmp_path: Path, fraction: str) -> None:
 
 def test_cpu_offloading_num_layers(tmp_path: Path) -> None:
     plain, _, none = losses(tmp_path / "plain", "")
-    moved, _, entered = losses(tmp_path / "moved", "--cpu-offloading-num-layers 2")
+    moved, _, entered = losses(tmp_path / "moved", "--offload activations=2")
     assert plain == moved
     assert none == 0 and entered == 2 * 2 * 3, "two layers, two micro-batches, three iterations"
 

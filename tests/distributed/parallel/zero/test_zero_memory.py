@@ -344,5 +344,5 @@ def body_build(world: World, flags: str) -> int:
 def test_sharded_weights_are_never_whole_on_a_rank() -> None:
     """Four ranks build their quarters layer by layer; plain SGD keeps nothing that would hide the whole."""
     held = 8 / 4 * PARAMETERS
-    peak = max(run_ranks(body_build, 4, "--zero-stage 3 --optimizer sgd --sgd-momentum 0"))
+    peak = max(run_ranks(body_build, 4, "--zero-stage 3 --optimizer sgd --optimizer-args sgd_momentum=0"))
     assert held < peak <= held + 2 * 4 * LAYER, f"{peak} bytes at the highest, {held} to be held"

@@ -14,14 +14,14 @@ from megalite.testing import run_ranks
 CASES = {
     "adam": "",
     "sgd": "--optimizer sgd",
-    "lion": "--optimizer lion --bf16 --exp-avg-dtype bf16",
+    "lion": "--optimizer lion --bf16 --optimizer-state exp_avg_dtype=bf16",
     "muon": "--optimizer muon",
-    "soap": "--optimizer soap --soap-precondition-frequency 1",
+    "soap": "--optimizer soap --optimizer-args soap_precondition_frequency=1",
     "adafactor": "--optimizer adafactor --bf16",
-    "bf16 moments": "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --grad-reduce-in-bf16",
-    "remainders": "--bf16 --store-param-remainders",
-    "offload": "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --ddp-bucket-size 3000",
-    "fp16": "--fp16 --initial-loss-scale 1048576",
+    "bf16 moments": "--bf16 --optimizer-state exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 --grad-reduce-in-bf16",
+    "remainders": "--bf16 --optimizer-state param_remainders",
+    "offload": "--bf16 --offload optimizer fraction=0.5 --ddp-bucket-size 3000",
+    "fp16": "--fp16 --loss-scaling initial=1048576",
 }
 
 
