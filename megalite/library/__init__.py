@@ -16,6 +16,7 @@
     cutting.py     which layers a stage holds, and what crosses between stages
     names.py       what parameters are called at any layout, and which of them several stages share
     tracing.py     one module as a graph; linearise.py: where to cut it; traced_layer.py: `layers_from_module`
+    sequences.py   attention of such a module by our core: documents, and ranks that share a sequence
     tables.py      do its embeddings have the rows that are looked up
     tensor_cut.py  linear layers of such a module over tensor-parallel ranks, by a table of names; tensor_check.py: is
                    what lies between them right on parts
@@ -35,4 +36,5 @@ from megalite.library.optimizer import ShardedOptimizer
 from megalite.library.parts import Parts
 from megalite.library.pipeline import Pipeline
 from megalite.library.ranks import run
+from megalite.library.sequences import Sequences
 from megalite.library.traced_layer import TracedLayer, draws, layers_from_module, layers_over

@@ -37,7 +37,8 @@ def still_shards(parts: Parts, mesh: ParallelMesh) -> Iterator[TensorShard]:
                 seen.add(name)
                 home = (stage_of[parts.names.layers_of[name][0]], 0)
                 place = placement_of(tensor)
-                first = mesh.coordinate("dp") == 0 and (bool(place.sharded) or mesh.coordinate("tp") == 0)
+                first = mesh.coordinate("dp") == mesh.coordinate("cp") == 0
+                first = first and (bool(place.sharded) or mesh.coordinate("tp") == 0)
                 copy, value = 0 if key == home and first else 1 + mesh.rank, tensor.detach()
                 if place.sharded:
                     yield from shards_of_range(name, place, tuple(value.shape), value.view(-1), 0, replica=copy)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite.comm import TensorSpec
 from megalite.errors import ConfigError
 from megalite.library.traced_layer import TracedLayer
+from megalite.microbatch import Microbatch
 from megalite.schedule import StagePlacement, partition
 
 Tensors = tuple[Tensor, ...]
@@ -70,9 +71,10 @@ class Crossing:
     writes: bool
 
 
-def call(layer: nn.Module, x: Tensors, inputs: Tensors) -> Tensors:
+def call(layer: nn.Module, x: Tensors, inputs: Tensors, microbatch: Microbatch | None = None) -> Tensors:
     """What the layer makes of what arrives; a traced one may read the micro-batch's inputs, too."""
-    out = layer(*x, inputs=inputs) if isinstance(layer, TracedLayer) else layer(*x)
+    traced = isinstance(layer, TracedLayer)
+    out = layer(*x, inputs=inputs, microbatch=microbatch) if traced else layer(*x)
     return out if isinstance(out, tuple) else (out,)
 
 

@@ -25,6 +25,7 @@ from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
 from megalite.library.cutting import Boundary, Tensors, call
 from megalite.library.traced_layer import Product, product
+from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline import repeated
 from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
 
@@ -37,11 +38,13 @@ class Sample:
     """A micro-batch of a user: what the first layer takes, and what the loss is computed with.
 
     number: of its first sample, which keys what layers draw; None where it does not.
+    microbatch: what attention asks about documents and places; None where it does not ask.
     """
 
     inputs: Tensors
     target: Any
     number: int | None = None
+    microbatch: Microbatch | None = None
 
     def arranged(self, x: Tensor) -> Tensor:
         return x
@@ -97,7 +100,7 @@ class StageModule(nn.Module):
             y = tuple(value.clone() for value in y)
         for number in range(begin, end):
             self.before(self.first + number, sample)
-            y = call(self.layers[number], y, sample.inputs)
+            y = call(self.layers[number], y, sample.inputs, sample.microbatch)
         return y
 
     def _contexts(self, begin: int, end: int) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

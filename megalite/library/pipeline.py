@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Channel, ParallelMesh, all_gather_json, all_reduce_
+from megalite.comm import Channel, ParallelMesh, TensorSpec, all_gather_json, all_reduce_
 from megalite.config import ParallelConfig
 from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.library.agreement import other_inputs, seen
-from megalite.library.cutting import Tensors
+from megalite.library.cutting import Boundary, Tensors
 from megalite.library.given import check_free, check_recompute, check_schedule, check_values, layer_ranges, listed, take
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
+from megalite.library.sequences import Sequences
 from megalite.library.traced_layer import together
 from megalite.library.words import in_arguments
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient
@@ -107,7 +108,11 @@ class Pipeline:
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
         self.base_program = program = self.program(own)  # by which weights are kept: versions, staleness, buffers
         self.placement = program.placement
-        self.parts = Parts(layers, given, self.placement, self.device, balance=balance, sizes=sizes)
+        self.parts = Parts(
+            layers, self._sequences.share(given), self.placement, self.device, balance=balance, sizes=sizes
+        )
+        starts = [TensorSpec(tuple(given[0].shape), torch.int64, self.device)] if self._sequences.documents else []
+        self._given = Boundary((*(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given), *starts))
         self.cuts, self.names, self.tied = self.parts.cuts, self.parts.names, self.parts.tied
         check_values(layers)
         keys = self.placement.stages_of(self.mesh.coordinate("pp"))
@@ -136,8 +141,12 @@ class Pipeline:
                 )
         else:
             check_schedule(self.schedule)
-        if self.mesh.size("cp") > 1:
-            raise ConfigError(f"mesh: cp={self.mesh.size('cp')}: sequences of your own are not cut; make it 1")
+        told = {getattr(layer, "sequences", Sequences()) for layer in layers}
+        self._sequences, cp = told.pop(), self.mesh.size("cp")
+        if told or self._sequences.cp.size != cp:
+            raise ConfigError(
+                f"mesh: cp={cp}: sequences of your own are not cut; make it 1, or give layers_from_module this mesh"
+            )
         tp = self.mesh.size("tp")
         if tp > 1 and {getattr(layer, "ranks", 1) for layer in layers} != {tp}:
             raise ConfigError(
@@ -152,10 +161,11 @@ class Pipeline:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ConfigError(f"micro_batches[{index}]: {type(pair).__name__}; (input, target) is wanted")
             given = together(pair[0])
-            if not self.parts.given.fits(given):
+            if not self._given.fits(given):
                 found = " and ".join(f"{tuple(x.shape)} of {x.dtype}" for x in given)
+                more = " (the last: where documents begin)" if self._sequences.documents else ""
                 raise ConfigError(
-                    f"micro_batches[{index}]: its input is {found}, the example was {self.parts.given}; all must "
+                    f"micro_batches[{index}]: its input is {found}, the example was {self._given}{more}; all must "
                     "be like it"
                 )
 
@@ -202,8 +212,11 @@ class Pipeline:
         go to the `ShardedOptimizer`, or where there is none to `.grad`. Raises ScheduleError for a
         number of micro-batches that the schedule does not take.
         """
-        if self.optimizer is None and self.mesh.size("dp") > 1:
-            raise ConfigError(f"mesh: dp={self.mesh.size('dp')}: make a ShardedOptimizer, which sums the gradients")
+        if self.optimizer is None and self._replicas > 1:
+            raise ConfigError(
+                f"mesh: dp={self.mesh.size('dp')}, cp={self.mesh.size('cp')}: make a ShardedOptimizer, which sums the "
+                "gradients"
+            )
         micro_batches = self._continued(micro_batches) if self._announced else self._agree(micro_batches)
         program = self.program(len(micro_batches))
         if self.optimizer is None and program.asynchronous:
@@ -217,8 +230,9 @@ class Pipeline:
         batch = BatchRange(self.batches, self.microbatches, len(micro_batches), next_size, first=self.drained)
         self._running = program, batch
         together = 1 if program.update_per_microbatch else len(micro_batches)
-        known, factor = [*micro_batches, *announced], 1.0 / (together * self.mesh.size("dp"))
-        source = _Samples(known, self.microbatches, factor, self.device)
+        known, factor = [*micro_batches, *announced], 1.0 / (together * self._replicas)
+        samples = [self._sample(pair) for pair in known]
+        source = _Samples(samples, self.microbatches, torch.tensor(factor, dtype=torch.float64, device=self.device))
         with self._whole():
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
                 if self.optimizer is not None:
@@ -255,7 +269,7 @@ class Pipeline:
         micro_batches = self._agree(micro_batches)
         program = forward_program(self.placement, len(micro_batches))
         modules = [module for stage in self.stages.values() for module in stage.modules]
-        samples = [_sample(pair, self.device) for pair in micro_batches]
+        samples = [self._sample(pair) for pair in micro_batches]
         training = [(module, module.training) for stage in modules for module in stage.modules()]
         for stage in modules:
             stage.eval()
@@ -268,11 +282,26 @@ class Pipeline:
             for module, mode in training:
                 module.training = mode
 
+    @property
+    def _replicas(self) -> int:
+        """Ranks that compute with tokens of their own."""
+        return self.mesh.size("dp") * self.mesh.size("cp")
+
+    def _sample(self, given: tuple[Any, Any]) -> Sample:
+        inputs, target = given
+        moved = target.to(self.device) if isinstance(target, Tensor) else target
+        own, microbatch = self._sequences.cut(tuple(x.to(self.device) for x in together(inputs)))
+        if microbatch is not None and microbatch.places is not None:
+            if not isinstance(moved, Tensor) or moved.shape[:2] != self._given.specs[0].shape:
+                raise ConfigError("micro_batches: ranks share sequences, so a target is a tensor [b, s, ...]")
+            moved = moved[:, microbatch.places]
+        return Sample(own, moved, microbatch=microbatch)
+
     def _mean(self, losses: Sequence[Tensor], micro_batches: Sequence[Any]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for loss in losses:
             if self.mesh.coordinate("tp") == 0:  # tensor-parallel ranks hold the same
-                total += loss * (1.0 / (len(micro_batches) * self.mesh.size("dp")))
+                total += loss * (1.0 / (len(micro_batches) * self._replicas))
         all_reduce_(total, self.mesh.world)
         return total
 
@@ -325,20 +354,13 @@ class Pipeline:
 
 
 class _Samples:
-    """A batch for the executor, and the one after it if that is begun. factor: of each micro-batch's loss."""
+    """A batch for the executor, and the one after it if that is begun. factor: of each micro-batch's loss, 0-dim."""
 
-    def __init__(self, given: Sequence[tuple[Any, Any]], first: int, factor: float, device: torch.device) -> None:
-        self._given, self._first, self._device = given, first, device
-        self._factor = torch.tensor(factor, dtype=torch.float64, device=device)
+    def __init__(self, given: Sequence[Sample], first: int, factor: Tensor) -> None:
+        self._given, self._first, self._factor = given, first, factor
 
     def get(self, microbatch: int) -> tuple[Sample, Tensor]:
-        return _sample(self._given[microbatch - self._first], self._device), self._factor
-
-
-def _sample(given: tuple[Any, Any], device: torch.device) -> Sample:
-    inputs, target = given
-    moved = target.to(device) if isinstance(target, Tensor) else target
-    return Sample(tuple(x.to(device) for x in together(inputs)), moved)
+        return self._given[microbatch - self._first], self._factor
 
 
 class _Events(Events):

@@ -30,8 +30,8 @@ def check_tables(traced: Traced, rows: Mapping[str, int], ids: int) -> None:
             continue
         if _source(index) in traced.inputs and have < ids:
             raise ConfigError(f"{name} has {have:,} rows, the tokenizer {ids:,} ids; let the factory take vocab_size")
-        found = None if _source(index) in traced.inputs else _value(index, traced)
-        if found is not None and found.numel() and (last := int(found.max())) >= have:
+        found = None if _source(index) in traced.inputs else worked_out(index, traced, MOST_ELEMENTS)
+        if found is not None and not found.is_floating_point() and found.numel() and (last := int(found.max())) >= have:
             raise ConfigError(
                 f"{name} has {have:,} rows, and row {last:,} is looked up; let the factory take seq_length"
             )
@@ -59,8 +59,9 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _value(node: fx.Node, traced: Traced) -> Tensor | None:
-    """What a node is where it depends on no input and no parameter."""
+def worked_out(node: fx.Node, traced: Traced, most: int) -> Tensor | None:
+    """The value of a node that depends on no input and no parameter, on the CPU. most: elements of any value on the
+    way."""
     known: dict[fx.Node, Any] = {}
 
     def of(node: fx.Node) -> Any:
@@ -70,11 +71,13 @@ def _value(node: fx.Node, traced: Traced) -> Tensor | None:
 
     def worked_out(node: fx.Node) -> Any:
         shape = node.meta.get("val")
-        if isinstance(shape, Tensor) and shape.numel() > MOST_ELEMENTS:
+        if isinstance(shape, Tensor) and shape.numel() > most:
             return None
         if node in traced.states:
             tensor = traced.states[node][1]
             return None if isinstance(tensor, torch.nn.Parameter) or tensor.is_meta else tensor.cpu()
+        if node.op == "get_attr":
+            return getattr(traced.root, str(node.target))
         if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
         given = [of(each) for each in node.all_input_nodes]
@@ -90,4 +93,4 @@ def _value(node: fx.Node, traced: Traced) -> Tensor | None:
             found = of(node)
     except Exception:  # an operation that a graph may hold and we cannot repeat; the run itself will
         return None
-    return found if isinstance(found, Tensor) and not found.is_floating_point() else None
+    return found if isinstance(found, Tensor) else None

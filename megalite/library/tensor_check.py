@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from megalite.errors import ConfigError
@@ -23,7 +22,7 @@ ALL_OF_IT = ("mean", "sum", "var", "std", "norm", "max", "min", "amax", "amin", 
 WHOLE = 2**62
 """The end of a slice that ends nowhere."""
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")
-HARMLESS = ("cat", "stack", "transpose", "squeeze", "unsqueeze", "repeat_interleave", "sym_size")
+HARMLESS = ("cat", "stack", "transpose", "permute", "squeeze", "unsqueeze", "repeat_interleave", "sym_size")
 """... whose `dim` names a place, not values that belong together."""
 
 
@@ -35,52 +34,64 @@ def check_parts(cut: TensorCut, traced: Traced, whole: Traced) -> None:
     ours, theirs = ([n for n in t.graph.nodes if n.op == "call_function"] for t in (traced, whole))
     if [str(node.target) for node in ours] != [str(node.target) for node in theirs]:
         raise ConfigError("tensor_parallel: with parts of its layers the module computes other operations; cut none")
-    inside: dict[fx.Node, int] = {}  # of a value, how many whole blocks its cut dimension consists of
+    views = Views("tensor_parallel")
     for node, other in zip(ours, theirs, strict=True):
         if cut.kind(node) == ROW:
             continue
-        for dims, argument, uncut in _reduced(node, other):
-            have, want = _shape(argument), _shape(uncut)
+        for dims, argument, uncut in reduced(node, other):
+            have, want = shape_of(argument), shape_of(uncut)
             lost = [dim for dim in dims if have[dim] != want[dim]]
             if argument in cut.parts and lost:
                 raise ConfigError(
-                    f"tensor_parallel: {_where(node)}{_name(node)} works along {want[lost[0]]} values, of which each "
+                    f"tensor_parallel: {where(node)}{name_of(node)} works along {want[lost[0]]} values, of which each "
                     f"rank has {have[lost[0]]}; end the cut before it by a row, or cut heads only"
                 )
         if node in cut.parts:
-            _follow_view(node, other, inside)
+            views.follow(node, other)
 
 
-def _follow_view(node: fx.Node, other: fx.Node, inside: dict[fx.Node, int]) -> None:
-    """Keeps `inside`; raises ConfigError for a view after which other elements are cut than before."""
-    x, old = (n.args[0] if n.args and isinstance(n.args[0], fx.Node) else None for n in (node, other))
-    if x is None or old is None or not all(isinstance(n.meta.get("val"), Tensor) for n in (x, old, node, other)):
-        return
-    before, after = _cut_dim(x, old), _cut_dim(node, other)
-    if before is None or after is None:
-        return
-    blocks = inside.get(x, 1)
-    if _name(node) in VIEWS:
-        outer, now = math.prod(_shape(old)[:before]) * blocks, math.prod(_shape(other)[:after])
-        if outer % now:
-            raise ConfigError(
-                f"tensor_parallel: {_where(node)}{_name(node)} of {list(_shape(old))} as {list(_shape(other))} puts a "
-                "dimension before the one that is cut (fused layers?); each of its parts must be cut by itself"
-            )
-        blocks = outer // now
-    inside[node] = blocks
+class Views:
+    """Of every value, how many whole blocks its cut dimension consists of. what: cuts it, for messages."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._inside = what, dict[fx.Node, int]()
+
+    def follow(self, node: fx.Node, other: fx.Node) -> None:
+        """Raises ConfigError for a view after which other elements are cut than before."""
+        after = cut_dim(node, other)
+        pairs = zip(node.all_input_nodes, other.all_input_nodes, strict=True)
+        x, old, before = next(
+            ((a, b, dim) for a, b in pairs if (dim := cut_dim(a, b)) is not None), (node, other, None)
+        )
+        if before is None or after is None:
+            return
+        blocks = self._inside.get(x, 1)
+        if name_of(node) in VIEWS:
+            outer, now = math.prod(shape_of(old)[:before]) * blocks, math.prod(shape_of(other)[:after])
+            if outer % now:
+                raise ConfigError(
+                    f"{self._what}: {where(node)}{name_of(node)} of {list(shape_of(old))} as "
+                    f"{list(shape_of(other))} puts a dimension before the one that is cut (fused layers?); each of its "
+                    "parts must be cut by itself"
+                )
+            blocks = outer // now
+        self._inside[node] = blocks
 
 
-def _cut_dim(node: fx.Node, whole: fx.Node) -> int | None:
-    pairs = enumerate(zip(_shape(node), _shape(whole), strict=True))
+def cut_dim(node: fx.Node, whole: fx.Node) -> int | None:
+    """The dimension along which the value of `node` is a part of that of `whole`, None: it is not."""
+    if not all(isinstance(each.meta.get("val"), Tensor) for each in (node, whole)):
+        return None
+    pairs = enumerate(zip(shape_of(node), shape_of(whole), strict=True))
     return next((dim for dim, (have, want) in pairs if have != want), None)
 
 
-def _shape(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Of the value of a node."""
     return tuple(node.meta["val"].shape)
 
 
-def _reduced(node: fx.Node, other: fx.Node) -> Iterator[tuple[list[int], fx.Node, fx.Node]]:
+def reduced(node: fx.Node, other: fx.Node) -> Iterator[tuple[list[int], fx.Node, fx.Node]]:
     """(Dimensions that are reduced, argument, the same of the whole module) for the tensors of an operation."""
     pairs = [
         (a, b)
@@ -89,7 +100,7 @@ def _reduced(node: fx.Node, other: fx.Node) -> Iterator[tuple[list[int], fx.Node
     ]
     if not pairs:
         return
-    name, given = _name(node), _arguments(node)
+    name, given = name_of(node), arguments(node)
     first, rank = pairs[0], pairs[0][0].meta["val"].dim()
     if "normalized_shape" in given:
         yield list(range(rank - len(given["normalized_shape"]), rank)), *first
@@ -104,16 +115,18 @@ def _reduced(node: fx.Node, other: fx.Node) -> Iterator[tuple[list[int], fx.Node
         yield [-2], *pairs[1]
     elif name == "linear":
         yield [-1], *first
-    elif name == "slice" and not given.get("start") and (given.get("end") or WHOLE) >= WHOLE:
+    elif name == "slice" and not given.get("start") and (given.get("end") or WHOLE) >= shape_of(first[0])[given["dim"]]:
         return
-    elif "dim" in given and name not in HARMLESS:
-        dims = given["dim"] if isinstance(given["dim"], list | tuple) else [given["dim"]]
+    elif ("dim" in given or "dims" in given) and name not in HARMLESS:
+        along = given.get("dims", given.get("dim"))
+        dims = along if isinstance(along, list | tuple) else [along]
         yield [dim for dim in dims if isinstance(dim, int)] or list(range(rank)), *first
     elif name in ALL_OF_IT and len(pairs) == 1:
         yield list(range(rank)), *first
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """By the names of the operation's schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return dict(node.kwargs)
@@ -121,11 +134,13 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return missing | dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
 
 
-def _name(node: fx.Node) -> str:
-    return node.target.overloadpacket.__name__ if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+def name_of(node: fx.Node) -> str:
+    """Of the operation, without its overload."""
+    operation: Any = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(operation, "__name__", operation))
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
     """The module that the operation belongs to."""
     owners = list((node.meta.get("nn_module_stack") or {}).values())
     return f"{owners[-1][0].removeprefix('L__self__.')}: " if owners and owners[-1][0] else ""

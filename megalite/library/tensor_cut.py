@@ -150,7 +150,7 @@ class _Held(nn.Module):
         return self
 
 
-def _has_no_values(x: Tensor) -> bool:
+def has_no_values(x: Tensor) -> bool:
     """Whether it is there for its shape: no rank has anything to send."""
     return x.is_meta or isinstance(x, FakeTensor)
 
@@ -166,7 +166,7 @@ class Sum(_Held):
     """Of the ranks' shares."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if _has_no_values(x) else reduce_from_axis(x, self.axis)
+        return x if has_no_values(x) else reduce_from_axis(x, self.axis)
 
 
 class Lookup(_Held):
@@ -183,7 +183,7 @@ class Lookup(_Held):
         own = (ids >= begin) & (ids < begin + rows)
         x = F.embedding((ids - begin).clamp(0, rows - 1), weight, padding)
         x = x * own[..., None]
-        return x if _has_no_values(x) else reduce_from_axis(x, self.axis)
+        return x if has_no_values(x) else reduce_from_axis(x, self.axis)
 
 
 class Logits(_Held):
@@ -196,7 +196,7 @@ class Logits(_Held):
     def forward(self, x: Tensor) -> Tensor:
         out = (
             x.new_empty((*x.shape[:-1], x.shape[-1] * self.axis.size))
-            if _has_no_values(x)
+            if has_no_values(x)
             else _Gather.apply(x, self.axis)
         )
         return out.narrow(-1, 0, self.columns)

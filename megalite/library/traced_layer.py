@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from megalite.comm import Axis, ParallelMesh
+from megalite.comm import Axis, ContextAxes, ParallelMesh
 from megalite.errors import ConfigError
 from megalite.library.linearise import Line, Part, linearise
+from megalite.library.sequences import Sequences, follow_sequences, without_masks
 from megalite.library.tables import check_tables
 from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
 from megalite.library.tracing import Traced, trace
+from megalite.microbatch import Microbatch
 
 LINEAR, ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
 BODY = "body."
@@ -28,6 +30,7 @@ def layers_from_module(
     *,
     mesh: ParallelMesh | None = None,
     tensor_parallel: Table | None = None,
+    documents: bool = False,
 ) -> list[nn.Module]:
     """`module` as layers for a `Pipeline`, cut where one tensor crosses, or as few as possible.
 
@@ -36,13 +39,18 @@ def layers_from_module(
         follows `layer.training`.
     example: what it is called with, one tensor or several, of the shapes that every micro-batch has.
     mesh, tensor_parallel: the grid of ranks, and which linear layers its tensor-parallel ranks share: globs of their
-        names by 'col', 'row' and 'vocab' (tensor_cut.py says what these are). Collective over the mesh.
+        names by 'col', 'row' and 'vocab' (tensor_cut.py says what these are). Collective over the mesh. Its
+        context-parallel ranks share each sequence: inputs are `[b, s]`.
+    documents: samples hold several documents, which attention (torch's scaled_dot_product_attention) keeps apart; the
+        last tensor of each micro-batch's input is then, beside the example's, where the document of each token begins,
+        int64 `[b, s]`.
 
     The layers hold the module's own parameters, under its own names; the composition of the layers computes what
     `module(example)` computes. Raises ConfigError, with the line, for what depends on values of the input.
     """
     axis = mesh["tp"] if mesh is not None else Axis.single("tp")
-    return layers_over(axis, module, together(example), tensor_parallel or {})
+    sequences = Sequences(documents, mesh.context(gathers=False) if mesh is not None else ContextAxes())
+    return layers_over(axis, module, together(example), tensor_parallel or {}, sequences=sequences)
 
 
 def together(inputs: Any) -> tuple[Tensor, ...]:
@@ -58,18 +66,29 @@ def together(inputs: Any) -> tuple[Tensor, ...]:
 
 
 def layers_over(
-    axis: Axis, module: nn.Module, example: tuple[Tensor, ...], table: Table, *, ids: int | None = None
+    axis: Axis,
+    module: nn.Module,
+    example: tuple[Tensor, ...],
+    table: Table,
+    *,
+    ids: int | None = None,
+    sequences: Sequences | None = None,
 ) -> list[nn.Module]:
     """The same over an axis, which to look at the cut may be without ranks to talk to. ids: those of the input are
-    below it, which the module's tables must have rows for."""
+    below it, which the module's tables must have rows for. sequences: what attention has to know; the layers are those
+    of a rank's share of the example."""
     cuts = cut_parameters(module, table, axis) if axis.size > 1 else {}
-    traced = trace(module, example, cuts)
+    own = sequences.share(example) if sequences else example
+    traced = trace(module, own, cuts)
+    all_tokens = trace(module, example, cuts) if own is not example else traced
     if ids is not None:
-        check_tables(traced, {name: len(p) for name, p in module.named_parameters() if p.dim()}, ids)
+        check_tables(all_tokens, {name: len(p) for name, p in module.named_parameters() if p.dim()}, ids)
+    if sequences:
+        follow_sequences(traced, all_tokens, sequences)
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
     line = linearise(traced, cut)
     if cuts:
-        check_parts(cut, traced, trace(module, example, {}))
+        check_parts(cut, traced, _uncut(module, own, traced))
     keys: dict[int, tuple[str, ...]] = {}
     stored = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     held = {id(parameter): cuts[name].local for name, parameter in module.named_parameters() if name in cuts}
@@ -80,6 +99,7 @@ def layers_over(
     layers: list[nn.Module] = []
     for number, part in enumerate(line.parts):
         layer = TracedLayer(part, line, traced, keys, wants_device, cut, first=number == 0)
+        layer.sequences = sequences or Sequences()
         layers.append(layer.train(module.training))
     used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
     for name, tensor in stored.items():
@@ -89,14 +109,24 @@ def layers_over(
     return layers
 
 
+def _uncut(module: nn.Module, example: tuple[Tensor, ...], traced: Traced) -> Traced:
+    """The module traced with whole parameters, and otherwise as it was."""
+    whole = trace(module, example, {})
+    if traced.attention:
+        without_masks(whole)
+    return whole
+
+
 class TracedLayer(nn.Module):
     """Consecutive operations of a module.
 
     keys: what the module's state dict calls each of its tensors; nothing for what it does not hold, or what a layer
         before this one answers for.
     reads: numbers of the module's inputs that it needs besides what arrives.
-    ranks: how many share the module's linear layers.
+    ranks: how many share the module's linear layers. sequences: what its attention was told.
     """
+
+    sequences = Sequences()
 
     def __init__(
         self,
@@ -122,9 +152,9 @@ class TracedLayer(nn.Module):
             if isinstance(tensor, Tensor)
         }
 
-    def forward(self, *x: Tensor, inputs: Sequence[Tensor] = ()) -> Any:
-        """A tensor, or a tuple where several cross."""
-        out = self.body(*x, *(inputs[i] for i in self.reads), self.training, x[0].device)
+    def forward(self, *x: Tensor, inputs: Sequence[Tensor] = (), microbatch: Microbatch | None = None) -> Any:
+        """A tensor, or a tuple where several cross. microbatch: for attention that asks it."""
+        out = self.body(*x, *(inputs[i] for i in self.reads), self.training, x[0].device, microbatch)
         return out[0] if len(out) == 1 else out
 
     def keep(self, name: str, tensor: Tensor, keys: tuple[str, ...]) -> None:
@@ -201,10 +231,11 @@ def _extract(
     wants_device: set[str],
     cut: TensorCut,
 ) -> tuple[fx.Graph, dict[str, Any]]:
-    """The part as a graph (*arguments, training, device) -> tuple of what leaves, and what its get_attr nodes name."""
+    """The part as a graph (*arguments, training, device, micro-batch) -> tuple of what leaves, and what its get_attr
+    nodes name."""
     graph, held = fx.Graph(), dict[str, Any]()
     copies = {node: graph.placeholder(f"x{i}") for i, node in enumerate(arguments)}
-    training, device = graph.placeholder("training"), graph.placeholder("device")
+    training, device, microbatch = (graph.placeholder(name) for name in ("training", "device", "microbatch"))
     for node in traced.graph.nodes:
         if node not in needed or node in copies:
             continue
@@ -219,6 +250,10 @@ def _extract(
                 old: entered(graph, copy, cut, held) if (node, old) in cut.entries else copy
                 for old, copy in whole.items()
             }
+            if node in traced.attention:
+                held[f"attend_{len(held)}"] = traced.attention[node]
+                copies[node] = graph.call_module(f"attend_{len(held) - 1}", (*(read[a] for a in node.args), microbatch))
+                continue
             made = copies[node] = graph.node_copy(node, lambda old, read=read: read[old])  # type: ignore[misc]  # lambda
             made.meta = {}
             made.args = fx.node.map_aggregate(made.args, lambda a: device if isinstance(a, torch.device) else a)

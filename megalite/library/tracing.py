@@ -7,7 +7,7 @@ import io
 import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Traced:
     inputs: placeholders of the module's inputs, in order.
     result: the one tensor that it returns.
     root: holds the graphs that `get_attr` nodes name.
+    attention: operations that a module of (*arguments, micro-batch) takes the place of.
     """
 
     graph: fx.Graph
@@ -37,6 +38,7 @@ class Traced:
     inputs: list[fx.Node]
     result: fx.Node
     root: nn.Module
+    attention: dict[fx.Node, nn.Module] = field(default_factory=dict)
 
 
 class _Called(nn.Module):

@@ -26,7 +26,9 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
     """The module of `--model-module`, traced and cut. Rank 0 asks whether it reads later tokens. Collective, all ranks.
     Raises ConfigError."""
     world.report_phase("start-up: --model-module")
-    found = ForeignModel(config, mesh["tp"], program, world.device, parameter_dtype(config), probe=world.is_first)
+    cp = mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather")
+    dtype, first = parameter_dtype(config), world.is_first
+    found = ForeignModel(config, mesh["tp"], program, world.device, dtype, cp=cp, probe=first)
     leak = next(filter(None, all_gather_json(found.leak, mesh.world)), None)
     if leak is not None:
         raise ConfigError(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import RunLock, bytes_text, check_space, in_the_way, read_manifest, verify_checkpoint
-from megalite.comm import Axis
+from megalite.comm import Axis, ContextAxes
 from megalite.config import Config, dump_yaml
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
@@ -67,8 +67,10 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
 def look_at_module(config: Config, program: Program) -> ForeignModel:
     """The module of `--model-module`, without values where its factory allows it. Raises ConfigError."""
     tp = config.parallel.tensor_model_parallel_size
-    axis = Axis("tp", tp, 0, tuple(range(tp)))
-    return ForeignModel(config, axis, program, torch.device("meta"), parameter_dtype(config), look=True)
+    axis, context = Axis("tp", tp, 0, tuple(range(tp))), config.parallel.context
+    cp = ContextAxes(*(Axis(name, n, 0, tuple(range(n))) for name, n in
+                       (("cp_heads", context.traders), ("cp_ring", context.ring))))  # fmt: skip
+    return ForeignModel(config, axis, program, torch.device("meta"), parameter_dtype(config), cp=cp, look=True)
 
 
 def check_local_memory(

@@ -19,12 +19,12 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from megalite.comm import Axis, ParallelMesh, TensorShard
+from megalite.comm import Axis, ContextAxes, ParallelMesh, TensorShard
 from megalite.config import Config
 from megalite.engine import BuiltStages, Ties
 from megalite.errors import ConfigError
 from megalite.inventory import ParameterPlacement, Shape, given_plan, placement_of, recompute_ranges
-from megalite.library import Parts, Sample, StageModule, draws, layers_over, module_of, still_shards
+from megalite.library import Parts, Sample, Sequences, StageModule, draws, layers_over, module_of, still_shards
 from megalite.microbatch import Microbatch
 from megalite.schedule import Program
 from megalite.train.causality import reads_ahead, small_copy
@@ -56,12 +56,14 @@ class TokenStage(StageModule):
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]  # made to a Sample
         """`x` is None on the first stage."""
         number = int(microbatch.sample_ids[0]) if self.seed is not None and self.training else None
-        return super().forward(x, Sample((microbatch.tokens,), microbatch, number))
+        return super().forward(x, Sample((microbatch.tokens,), microbatch, number, microbatch))
 
     def before(self, layer: int, sample: Sample) -> None:
         """Begins torch's generators at a key of the layer's own."""
-        if sample.number is not None:
-            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {sample.number}".encode()) >> 1)
+        if sample.number is not None and sample.microbatch is not None:
+            places = sample.microbatch.places
+            own = "" if places is None else f" {int(places[0])}"
+            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {sample.number}{own}".encode()) >> 1)
 
 
 def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -74,7 +76,8 @@ def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
 class ForeignModel:
     """The module of `--model-module` as layers, cut over the stages of a program.
 
-    axis: the tensor-parallel ranks. dtype: of parameters. look: build on `meta`, to look at it only.
+    axis: the tensor-parallel ranks. cp: those that share a sequence. dtype: of parameters. look: build on `meta`, to
+    look at it only.
     probe: ask whether it reads later tokens, where that is cheap (`causality.py`).
     still: what of this rank's stages no update changes: buffers that are saved, and parameters that do not learn.
     leak: what `probe` found. Raises ConfigError in one line for whatever cannot be done with it.
@@ -88,6 +91,7 @@ class ForeignModel:
         device: torch.device,
         dtype: torch.dtype,
         *,
+        cp: ContextAxes | None = None,
         look: bool = False,
         probe: bool = False,
     ) -> None:
@@ -100,11 +104,12 @@ class ForeignModel:
         copy = small_copy(module, shape) if probe else None
         try:
             table = config.model.module.table if size > 1 else {}
-            layers = layers_over(axis, module, (tokens,), table, ids=config.model.vocab_size)
-            self.parts = Parts(layers, (tokens,), program.placement, device)
+            sequences = Sequences(config.data.reset_attention_mask, cp or ContextAxes())
+            layers = layers_over(axis, module, (tokens,), table, ids=config.model.vocab_size, sequences=sequences)
+            self.parts = Parts(layers, sequences.share((tokens,)), program.placement, device)
         except ConfigError as error:
             raise ConfigError(f"--model-module={self.name}: {_in_flags(str(error))}") from None
-        self._check_logits((*shape, config.model.vocab_size))
+        self._check_logits((shape[0], shape[1] // sequences.cp.size, config.model.vocab_size))
         self.leak = reads_ahead(copy, shape, config.model.vocab_size) if copy is not None else None
         if program.update_per_microbatch and self.parts.tied:
             raise ConfigError(
@@ -114,7 +119,8 @@ class ForeignModel:
         self.still: list[TensorShard] = []
         self._held = [self._learning(items) for items in self.parts.cuts]
         samples = config.training.micro_batch_size
-        self.flops_per_sample = (1 + BACKWARD) * size * sum(layer.flops for layer in self.parts.found) / samples
+        ranks = size * sequences.cp.size
+        self.flops_per_sample = (1 + BACKWARD) * ranks * sum(layer.flops for layer in self.parts.found) / samples
 
     @property
     def cuts(self) -> list[range]:

@@ -72,11 +72,11 @@ class RunData:
     @property
     def cut(self) -> Callable[[Microbatch], Microbatch]:
         """Takes what of every sequence this rank computes, as its layers want it."""
-        if self.config.model.is_foreign:
-            return ModuleInput.of
+        foreign = self.config.model.is_foreign
         if self.mesh.size("cp") == 1:
-            return _uncut
-        return SequenceCut(self.mesh.coordinate("cp"), self.mesh.size("cp"), self.mesh.size("cp_ring"))
+            return ModuleInput.of if foreign else _uncut
+        cut = SequenceCut(self.mesh.coordinate("cp"), self.mesh.size("cp"), self.mesh.size("cp_ring"))
+        return (lambda microbatch: ModuleInput.of(cut(microbatch))) if foreign else cut
 
     def token_bytes(self) -> Tensor | None:
         """int32 `[V]`: bytes of text that each token spells; None where the tokenizer cannot say."""

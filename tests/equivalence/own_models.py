@@ -116,3 +116,58 @@ def llama(vocab_size: int) -> nn.Module:
 
     sizes: dict[str, Any] = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=2)
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=vocab_size))
+
+
+class Attending(nn.Module):
+    """A block whose attention is torch's, with rotated positions. mask: `[b, 1, s, s]` in place of a causal one."""
+
+    mask: Tensor | None = None
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.heads, self.up, self.down = heads, nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("rates", 0.3 ** torch.arange(width // heads).double(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, width = x.shape
+        angles = torch.arange(s, device=x.device)[:, None] * self.rates
+        kv = width // 2
+        q, k, v = (
+            part.view(b, s, -1, width // self.heads).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).split([width, kv, kv], -1)
+        )
+        q, k = ((y * angles.cos() + y.roll(1, -1) * angles.sin()).to(v.dtype) for y in (q, k))
+        seen = dict(is_causal=True) if self.mask is None else dict(attn_mask=self.mask)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=0.4, enable_gqa=True, **seen)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, width))
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Positioned(nn.Module):
+    """Words and their places, a row of a table each."""
+
+    def __init__(self, vocab_size: int, length: int, width: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab_size, width), nn.Embedding(length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return found
+
+
+def attending(vocab_size: int, seq_length: int) -> nn.Module:
+    blocks = (Attending(16, 4) for _ in range(2))
+    return nn.Sequential(Positioned(vocab_size, seq_length, 16), *blocks, nn.Linear(16, vocab_size))
+
+
+def gemma3(vocab_size: int) -> nn.Module:
+    """A sliding window in two layers of three."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes: dict[str, Any] = dict(num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    window: dict[str, Any] = dict(num_key_value_heads=1, head_dim=8, sliding_window=4, query_pre_attn_scalar=16)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    tokens = dict(pad_token_id=0, bos_token_id=0, eos_token_id=0, vocab_size=vocab_size)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **window, **tokens, layer_types=kinds))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megalite.config.foreign import KINDS, OF_MODULES
 from megalite.config.model import ModelConfig
 from megalite.config.root import Config
-from megalite.config.rules.text import CP, TP
+from megalite.config.rules.text import TP
 from megalite.config.schema import flat, options_of
 from megalite.config.values import as_typed
 
@@ -28,8 +28,8 @@ def foreign_module(config: Config, world_size: int) -> Iterator[str]:
             yield not_with_module(as_typed(option.marked, value))
     yield from (not_with_module(typed) for typed in _of_our_models(config))
     if model.recompute_granularity not in (None, "full"):
-        kind = f"--recompute-granularity={model.recompute_granularity}"
-        yield f"{kind}: of a --model-module whole layers are recomputed; use --recompute-granularity=full"
+        kind = f"`recompute_granularity`={model.recompute_granularity}"
+        yield f"{kind}: of a `model_module` whole layers are recomputed; use `recompute_granularity`=full"
     budget = config.parallel.hardware.device_memory_budget_gb
     if budget is not None:
         yield (
@@ -53,8 +53,6 @@ def not_with_module(typed: str) -> str:
 def _of_our_models(config: Config) -> Iterator[str]:
     """Flags of other sections that are set, as typed."""
     parallel, training, data, samples = config.parallel, config.training, config.data, config.logging.samples
-    if parallel.context.context_parallel_size > 1:
-        yield f"{CP}={parallel.context.context_parallel_size}"
     if parallel.experts.expert_model_parallel_size > 1:
         yield f"`expert_model_parallel_size`={parallel.experts.expert_model_parallel_size}"
     if parallel.experts.expert_tensor_parallel_size is not None:
@@ -75,6 +73,5 @@ def _of_our_models(config: Config) -> Iterator[str]:
         "`tp_comm_overlap`": parallel.tp_comm_overlap,
         "`compile`": training.compile,
         "`reset_position_ids`": data.reset_position_ids,
-        "`reset_attention_mask`": data.reset_attention_mask,
     }
     yield from (flag for flag, on in switches.items() if on)

@@ -24,12 +24,10 @@ ONE_LINE = [
         "--recompute-granularity=selective: of a --model-module whole layers are recomputed; use "
         "--recompute-granularity=full",
     ),
-    ("--context-parallel-size 2 --nprocs 2", f"--context-parallel-size=2: {OURS}"),
     ("--expert-model-parallel-size 2 --nprocs 2", f"--expert-model-parallel-size=2: {OURS}"),
     ("--sequence-parallel --nprocs 2", f"--sequence-parallel: {OURS}"),
     ("--bf16 --fp8-format e4m3", f"--fp8-format=e4m3: {OURS}"),
     ("--compile", f"--compile: {OURS}"),
-    ("--reset-attention-mask", f"--reset-attention-mask: {OURS}"),
     ("--reset-position-ids", f"--reset-position-ids: {OURS}"),
     ("--seq-length-schedule 0:4,8:8", f"--seq-length-schedule=0:4,8:8: {OURS}"),
     ("--sample-interval 2 --sample-prompts PROMPTS", f"--sample-interval=2: {OURS}"),
