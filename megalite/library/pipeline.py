@@ -213,10 +213,8 @@ class Pipeline:
         number of micro-batches that the schedule does not take.
         """
         if self.optimizer is None and self._replicas > 1:
-            raise ConfigError(
-                f"mesh: dp={self.mesh.size('dp')}, cp={self.mesh.size('cp')}: make a ShardedOptimizer, which sums the "
-                "gradients"
-            )
+            name = "dp" if self.mesh.size("dp") > 1 else "cp"
+            raise ConfigError(f"mesh: {name}={self.mesh.size(name)}: make a ShardedOptimizer, which sums the gradients")
         micro_batches = self._continued(micro_batches) if self._announced else self._agree(micro_batches)
         program = self.program(len(micro_batches))
         if self.optimizer is None and program.asynchronous:

@@ -92,7 +92,7 @@ CASES = [
     ),
     (made("m = nn.Module(); m.p = nn.Linear(2, 2); return m"), "Module: somewhere inside cannot be traced"),
     (forward("sys.exit(1)"), "ends the program by sys.exit; raise an exception that says why"),
-    (forward("raise ValueError('never')"), "`raise ValueError('never')` cannot be traced: never"),
+    (forward("raise ValueError('never')"), "raise ValueError('never') cannot be traced: never"),
     (forward("assert t.shape[1] < 8, 'too long'; return t"), "cannot be traced: too long"),
     (forward("return super().forward(t) if t.sum() > 0 else None"), "depends on values of the input"),
     (forward("return super().forward(t), 1"), "Odd: returns tuple; a tensor is wanted, or something with .logits"),
