@@ -107,11 +107,9 @@ def ours(name: str, dtype: Any, place: Place, tokens: int) -> Any:
     batch = Microbatch(ids, ids, ids, ids, ids[0, :1])
 
     def run(x: Any) -> Any:
-        values: Any = (x,)
         for segment in layer.segments(batch):
-            values = segment(*values)
-            values = values if isinstance(values, tuple) else (values,)
-        return values[0]
+            x = segment.run(x)
+        return x
 
     return run
 

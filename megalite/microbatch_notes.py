@@ -56,8 +56,9 @@ class ExpertLoads(MicrobatchNotes[int]):
     """
 
     def note(self, layer: int, load: Tensor) -> None:
-        """Keeps the load of a layer, where a micro-batch is being counted."""
-        self._keep(layer, load)
+        """Adds to the load of a layer, where a micro-batch is being counted."""
+        noted = self._noted.get(self._microbatch, {}) if self._microbatch is not None else {}
+        self._keep(layer, noted[layer] + load if layer in noted else load)
 
     def sums(self, wanted: Callable[[int], bool]) -> dict[int, Tensor]:
         """Layer -> the sum over those micro-batches that are wanted."""

@@ -14,7 +14,6 @@ Two micro-batches can alternate between them, so that one computes while a messa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,10 +29,8 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
-from megalite.parallel.tensor import LayerContext, add_adapters
-
-BlockSegment = Callable[..., tuple[Any, ...]]
-"""Takes what the segment before it returned."""
+from megalite.nn.segment import MakeMessage, Segment, chained
+from megalite.parallel.tensor import LayerContext, Message, add_adapters
 
 
 class Block(nn.Module):
@@ -64,26 +61,35 @@ class Block(nn.Module):
     def forward(self, x: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         values: tuple[Any, ...] = (x,)
         for segment in self.segments(microbatch, cache):
-            values = segment(*values)
+            values = segment.run(*values)
         y: Tensor = values[0]
         return y
 
-    def segments(self, microbatch: Microbatch, cache: LayerCache | None = None) -> list[BlockSegment]:
-        """The block for one micro-batch: the first segment takes x, the last returns `(x,)`."""
-        attention = self.attention
-        first, *between, last = self.mlp.segments(microbatch)
+    def segments(
+        self, microbatch: Microbatch, cache: LayerCache | None = None, message: MakeMessage = Message
+    ) -> list[Segment]:
+        """The block for one micro-batch. The first segment takes x, those between (x, what the one before made), the
+        last returns `(x,)`."""
+        attention = self.attention.segments(microbatch, cache, message)
+        mlp = self.mlp.segments(microbatch, message)
+        if not isinstance(self.mlp, MoE):
+            attention[2:4] = [chained(*attention[2:4])]
+        enter, *attention, attended = attention
+        begin, *mlp, made = mlp
 
-        def norm_first(x: Tensor, y: Tensor) -> tuple[Any, ...]:
-            x, normed = self.after_attention(x, y, microbatch)
-            return x, *several(first(normed))
+        def norm(x: Tensor) -> tuple[Any, ...]:
+            return x, enter.run(self.input_norm(x))
+
+        def add_and_norm(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+            x, normed = self.after_attention(x, attended.run(y), microbatch)
+            return x, begin.run(normed)
 
         return [
-            lambda x: (x, attention.qkv(self.input_norm(x))),
-            lambda x, qkv: (x, attention.attend(qkv, microbatch, cache)),
-            lambda x, context: (x, attention.proj(context)),
-            norm_first,
-            *(lambda x, *values, part=part: (x, *several(part(*values))) for part in between),
-            lambda x, *values: (self.after_mlp(x, last(*values), microbatch),),
+            Segment(norm, (self.input_norm, *enter.owners)),
+            *(part.beside() for part in attention),
+            Segment(add_and_norm, (self.mlp_norm, *begin.owners)),
+            *(part.beside() for part in mlp),
+            Segment(lambda x, y: (self.after_mlp(x, made.run(y), microbatch),)),
         ]
 
     def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -117,8 +123,3 @@ class Block(nn.Module):
             setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
         if mlp is not None:
             mlp.fc2.keeps_activated = True
-
-
-def several(state: Any) -> tuple[Any, ...]:
-    """What a segment returned, as a tuple."""
-    return state if isinstance(state, tuple) else (state,)

@@ -9,22 +9,27 @@ parallelism, and are the same anyway without it; the sum over the ranks is that 
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.comm import all_gather, copy_to_axis, gather_sequence, reduce_from_axis, scatter_sum_sequence
+from megalite.comm import all_gather
 from megalite.config import ModelConfig
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import ACTIVATIONS, GRADIENTS
 from megalite.nn.mlp import MLP, output_std
-from megalite.nn.router import Router, Routing
-from megalite.parallel.expert import Dispatched, GroupedProduct, Plan, combine, plan_dispatch
-from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
+from megalite.nn.router import Router
+from megalite.nn.segment import MakeMessage, Segment
+from megalite.parallel.expert import Dispatched, GroupedProduct, Returning, plan_dispatch
+from megalite.parallel.tensor import (
+    LayerContext,
+    Message,
+    enter_parallel,
+    leave_parallel,
+    new_parameter,
+    product_dtype,
+)
 
 
 class Activation:
@@ -85,10 +90,13 @@ class StackedExperts(nn.Module):
         self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=output_std(config), ctx=ctx)
         self.activation = Activation(config.activation)
 
-    def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        up, down = self.fc1, self.fc2
-        hidden = up.product(x, up.weight, up.bias, counts)
-        return down.product(hidden, down.weight, down.bias, counts, self.activation)
+    def up(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """fc1 of each expert's rows."""
+        return self.fc1.product(x, self.fc1.weight, self.fc1.bias, counts)
+
+    def down(self, hidden: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """The activation and fc2."""
+        return self.fc2.product(hidden, self.fc2.weight, self.fc2.bias, counts, self.activation)
 
 
 class MoE(nn.Module):
@@ -104,39 +112,72 @@ class MoE(nn.Module):
         self.shares = ctx.tp if ctx.experts.etp.size > 1 else ctx.experts.etp
         self.split, self.ep = ctx.sequence_split, ctx.experts.ep
 
-    def segments(self, microbatch: Microbatch) -> list[Any]:
-        """Cut at its messages: routing and the way to the experts, the shared expert meanwhile | the products of the
-        others | the way back and the sum."""
-        return [partial(self.send, microbatch), self.compute, self.receive]
+    def segments(self, microbatch: Microbatch, message: MakeMessage = Message) -> list[Segment]:
+        """Cut behind its messages, and between the experts' two products."""
+        run = _SparseRun(self, microbatch, message)
+        # In halves (`nn.halves`) the rows of one travel while the other multiplies only if it rests between products.
+        rests = self.ep.size > 1 and self.shared_experts is None
+        products = [Segment(run.up), *([Segment(lambda hidden: hidden)] if rests else []), Segment(run.down)]
+        return [
+            Segment(run.route, (self.router,)),
+            Segment(run.dispatch),
+            *products,
+            Segment(run.combine),
+            Segment(run.receive),
+        ]
 
-    def send(self, microbatch: Microbatch, x: Tensor) -> tuple[Tensor, Tensor, Plan, torch.Size, Tensor | None]:
-        """(Rows of the experts that are here, the weights of each token's experts, the way, x's shape, the shared
-        expert's result: it is computed while tokens travel, as its backward is while their gradients do)."""
-        tokens, routing = self._whole(x.flatten(0, 1), self.router(x, microbatch))
-        experts, weights, kept = routing
-        plan = plan_dispatch(experts, kept, self.router.num_experts, self.ep)
-        travelling, shared = Dispatched(tokens, plan), None
-        if self.shared_experts is not None:
-            shared = self.shared_experts.fc2(self.shared_experts.fc1(x))
-        return travelling.wait(), weights, plan, x.shape, shared
 
-    def compute(self, rows: Tensor, *rest: Any) -> tuple[Any, ...]:
-        """(What all experts made of their rows, the rest of what `send` returned)."""
-        return self.experts(rows, rest[1].counts), *rest
+class _SparseRun:
+    """One run of a sparse MLP; its methods are the segments, in this order."""
 
-    def receive(self, rows: Tensor, weights: Tensor, plan: Plan, shape: torch.Size, shared: Tensor | None) -> Tensor:
-        """`[s, b, h]`: the sum of what a token's experts, and the shared one, made of it."""
-        y = combine(rows, weights, plan)
-        y = scatter_sum_sequence(y, self.shares) if self.split else reduce_from_axis(y, self.shares)
-        return y.view(shape) if shared is None else y.view(shape) + shared
+    def __init__(self, layer: MoE, microbatch: Microbatch, message: MakeMessage) -> None:
+        self.layer, self.microbatch = layer, microbatch
+        self.before, self.behind = message(), message()
+        shared = layer.shared_experts
+        self.shared = [] if shared is None else shared.segments(microbatch, message)
 
-    def _whole(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-        """What this rank's part of an expert must see: the tokens of all ranks that share it."""
-        experts, weights, kept = (None if part is None else part.flatten(0, 1) for part in routing)
-        assert experts is not None and weights is not None
-        axis = self.shares
-        if axis.size > 1 and self.split:
+    def route(self, x: Tensor) -> Tensor:
+        """Chooses experts, and starts to gather the tokens of all ranks that share them."""
+        self.shape = x.shape
+        self.routing = self.layer.router(x, self.microbatch)
+        if self.shared:
+            self.shared_x = self.shared[0].run(x)
+        return self.before.send(x.flatten(0, 1), self.layer.shares, sequence=self.layer.split)
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """Sends tokens to their experts. The shared expert is computed while they travel, as its backward is while
+        their gradients do."""
+        layer, axis, split = self.layer, self.layer.shares, self.layer.split
+        tokens = enter_parallel(x, self.before, axis, sequence=split)
+        experts, kept = self.routing.experts.flatten(0, 1), self.routing.kept
+        kept = None if kept is None else kept.flatten(0, 1)
+        if axis.size > 1 and split:
             experts = all_gather(experts, axis)
             kept = None if kept is None else all_gather(kept.to(torch.uint8), axis).bool()
-        enter = gather_sequence if self.split else copy_to_axis
-        return enter(tokens, axis), Routing(experts, enter(weights.contiguous(), axis), kept)
+        weights = self.routing.weights.flatten(0, 1).contiguous()
+        self.weights = enter_parallel(weights, Message(), axis, sequence=split)
+        self.plan = plan_dispatch(experts, kept, layer.router.num_experts, layer.ep)
+        self.dispatched = Dispatched(tokens, self.plan)
+        if self.shared:
+            _, fc1, fc2, _ = self.shared
+            self.shared_y = fc2.run(fc1.run(self.shared_x))
+        return self.dispatched.rows
+
+    def up(self, _: Tensor) -> Tensor:
+        """The first product of this rank's experts."""
+        return self.layer.experts.up(self.dispatched.wait(), self.plan.counts)
+
+    def down(self, hidden: Tensor) -> Tensor:
+        """The second product; its rows start back."""
+        self.returning = Returning(self.layer.experts.down(hidden, self.plan.counts), self.plan)
+        return self.returning.rows
+
+    def combine(self, _: Tensor) -> Tensor:
+        """Adds up the results of each token's experts; starts the sum over the ranks that share them."""
+        y = self.returning.combine(self.weights)
+        return leave_parallel(y, self.behind, self.layer.shares, sequence=self.layer.split)
+
+    def receive(self, y: Tensor) -> Tensor:
+        """`[s, b, h]`: what a token's experts, and the shared one, made of it."""
+        y = self.behind.receive(y, self.layer.shares, sequence=self.layer.split).view(self.shape)
+        return y + self.shared[-1].run(self.shared_y) if self.shared else y

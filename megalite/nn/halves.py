@@ -1,7 +1,7 @@
 """Two half-batches of a micro-batch take turns on a rank, so that the messages of one travel while the other computes
 (`--tp-comm-overlap`; Merak, arXiv 2206.04959, Domino, arXiv 2409.15241).
 
-A turn is a sixth of a block, and the halves are one turn apart:
+A turn is a segment of a block (`Block.segments`), and the halves are one turn apart:
 
     second half   norm       qkv       attend proj       norm       fc1       fc2       norm  ...
     first half                    norm              qkv       attend proj       norm       fc1     ...
@@ -10,19 +10,28 @@ A sum that `proj` or `fc2` has started travels while the other half computes one
 gathered while the other computes the next one; without sequence parallelism there is nothing to gather, and it is the
 sum of that norm's gradient that travels there in the backward, which is the mirror image of the forward.
 
+A block with experts has more messages, and the halves are two turns apart:
+
+    second half   dispatch  fc1     -         fc2  combine  norm  qkv      attend  proj route    dispatch ...
+    first half          proj  route  dispatch   fc1   -       fc2  combine   norm   qkv  attend     proj  ...
+
+(`-`: a rest, without a shared expert.) Each message travels while the other half multiplies matrices. Only where
+experts are both dealt out and cut (ep and etp above 1) a block may have a message more than products: one of each half
+waits in the open.
+
 Halves are whole samples, and whatever they add to a gradient they add one after the other: the first half first, since
 autograd runs the node that was made last first and the second half goes ahead in the forward. So a micro-batch computes
-bit for bit what two micro-batches of half its size would. What waits in the open: the first message of a stage (or of
-what is recomputed together), and the last. ZeRO-3 frees a block's weights when the next block begins, so there the
-turns do not mix blocks.
+bit for bit what two micro-batches of half its size would; auxiliary losses of experts are means over halves. What waits
+in the open: the first message of a stage (or of what is recomputed together), and the last. ZeRO-3 frees a block's
+weights when the next block begins, so there the turns do not mix blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, repeat
 from typing import Any
 
 import torch
@@ -36,105 +45,77 @@ from megalite.nn.block import Block
 from megalite.nn.head import Head
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
-from megalite.nn.rope import Rotary
+from megalite.nn.segment import Segment
 from megalite.nn.stack import LayerStack
-from megalite.parallel.tensor import LateMessage, LayerContext, added_at_once, receive, send_early
+from megalite.parallel.tensor import LateMessage, added_at_once
 
 _PER_SAMPLE = ("tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts", "host_tokens")
-
-Turn = Callable[["HalvedBlock", "Half"], Tensor]
 
 
 class Half:
     """One half of a micro-batch on its way through blocks.
 
     x: the residual stream, `[s, b/2, h]` (`[s/t, b/2, h]` under sequence parallelism).
-    y: what the last turn made; a sum in flight behind a row-parallel layer.
-    message: of the layer that y goes into, or comes from.
-    unfinished: the block whose second result, y, is not in x yet.
+    unfinished: the block whose last segment has not been run yet: it shares a turn with what follows.
     """
 
     def __init__(self, x: Tensor, microbatch: Microbatch) -> None:
-        self.x, self.y, self.microbatch = x, x, microbatch
-        self.message = LateMessage()
+        self.microbatch = microbatch
         self.unfinished: HalvedBlock | None = None
-        self._turn: Turn | None = None
+        self._values: tuple[Any, ...] = (x,)
+        self._last: Segment | None = None
+        self._turn: Segment | None = None
+        self._messages: list[LateMessage] = []
 
-    def take(self, block: HalvedBlock, turn: Turn) -> None:
-        """One turn, through the module's call: its hooks gather weights and move activations."""
-        self._turn = turn
-        self.y = block(self, self.microbatch)
+    @property
+    def x(self) -> Tensor:
+        x: Tensor = self._values[0]
+        return x
 
-    def run(self, block: HalvedBlock) -> Tensor:
+    def turns(self, blocks: Sequence[HalvedBlock]) -> Iterator[None]:
+        """Takes one turn after the other, each through the block's call: its hooks gather weights and move
+        activations."""
+        for block in blocks:
+            *segments, last = block.segments(self.microbatch, None, self._message)
+            for self._turn in segments:
+                block(self, self.microbatch)
+                if self._turn is segments[-1]:
+                    self._last, self.unfinished = last, block
+                yield
+
+    def run(self) -> Tensor:
         """What the block's forward does with a half."""
         assert self._turn is not None
-        return self._turn(block, self)
+        self.finish()
+        with ExitStack() as stack:
+            for module in self._turn.owners:
+                stack.enter_context(added_at_once(module))
+            self._values = self._turn.run(*self._values)
+        made: Tensor = self._values[1]
+        return made
 
     def finish(self) -> Tensor:
         """x behind the last block so far."""
-        if self.unfinished is not None:
-            self.x = self.unfinished.after_mlp(self.x, self.unfinished.arrived(self), self.microbatch)
-            self.unfinished = None
+        if self._last is not None:
+            self._values = self._last.run(*self._values)
+            self._last = self.unfinished = None
         return self.x
+
+    def wait(self) -> None:
+        """Returns when nothing of the tensor axis is under way."""
+        for message in self._messages:
+            message.wait()
+
+    def _message(self) -> LateMessage:
+        self._messages.append(LateMessage())
+        return self._messages[-1]
 
 
 class HalvedBlock(Block):
     """A block that also runs turn by turn, for two halves alternately."""
 
-    def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None = None) -> None:
-        super().__init__(config, index, ctx, rotary)
-        assert isinstance(self.mlp, MLP), "refused by the configuration's rules"
-        self.dense, self.tp, self.split = self.mlp, ctx.tp, ctx.sequence_split
-
     def forward(self, x: Tensor | Half, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
-        return x.run(self) if isinstance(x, Half) else super().forward(x, microbatch, cache)
-
-    def turns(self) -> list[Turn]:
-        """In the order of a half."""
-        first = HalvedBlock._attention_input, HalvedBlock._qkv, HalvedBlock._attended
-        return [*first, HalvedBlock._mlp_input, HalvedBlock._fc1, HalvedBlock._fc2]
-
-    def arrived(self, half: Half) -> Tensor:
-        """The sum that the last row-parallel layer has started."""
-        return receive(half.y, half.message, self.tp, sequence=self.split)
-
-    def _sent(self, half: Half, normed: Tensor) -> Tensor:
-        half.message = LateMessage()
-        return send_early(normed, half.message, self.tp, sequence=self.split)
-
-    def _attention_input(self, half: Half) -> Tensor:
-        x = half.finish()
-        with added_at_once(self.input_norm):
-            return self._sent(half, self.input_norm(x))
-
-    def _qkv(self, half: Half) -> Tensor:
-        qkv: Tensor = self.attention.qkv(half.y, half.message)
-        return qkv
-
-    def _attended(self, half: Half) -> Tensor:
-        attention = self.attention
-        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-        with ExitStack() as stack:
-            for module in (attention, *norms):
-                stack.enter_context(added_at_once(module))
-            context = attention.attend(half.y, half.microbatch)
-        half.message = LateMessage()
-        y: Tensor = attention.proj(context, half.message)
-        return y
-
-    def _mlp_input(self, half: Half) -> Tensor:
-        with added_at_once(self.mlp_norm):
-            half.x, normed = self.after_attention(half.x, self.arrived(half), half.microbatch)
-        return self._sent(half, normed)
-
-    def _fc1(self, half: Half) -> Tensor:
-        hidden: Tensor = self.dense.fc1(half.y, half.message)
-        return hidden
-
-    def _fc2(self, half: Half) -> Tensor:
-        half.message, half.unfinished = LateMessage(), self
-        y: Tensor = self.dense.fc2(half.y, half.message)
-        return y
+        return x.run() if isinstance(x, Half) else super().forward(x, microbatch, cache)
 
 
 class HalvedStack(LayerStack):
@@ -182,9 +163,12 @@ def split(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
     """(The first half of the samples, the second)."""
     middle = microbatch.shape[0] // 2
 
-    def part(here: slice) -> Microbatch:
+    share = None if microbatch.share is None else microbatch.share / 2
+
+    def part(samples: slice) -> Microbatch:
         values = {name: getattr(microbatch, name) for name in _PER_SAMPLE}
-        return replace(microbatch, **{name: value[here] for name, value in values.items() if value is not None})
+        own = {name: value[samples] for name, value in values.items() if value is not None}
+        return replace(microbatch, share=share, **own)
 
     return part(slice(middle)), part(slice(middle, None))
 
@@ -216,17 +200,16 @@ def _take_turns(
     blocks: Sequence[HalvedBlock], crossing: bool, xs: Sequence[Tensor | None], microbatches: Sequence[Microbatch]
 ) -> tuple[Tensor, ...]:
     halves = [Half(x, microbatch) for x, microbatch in zip(xs, microbatches, strict=True) if x is not None]
-    ahead, behind = halves
+    apart = 1 if all(isinstance(block.mlp, MLP) for block in blocks) else 2
     try:
         for group in [blocks] if crossing else [[block] for block in blocks]:
-            walk = [(block, turn) for block in group for turn in block.turns()]
-            ahead.take(*walk[0])
-            for before, (block, turn) in pairwise(walk):
-                ahead.take(block, turn)
-                behind.take(*before)
-            behind.take(*walk[-1])
+            ahead, behind = (half.turns(group) for half in halves)
+            for _ in range(apart):
+                next(ahead)
+            for _ in chain(ahead, repeat(None, apart)):
+                next(behind)
         return tuple(half.finish() for half in halves)
     finally:  # a recomputation ends as soon as it has made what the backward needs: nothing may stay under way
         with torch.no_grad():
             for half in halves:
-                half.message.wait()
+                half.wait()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import nn
 
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import ACTIVATIONS, GRADIENTS
-from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear
+from megalite.nn.segment import MakeMessage, Segment
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Message, RowParallelLinear
 
 
 def output_std(config: ModelConfig) -> float:
@@ -37,7 +37,14 @@ class MLP(nn.Module):
             activation=ACTIVATIONS[config.activation],
             activation_gradient=GRADIENTS[config.activation],
         )
+        self.tp, self.split = ctx.tp, ctx.sequence_split
 
-    def segments(self, microbatch: Microbatch) -> list[Any]:
-        """Cut at its messages: each takes what the one before returned."""
-        return [self.fc1, self.fc2]
+    def segments(self, microbatch: Microbatch, message: MakeMessage = Message) -> list[Segment]:
+        """Cut behind its messages: `x` in front of the first, and y behind the last."""
+        before, behind, tp, split = message(), message(), self.tp, self.split
+        return [
+            Segment(lambda x: before.send(x, tp, sequence=split)),
+            Segment(lambda x: self.fc1(x, before)),
+            Segment(lambda hidden: self.fc2(hidden, behind)),
+            Segment(lambda y: behind.receive(y, tp, sequence=split)),
+        ]

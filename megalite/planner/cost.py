@@ -222,6 +222,8 @@ class Roofline:
         group = CommGroup(self.hardware, ep, config.parallel.expert_tensor_size)
         rows = expert_rows(config, layer, MEAN_IMBALANCE)
         one = group.all_to_all(rows * (ep - 1) / ep * layer.model.hidden_size * ElementBytes.of(config).compute)
+        if config.parallel.tp_comm_overlap:  # the products of the other half hide both
+            return max(0.0, 2 * one - self.hardware.overlap * sum(products.values()))
         meanwhile = sum(seconds for name, seconds in products.items() if "shared_experts." in name)
         return 2 * one - min(one, self.hardware.overlap * meanwhile)
 

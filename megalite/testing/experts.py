@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import Experts, ModelConfig
-from megalite.microbatch import Microbatch
 from megalite.nn.activation import ACTIVATIONS
 from megalite.nn.experts import MoE
+from megalite.nn.segment import Segment
 
 
 class PlainExperts:
@@ -47,8 +47,8 @@ class PlainExperts:
         self.counts.clear()
 
     def _segments(self, module: MoE, path: str) -> Any:
-        def segments(microbatch: Microbatch) -> list[Any]:
-            return [lambda x: x, lambda x: self._forward(module, f"{path}.router.expert_bias", x)]
+        def segments(*_: Any) -> list[Segment]:
+            return [Segment(lambda x: x), Segment(lambda x: self._forward(module, f"{path}.router.expert_bias", x))]
 
         return segments
 

@@ -17,6 +17,7 @@ class ExpertReport:
     def __init__(self, config: Config, model: Model, mesh: ParallelMesh, device: torch.device) -> None:
         self._given, self._model, self._mesh, self._device = config.model.experts, model, mesh, device
         self._dtype = wide_dtype(config)
+        self._parts = 2 if config.parallel.tp_comm_overlap else 1  # a half notes its own means
         sparse = [index for index, sparse in enumerate(config.model.sparse_layers) if sparse]
         self._rows = {index: row for row, index in enumerate(sparse)}
 
@@ -29,7 +30,7 @@ class ExpertReport:
                 total[self._rows[layer]] += load
         all_reduce_(total, self._mesh.world)
         counts, (balance, z, dropped) = total[:, :number], total[:, number:].unbind(1)
-        batches = len(microbatches) * self._mesh.size("dp")
+        batches = len(microbatches) * self._mesh.size("dp") * self._parts
         return ExpertStats(
             load_balancing_loss=balance.mean() / batches if self._given.balances else None,
             z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,

@@ -64,6 +64,7 @@ CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "tp2 dp2 ep2": (GPT, ("--micro-batch-size", "1", *TP2, *EP2), 4),
     "cp2 ep2": (CAPACITY, ("--micro-batch-size", "1", *CP2, *EP2), 2),
     "tp2 cp2 etp1 ep4": (CAPACITY, ("--micro-batch-size", "2", *TP2SP, *CP2, *ETP1, *EP4), 4),
+    "tp2 dp2 ep2 in halves": (SIGMOID, ("--micro-batch-size", "2", *TP2SP, *EP2, "--tp-comm-overlap"), 4),
     "pp2 zb-h1 recomputed": (
         GPT,
         ("--micro-batch-size", "1", *PP2, "--pipeline-schedule", "zb-h1", "--recompute-granularity", "full"),
@@ -110,14 +111,18 @@ def logged(world: World, argv: list[str]) -> list[str]:
     return console.getvalue().splitlines()
 
 
-def test_log_lines_hold_the_sums_over_all_ranks_and_layers(tmp_path: Path) -> None:
-    argv = [*TINY, *CAPACITY, "--micro-batch-size", "1", "--log-interval", "1"]
+@pytest.mark.parametrize("layout", [
+    ("--micro-batch-size", "2", *TP2SP, *EP2, "--tp-comm-overlap"),
+    pytest.param(("--micro-batch-size", "1", *CP2, *EP2), marks=pytest.mark.full),
+])  # fmt: skip
+def test_log_lines_hold_the_sums_over_all_ranks_and_layers(tmp_path: Path, layout: tuple[str, ...]) -> None:
+    argv = [*TINY, *CAPACITY, "--log-interval", "1"]
     argv[argv.index("--train-iters") + 1] = "1"
     seen: list[tuple[Tensor, Tensor]] = []
     with patch.object(
         testing_experts, "layer_losses", lambda logits, taken, given: seen.append((logits.detach(), taken)) or 0.0
     ):
-        pupil = Pupil(tuple(argv))
+        pupil = Pupil((*argv, "--micro-batch-size", "1"))
         with pupil.data.train_loader(0) as loader:
             pupil.gradients(pupil.weights(), loader.next_batch(8))
     balance = [(taken.mean(0) * logits.softmax(-1).mean(0)).sum() * 4 / 2 for logits, taken in seen]
@@ -130,7 +135,7 @@ def test_log_lines_hold_the_sums_over_all_ranks_and_layers(tmp_path: Path) -> No
         "fullest_expert": max(float(c.max() / c.mean()) for c in counts),
         "dropped_fraction": dropped / (8 * 16 * 2 * 2),
     }
-    lines = run_ranks(logged, 4, [*argv, *CP2, *EP2, "--save", str(tmp_path)])[0]
+    lines = run_ranks(logged, 4, [*argv, *layout, "--save", str(tmp_path)])[0]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (found,) = [record for record in records if "load_balancing_loss" in record]
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
@@ -144,13 +149,13 @@ def test_log_lines_hold_the_sums_over_all_ranks_and_layers(tmp_path: Path) -> No
 
 def expert_gradients_doubled():
     """As many times as there are ranks that share the experts."""
-    right = plan._Combine.backward
+    right = plan._Return.backward
 
     def backward(ctx, dy):
-        rows, weights, _ = right(ctx, dy)
-        return rows * ctx.plan.axis.size, weights, None
+        rows, *rest = right(ctx, dy)
+        return rows * ctx.plan.axis.size, *rest
 
-    return patch.object(plan._Combine, "backward", staticmethod(backward))
+    return patch.object(plan._Return, "backward", staticmethod(backward))
 
 
 def norm_over_the_ranks_of_dense_parameters():
@@ -188,7 +193,7 @@ def capacity_of_local_tokens():
 
 def weights_without_their_gradient_of_other_ranks():
     """What a rank computes a part of is taken for the whole."""
-    return patch.object(experts, "copy_to_axis", lambda x, axis: x)
+    return patch.object(experts, "enter_parallel", lambda x, *_, **__: x)
 
 
 def experts_reduced_over_the_ranks_of_dense_parameters():

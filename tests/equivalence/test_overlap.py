@@ -14,7 +14,9 @@ from equivalence.layouts import TINY, Layout, assert_close, compare, draw, train
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
+from megalite.nn.attention.layer import Attention
 from megalite.nn.halves import HalvedStack
+from megalite.parallel.expert import grouped, plan
 from megalite.parallel.tensor import late_messages
 from megalite.parallel.tensor.late_messages import LateMessage
 from megalite.parallel.tensor.products import PlainProducts
@@ -25,6 +27,11 @@ TP2 = "--tensor-model-parallel-size 2"
 APART = "--untie-embeddings-and-output-weights --clip-grad 0"  # else sums have another order
 FULL = "--recompute-granularity full --recompute-method"
 LLAMA = "--model-type llama --num-query-groups 2 --qk-layernorm"
+EXPERTS = (
+    "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.1"
+)
+SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 16"
+DEALT = "--expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
 
 
 def equals_two_micro_batches(flags: str, world_size: int, model: str = "", steps: int = 2) -> None:
@@ -55,6 +62,10 @@ def test_halves_are_two_micro_batches() -> None:
         ("--context-parallel-size 2 --sequence-parallel", 4, LLAMA),
         ("--sequence-parallel", 2, "--lora rank=3 alpha=5"),
         ("--sequence-parallel", 2, "--reset-position-ids --reset-attention-mask --calculate-per-token-loss"),
+        ("--sequence-parallel", 2, f"{EXPERTS} --hidden-dropout 0.1 --moe-expert-capacity-factor 1.0"),
+        ("", 2, f"{SHARED} --moe-layer-freq 2"),
+        (f"--sequence-parallel {DEALT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4, SHARED),
+        (f"--sequence-parallel {DEALT} {FULL} uniform", 2, f"{EXPERTS} --use-parallel-residual"),
     ],
 )
 def test_halves_are_two_micro_batches_everywhere(flags: str, world_size: int, model: str) -> None:
@@ -102,8 +113,9 @@ class Watched:
 
 def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
     """Of the messages of blocks in one step, forward and backward: how many there were, and during how many this rank
-    multiplied matrices between starting and awaiting them."""
+    multiplied matrices between starting and awaiting them. (With experts, attention's own products count.)"""
     leave, gather, forward = LateMessage.leave, late_messages.all_gather_into, HalvedStack.forward
+    grouped_products, send_rows, attend = grouped._products, plan.start_all_to_all_rows, Attention.attend
 
     def counting(right):
         def multiplied(*args):
@@ -118,7 +130,20 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
         Watched.phase = "backward"
         return out
 
+    def rows_sent(*args):
+        rows, handle = send_rows(*args)
+        return rows, Watched(handle)
+
+    def attended(*args):
+        y = counting(attend)(*args)
+        y.register_hook(counting(lambda gradient: None))
+        return y
+
     with ExitStack() as stack:
+        if "--num-experts" in argv:
+            stack.enter_context(patch.object(Attention, "attend", attended))
+            stack.enter_context(patch.object(grouped, "_products", counting(grouped_products)))
+            stack.enter_context(patch.object(plan, "start_all_to_all_rows", rows_sent))
         for name in ("forward", "input_gradient", "weight_gradient", "add_weight_gradient"):
             stack.enter_context(patch.object(PlainProducts, name, counting(getattr(PlainProducts, name))))
         stack.enter_context(patch.object(LateMessage, "leave", lambda self, handle: leave(self, Watched(handle))))
@@ -137,6 +162,11 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
         ("", [12, 11], [12, 11]),
         # with as many gathers, of which the first has nothing beside it
         ("--sequence-parallel", [24, 22], [24, 22]),
+        # experts on both ranks: as many
+        (f"--sequence-parallel {EXPERTS}", [24, 22], [24, 22]),
+        # rows travel to experts and back
+        (f"--sequence-parallel {DEALT} {EXPERTS}", [24, 22], [24, 22]),
+        (f"--sequence-parallel {DEALT} {SHARED}", [36, 34], [36, 34]),
     ],
 )
 def test_messages_travel_while_the_other_half_computes(flags: str, forward: list[int], backward: list[int]) -> None:
@@ -153,7 +183,6 @@ def test_messages_travel_while_the_other_half_computes(flags: str, forward: list
     [
         ("--micro-batch-size 2", "--tp-comm-overlap: --tensor-model-parallel-size=1 sends no messages"),
         (f"{TP2} --micro-batch-size 1", "--micro-batch-size=1 has no two halves of whole samples; use 2"),
-        (f"{TP2} --micro-batch-size 2 --num-experts 4", "--tp-comm-overlap: not with --num-experts=4; drop it"),
         (
             f"{TP2} --micro-batch-size 2 --fp8 format=hybrid recipe=delayed --bf16",
             "--tp-comm-overlap: not with --fp8 recipe=delayed",

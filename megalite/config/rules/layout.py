@@ -78,8 +78,6 @@ def overlap(config: Config, world_size: int) -> Iterator[str]:
         yield f"{flag}: {TP}=1 sends no messages; drop it, or use {TP}=2 or more"
     if size % 2:
         yield f"{flag}: `micro_batch_size`={size} has no two halves of whole samples; use {size + 1}, or drop it"
-    if config.model.experts.num_experts is not None:
-        yield f"{flag}: not with `num_experts`={config.model.experts.num_experts}; drop it"
     if config.training.float8.fp8_recipe == "delayed" and config.training.float8.fp8_format is not None:
         yield f"{flag}: not with `fp8_recipe`=delayed, whose scales follow whole micro-batches; use tensorwise"
 

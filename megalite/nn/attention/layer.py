@@ -20,6 +20,7 @@ from megalite.nn.head_norm import head_norm
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.rope import Rotary, rotate
+from megalite.nn.segment import MakeMessage, Segment
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, new_parameter, product_dtype
 
 
@@ -29,7 +30,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
         h, d, g = config.hidden_size, config.head_dim, config.query_groups
-        self.cp = ctx.cp
+        self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
         self.d, self.r, self.rotary = d, config.num_attention_heads // g, rotary
         self.qkv = ColumnParallelLinear(
             h,
@@ -59,6 +60,18 @@ class Attention(nn.Module):
             first_head=ctx.tp.rank * heads,
             softcap=config.attn_logit_softcapping,
         )
+
+    def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
+        """Cut behind its messages, and in front of the last product."""
+        before, behind, tp, split = message(), message(), self.tp, self.split
+        head_norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        return [
+            Segment(lambda x: before.send(x, tp, sequence=split)),
+            Segment(lambda x: self.qkv(x, before)),
+            Segment(lambda qkv: self.attend(qkv, microbatch, cache), (self, *head_norms)),
+            Segment(lambda context: self.proj(context, behind)),
+            Segment(lambda y: behind.receive(y, tp, sequence=split)),
+        ]
 
     def sinks(self, qkv: Tensor) -> Tensor | None:
         """Attention sinks: a further logit per head, `[h_q / d / t]`, which joins the softmax and has no value."""

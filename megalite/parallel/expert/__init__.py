@@ -12,8 +12,7 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     plan.py         the plan of a micro-batch, the way there and the way back
     grouped.py      products of the experts of a rank
 
-Public names: `Plan`, `plan_dispatch`, `Dispatched`, `combine`, `GroupedProduct`,
-`ElementwiseFunction`.
+Public names: `plan_dispatch`, `Dispatched`, `Returning`, `GroupedProduct`, `ElementwiseFunction`.
 
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
 distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/test_expert_layers.py`,
@@ -21,4 +20,4 @@ distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/
 """
 
 from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
-from megalite.parallel.expert.plan import Dispatched, Plan, combine, plan_dispatch
+from megalite.parallel.expert.plan import Dispatched, Returning, plan_dispatch

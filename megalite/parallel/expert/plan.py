@@ -26,12 +26,15 @@ from megalite.gradient import WIDENED_ELEMENTS
 
 @dataclass(frozen=True)
 class Plan:
-    """One micro-batch's way in one layer.
+    """Dispatch plan of one layer and micro-batch.
 
-    tokens, choices: n and k. order: int64 `[m]`, which of the n * k choices each row is that leaves here. owners: int64
-    `[m]`, whose choice. places: int64 `[n, k]`, which row each choice is; None: some were dropped.
-    traffic[i][j]: rows from rank i of the axis to rank j. arrangement: int64, which received row comes first, second
-    ...; None: as they are. counts: rows of each expert that is here.
+    tokens, choices: n and k.
+    order: int64 `[m]`, which of the n * k choices each row is that leaves this rank.
+    owners: int64 `[m]`, the token of each row.
+    places: int64 `[n, k]`, the row of each choice; None: some were dropped.
+    traffic[i][j]: rows from rank i of the axis to rank j.
+    arrangement: int64, which received row comes first, second ...; None: they stay in their order.
+    counts: rows of each of this rank's experts.
     """
 
     tokens: int
@@ -61,8 +64,8 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
     arriving = everyone[:, axis.rank]
     arrangement = None
     if axis.size > 1:
-        here = torch.arange(arriving.numel(), device=flat.device) % arriving.shape[1]
-        arrangement = here.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        local = torch.arange(arriving.numel(), device=flat.device) % arriving.shape[1]
+        arrangement = local.repeat_interleave(arriving.flatten()).argsort(stable=True)
     traffic, table = everyone.sum(2).tolist(), arriving.tolist()
     return Plan(
         tokens=experts.shape[0],
@@ -81,24 +84,35 @@ class Dispatched:
     """Tokens `[n, h]` on their way; other work may be done until they are waited for, and in backward until theirs are.
 
     Backward runs what came later in forward first: what is computed in between hides both messages.
+    rows: stands for them in autograd's graph until they are waited for.
     """
 
     def __init__(self, x: Tensor, plan: Plan) -> None:
-        self._plan, self._trip = plan, _Trip()
-        self._rows = _Depart.apply(x, plan, self._trip)
+        self._plan, self._flight = plan, _InFlight()
+        self.rows = _Depart.apply(x, plan, self._flight)
 
     def wait(self) -> Tensor:
-        """Rows of the experts that are here, one expert after the other, `[sum(counts), h]`."""
-        return self._rows if self._plan.axis.size == 1 else _Arrive.apply(self._rows, self._plan, self._trip)
+        """Rows of this rank's experts, one expert after the other, `[sum(counts), h]`."""
+        return self.rows if self._plan.axis.size == 1 else _Arrive.apply(self.rows, self._plan, self._flight)
 
 
-def combine(y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """The experts' results, in the order in which they came, times `weights` `[n, k]`, added up: `[n, h]`."""
-    return _Combine.apply(y, weights, plan)
+class Returning:
+    """The experts' results `[sum(counts), h]`, in the order in which they came, on their way back to their tokens.
+
+    rows: stands for them in autograd's graph until they are combined.
+    """
+
+    def __init__(self, y: Tensor, plan: Plan) -> None:
+        self._plan, self._flight = plan, _InFlight()
+        self.rows = y if plan.axis.size == 1 else _Return.apply(y, plan, self._flight)
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """The sum of each token's results times its `weights` `[n, k]`: `[n, h]`."""
+        return _Combine.apply(self.rows, weights, self._plan, self._flight)
 
 
-class _Trip:
-    """What is to be waited for, and where it arrives: the rows in forward, their gradients in backward."""
+class _InFlight:
+    """Messages in flight, of the forward and of the backward, and the rows that arrive with them."""
 
     rows: Tensor
     forward: Handle = Done()
@@ -109,16 +123,18 @@ class _Depart(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, trip: _Trip) -> Tensor:
-        ctx.plan, ctx.trip = plan, trip
+    def forward(ctx: Any, x: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
+        ctx.plan, ctx.flight = plan, flight
         rows = x.index_select(0, plan.owners)
-        trip.rows, trip.forward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
-        return rows  # as many as their gradients, which _Arrive returns
+        flight.rows, flight.forward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
+        if plan.axis.size == 1:
+            return rows
+        return rows.new_empty(()).expand_as(rows)  # the shape of their gradients, which _Arrive returns
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.trip.backward.wait()
+        ctx.flight.backward.wait()
         return _sums(dy, None, ctx.plan), None, None
 
 
@@ -126,18 +142,37 @@ class _Arrive(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Plan, trip: _Trip) -> Tensor:
-        ctx.plan, ctx.trip = plan, trip
-        trip.forward.wait()
-        rows = _arranged(trip.rows, plan)
-        del trip.rows
+    def forward(ctx: Any, rows: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
+        ctx.plan, ctx.flight = plan, flight
+        flight.forward.wait()
+        rows = _arranged(flight.rows, plan)
+        del flight.rows
         return rows
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         plan: Plan = ctx.plan
-        rows, ctx.trip.backward = start_all_to_all_rows(_as_received(dy, plan), plan.traffic_back, plan.axis)
+        rows, ctx.flight.backward = start_all_to_all_rows(_as_received(dy, plan), plan.traffic_back, plan.axis)
+        return rows, None, None
+
+
+class _Return(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
+        ctx.plan, ctx.flight = plan, flight
+        rows, flight.forward = start_all_to_all_rows(_as_received(y, plan), plan.traffic_back, plan.axis)
+        return rows.detach()  # else autograd would see them change when they arrive
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        flight: _InFlight = ctx.flight
+        flight.backward.wait()
+        rows = _arranged(flight.rows, ctx.plan)
+        del flight.rows
         return rows, None, None
 
 
@@ -145,36 +180,24 @@ class _Combine(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-        results = _back(y, plan)
-        ctx.plan = plan
+    def forward(ctx: Any, results: Tensor, weights: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
+        ctx.plan, ctx.flight = plan, flight
+        flight.forward.wait()
         ctx.save_for_backward(results, weights)
-        return _sums(results, weights.to(y.dtype), plan)
+        return _sums(results, weights.to(results.dtype), plan)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         results, weights = ctx.saved_tensors
         plan: Plan = ctx.plan
         rows = dy.index_select(0, plan.owners)
         dweights = torch.zeros_like(weights)
         dweights.view(-1)[plan.order] = _row_products(results, rows, weights.dtype)
         rows *= weights.to(dy.dtype).flatten()[plan.order, None]
-        return _there(rows, plan), dweights, None
-
-
-def _there(rows: Tensor, plan: Plan) -> Tensor:
-    """Rows in the order of this rank's choices -> rows in the order of the experts that are here."""
-    rows, handle = start_all_to_all_rows(rows, plan.traffic, plan.axis)
-    handle.wait()
-    return _arranged(rows, plan)
-
-
-def _back(rows: Tensor, plan: Plan) -> Tensor:
-    """The inverse."""
-    rows, handle = start_all_to_all_rows(_as_received(rows, plan), plan.traffic_back, plan.axis)
-    handle.wait()
-    return rows
+        if plan.axis.size > 1:
+            ctx.flight.rows, ctx.flight.backward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
+        return rows, dweights, None, None  # as many as the results that _Return has made
 
 
 def _arranged(rows: Tensor, plan: Plan) -> Tensor:

@@ -10,8 +10,8 @@ Papers: Megatron-LM, Shoeybi et al., arXiv 1909.08053 (columns, rows, vocabulary
 
 Public names: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, `vocab_parameter`,
 `fused_cross_entropy`, `token_losses`, `VocabShard`, `LossKernels`, `LayerContext`, `new_parameter`, `check_float8`,
-`add_adapters`, `delayed_products`, `ScaleTable`; of messages that travel behind other work `LateMessage`, `send_early`,
-`receive`, `added_at_once`.
+`add_adapters`, `delayed_products`, `ScaleTable`; of messages `Message`, `enter_parallel`, `leave_parallel`, and where
+they travel behind other work `LateMessage`, `added_at_once`.
 
 Invariant: for every t the layers compute what t = 1 computes, forward and backward, up to the order of additions;
 with t = 1 no process group is touched. Proof: `tests/distributed/parallel/tensor/` (fp64, 1e-12, losses and
@@ -24,7 +24,13 @@ from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entro
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
 from megalite.parallel.tensor.float8 import check_float8
-from megalite.parallel.tensor.late_messages import LateMessage, added_at_once, receive, send_early
+from megalite.parallel.tensor.late_messages import (
+    LateMessage,
+    Message,
+    added_at_once,
+    enter_parallel,
+    leave_parallel,
+)
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, weight_gradients
 from megalite.parallel.tensor.loss_kernels import LossKernels
 from megalite.parallel.tensor.products import PlainProducts, product_dtype

@@ -5,10 +5,12 @@ started in one node of autograd's graph and waited for in another, so that the c
 micro-batch in between, in the forward and in the backward (Domino, arXiv 2409.15241; Merak, arXiv 2206.04959):
 
     node         forward                                         backward
-    send_early   starts the gather (sequence parallelism)        waits for the sum of dx
+    send         starts the gather (sequence parallelism)        waits for the sum of dx
     column       waits for the gather; product                   product; starts the sum of dx; dW
     row          product; starts the sum                         waits for the gather of dy; product; dW
     receive      waits for the sum                               starts the gather of dy (sequence parallelism)
+
+`enter_parallel` and `leave_parallel` do what a column and a row do, without a product: experts lie between them.
 
 Autograd runs the node that was made last first, so a backward is the mirror image of its forward.
 """
@@ -19,16 +21,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, Handle, all_gather, all_gather_into
+from megalite.comm import Axis, Done, Handle, all_gather, all_gather_into, all_reduce_, reduce_scatter_into
 from megalite.gradient import sink_of
 
 
 class Message:
-    """What a linear layer sends over its axis, at once."""
+    """What a linear layer sends over its axis, at once.
+
+    sequence: whether activations outside the layer are parts of the sequence (sequence parallelism).
+    """
+
+    def send(self, x: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
+        """x, in front of the column-parallel layer that gets the same message."""
+        return x
+
+    def receive(self, y: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
+        """The complete y of the row-parallel layer that got the same message."""
+        return y
 
     def gathered(self, x: Tensor, axis: Axis) -> Tensor:
         """The ranks' x one after the other along dim 0."""
@@ -45,6 +59,12 @@ class LateMessage(Message):
     def __init__(self) -> None:
         self._handle: Handle = Done()
         self._whole: Tensor | None = None
+
+    def send(self, x: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
+        return x if axis.size == 1 else _Send.apply(x, self, axis, sequence)
+
+    def receive(self, y: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
+        return y if axis.size == 1 else _Receive.apply(y, self, axis, sequence)
 
     def start_gather(self, x: Tensor, axis: Axis) -> None:
         """Starts to gather x, for `gathered`."""
@@ -66,7 +86,27 @@ class LateMessage(Message):
         self._handle = Done()
 
 
-class _SendEarly(Function):
+def enter_parallel(x: Tensor, message: Message, axis: Axis, *, sequence: bool) -> Tensor:
+    """What the ranks of an axis compute parts of: x, or under sequence parallelism the ranks' x along dim 0. The
+    gradient is the sum of the ranks' gradients, or this rank's part of it."""
+    return x if axis.size == 1 else _Enter.apply(x, message, axis, sequence)
+
+
+def leave_parallel(y: Tensor, message: Message, axis: Axis, *, sequence: bool) -> Tensor:
+    """The conjugate: the sum of the ranks' y, or this rank's part of it along dim 0, valid behind `message.receive`."""
+    return y if axis.size == 1 else _Leave.apply(y, message, axis, sequence)
+
+
+def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, Handle]:
+    """The sum over the axis, valid once the handle has been waited for: whole and in place, or this rank's part along
+    dim 0 if `sequence`."""
+    if not sequence:
+        return partial, all_reduce_(partial, axis, async_op=True)
+    part = partial.new_empty((len(partial) // axis.size, *partial.shape[1:]))
+    return part, reduce_scatter_into(part, partial, axis, async_op=True)
+
+
+class _Send(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
@@ -100,14 +140,38 @@ class _Receive(Function):
         return dy, None, None, None
 
 
-def send_early(x: Tensor, message: LateMessage, axis: Axis, *, sequence: bool) -> Tensor:
-    """x, in front of the column-parallel layer that gets the same message."""
-    return _SendEarly.apply(x, message, axis, sequence)
+class _Enter(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, message: Message, axis: Axis, sequence: bool) -> Tensor:
+        ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
+        return message.gathered(x, axis) if sequence else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        own = dy if ctx.sequence else dy.clone(memory_format=torch.contiguous_format)  # the sum is made in place
+        dx, summing = start_sum(own, ctx.axis, sequence=ctx.sequence)
+        ctx.message.leave(summing)
+        return dx, None, None, None
 
 
-def receive(y: Tensor, message: LateMessage, axis: Axis, *, sequence: bool) -> Tensor:
-    """The complete y of the row-parallel layer that got the same message."""
-    return _Receive.apply(y, message, axis, sequence)
+class _Leave(Function):
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, message: Message, axis: Axis, sequence: bool) -> Tensor:
+        ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
+        own = y if sequence else y.clone(memory_format=torch.contiguous_format)
+        y, summing = start_sum(own, axis, sequence=sequence)
+        message.leave(summing)
+        return y.detach()  # else autograd would see it change when the sum arrives
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.message.gathered(dy, ctx.axis) if ctx.sequence else dy, None, None, None
 
 
 class _IntoSink(Function):

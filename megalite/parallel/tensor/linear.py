@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, Handle, all_gather_into, all_reduce_, reduce_scatter_into
+from megalite.comm import Axis, Done, Handle, all_gather_into
 from megalite.gradient import GradSink, sink_of, sum_widened
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter
-from megalite.parallel.tensor.late_messages import Message
+from megalite.parallel.tensor.late_messages import Message, start_sum
 from megalite.parallel.tensor.products import Products
 
 Activation = Callable[[Tensor], Tensor]
@@ -217,15 +217,6 @@ def _remember(ctx: Any, weight: Tensor, bias: Tensor | None, layer: Linear, mess
     """What both backwards need besides tensors."""
     ctx.layer, ctx.message, ctx.sequence = layer, message, layer.sequence_parallel and layer.tp.size > 1
     ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
-
-
-def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, Handle]:
-    """The sum over the axis, valid once the handle has been waited for: whole, or this rank's part along dim 0 if
-    `sequence`."""
-    if not sequence:
-        return partial, all_reduce_(partial, axis, async_op=True)
-    part = partial.new_empty((len(partial) // axis.size, *partial.shape[1:]))
-    return part, reduce_scatter_into(part, partial, axis, async_op=True)
 
 
 def weight_gradients(

@@ -40,7 +40,7 @@ def run(fields: dict[str, Any], *, in_turns: bool) -> list[Tensor]:
     for block in blocks:
         if in_turns:
             for turn in zip(*(block.segments(batch) for batch in batches), strict=True):
-                outputs = [segment(*state) for segment, state in zip(turn, outputs, strict=True)]
+                outputs = [segment.run(*state) for segment, state in zip(turn, outputs, strict=True)]
         else:
             outputs = [(block(*state, batch),) for state, batch in zip(outputs, batches, strict=True)]
     for (y,) in outputs:

@@ -16,7 +16,7 @@ from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.experts import MoE
-from megalite.parallel.expert import Dispatched, combine, plan, plan_dispatch
+from megalite.parallel.expert import Dispatched, Returning, plan, plan_dispatch
 from megalite.parallel.tensor import LayerContext
 from megalite.testing import run_ranks, run_single
 
@@ -46,7 +46,7 @@ def there_and_back(world: World, kind: str, through_memory: bool = False) -> tup
     rows = Dispatched(x, way).wait()
     first = mesh["ep"].rank * (EXPERTS // mesh["ep"].size)
     factors = torch.arange(first + 1, first + 1 + len(way.counts)).repeat_interleave(torch.tensor(way.counts))
-    y = combine(rows * factors[:, None], weights, way)
+    y = Returning(rows * factors[:, None], way).combine(weights)
     y.square().sum().backward()
     assert x.grad is not None and weights.grad is not None
     return [y.detach(), x.grad, weights.grad], list(way.counts)
@@ -117,15 +117,14 @@ def sparse_layer(world: World, hides: bool) -> tuple[list[str], list[Tensor]]:
         linear.register_forward_hook(lambda *_: seen.append("shared"))
         linear.weight.register_hook(lambda _: seen.append("shared"))
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    values: Any = (x,)
+    y = x
     how = patch.object(Dispatched, "__init__", begin if hides else waits_at_once)
     with patch.object(plan, "start_all_to_all_rows", started), how:
         for segment in layer.segments(Microbatch(ids, ids, ids, torch.ones(2, 8), ids[:, 0])):
-            values = segment(*values)
-            values = values if isinstance(values, tuple) else (values,)
+            y = segment.run(y)
         seen.append("backward")
-        values[0].square().sum().backward()
-    return seen, [values[0].detach(), *(t.grad for t in (x, *layer.parameters()) if t.grad is not None)]
+        y.square().sum().backward()
+    return seen, [y.detach(), *(t.grad for t in (x, *layer.parameters()) if t.grad is not None)]
 
 
 def test_the_shared_expert_is_computed_while_tokens_travel() -> None:
