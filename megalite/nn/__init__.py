@@ -13,7 +13,7 @@ only embedding and head transpose.
     attention/             the layer, which kernel computes it, and the kernels
     rope.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
-    halves.py              a stage in which two half-batches take turns
+    segment.py, halves.py  pieces of a block between messages; a stage in which two half-batches take turns at them
     kv_cache.py            keys and values of generation
 
 A layer gets everything about the run from its `LayerContext` (`parallel.tensor`), calls collectives only through it,
