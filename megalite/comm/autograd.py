@@ -4,7 +4,6 @@
     all-reduce          identity            reduce_from_axis (g)      Megatron-LM, arXiv 1909.08053
     identity            all-reduce          copy_to_axis (f)
     reduce-scatter      all-gather dim 0    scatter_sum_sequence      sequence parallelism, arXiv 2205.05198
-    all-gather dim 0    reduce-scatter      gather_sequence
 
 Activations are sequence first (`[s, b, h]`), so all work on dim 0 and need no copy. Over an axis of size 1 they are
 the identity. The linear layers call their own collectives in their backward (`parallel.tensor.linear`), so that
@@ -61,19 +60,6 @@ class _CopyToAxis(Function):
         return collectives.all_reduce(dy, ctx.axis), None
 
 
-class _GatherSequence(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return collectives.reduce_scatter(dy, ctx.axis), None
-
-
 def own_slice(x: Tensor, axis: Axis) -> Tensor:
     """This rank's `1 / size` of dim 0 (a view)."""
     part = x.shape[0] // axis.size
@@ -93,8 +79,3 @@ def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's f: x as it is, before products of which each rank computes a part."""
     return x if axis.size == 1 else _CopyToAxis.apply(x, axis)
-
-
-def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """`[s/t, ...]` -> `[s, ...]`, before products of which each rank computes a part."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
