@@ -28,8 +28,8 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("which rectangle of its tensor a parameter is, and in which flat buffer it lies", "megalite/inventory",
      "parameter_placement families buckets"),
     ("the model, as in a textbook", "megalite/nn",
-     "naming init embedding segment block attention/layer attention/core attention/choose "
-     "attention/fused rope mlp activation norm head stack"),
+     "init embedding segment block attention/layer attention/core attention/choose "
+     "rope mlp activation norm head stack"),
     ("", "megalite/models", "families"),
     ("the layers that are cut over ranks", "megalite/parallel/tensor",
      "context products linear embedding cross_entropy"),

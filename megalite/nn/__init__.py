@@ -7,8 +7,8 @@ heads (groups), r = a/g, d channels of a head, f MLP width, V vocabulary, P posi
 layers. Activations are `[s, b, h]` (`[s/t, b, h]` under sequence parallelism); tokens, labels and masks are `[b, s]`;
 only embedding and head transpose.
 
-    naming.py, init.py     logical names; initial values from (seed, name)
-    embedding.py, block.py (attention/layer.py, head_norm.py, mlp.py, norm.py), head.py       the layers
+    init.py                logical names; initial values from (seed, name)
+    embedding.py, block.py (attention/layer.py, mlp.py, norm.py), head.py       the layers
     experts.py, router.py       the MLP of a block with experts
     attention/             the layer, which kernel computes it, and the kernels
     rope.py, activation.py, dropout.py       what these are made of

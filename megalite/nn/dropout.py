@@ -69,7 +69,7 @@ class HiddenDropout:
         """places: int64, positions in the sample of the tokens of which x is a piece; None: 0, 1, 2 ..."""
         if self.p == 0.0 or not training:
             return x
-        here = slice(self.part * x.shape[0], (self.part + 1) * x.shape[0])
-        places = torch.arange(here.stop, device=x.device) if places is None else places
-        keys = token_keys(self.key, sample_ids, places[here])
+        own = slice(self.part * x.shape[0], (self.part + 1) * x.shape[0])
+        places = torch.arange(own.stop, device=x.device) if places is None else places
+        keys = token_keys(self.key, sample_ids, places[own])
         return keyed_dropout(x, self.p, keys, torch.arange(x.shape[-1], device=x.device))

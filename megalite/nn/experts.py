@@ -52,7 +52,7 @@ class Activation:
 
 
 class StackedLinear(nn.Module):
-    """One linear layer of each expert that is here: `[E, ..., out, in]`, and biases `[E, ..., out]`.
+    """One linear layer of each of this rank's experts: `[E, ..., out, in]`, and biases `[E, ..., out]`.
 
     cut: the dimension of the weight that `etp` cuts, its outputs or its inputs; a bias of outputs that are not cut is
     added by the first rank.
@@ -64,7 +64,8 @@ class StackedLinear(nn.Module):
         parts = {0: axes.ep, cut: axes.etp}
         local = tuple(n // parts[d].size if d in parts else n for d, n in enumerate(shape))
         offset = tuple(parts[d].rank * local[d] if d in parts else 0 for d in range(len(shape)))
-        sharded, rows = axes.ep.names | axes.etp.names, cut < len(shape) - 1
+        sharded = axes.ep.names | axes.etp.names
+        rows = cut < len(shape) - 1
         place = ParameterPlacement(shape, offset, sharded, init_std=init_std, family="expert")
         self.weight = new_parameter(local, place, ctx)
         self.bias: nn.Parameter | None = None
@@ -82,7 +83,8 @@ class StackedExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        number, h, f = config.experts.num_experts or 1, config.hidden_size, config.expert_ffn_size
+        number = config.experts.num_experts or 1
+        h, f = config.hidden_size, config.expert_ffn_size
         bias = config.add_bias_linear
         up = (2, f) if config.gated else (f,)
         std = config.init_method_std

@@ -84,7 +84,7 @@ class Half:
                 yield
 
     def run(self) -> Tensor:
-        """What the block's forward does with a half."""
+        """Runs the segment whose turn it is: the forward of a block that is called with a half."""
         assert self._turn is not None
         self.finish()
         with ExitStack() as stack:
@@ -139,7 +139,7 @@ class HalvedStack(LayerStack):
             parameter.sink_uses = 2 * getattr(parameter, "sink_uses", 1)  # type: ignore[attr-defined]  # ours
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
-        """As `LayerStack.forward`."""
+        """Runs all layers, half by half; see `LayerStack.forward`."""
         samples = microbatch.shape[0]
         if samples % 2:
             assert not torch.is_grad_enabled(), "a micro-batch to train on has an even number of samples"

@@ -84,7 +84,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def local_logits(self, x: Tensor) -> Tensor:
-        """The same of this rank's part of the padded vocabulary, `[s, b, V_padded/t]`, from id rank * V_padded/t on."""
+        """Logits of this rank's part of the padded vocabulary, `[s, b, V_padded/t]`, from id rank * V_padded/t on."""
         weight = self.output.weight
         x = self._normalised(x)
         dtype = product_dtype(x.dtype, x.device.type)

@@ -1,4 +1,5 @@
-"""Initial values as a function of (seed, logical name) alone, so that every layout starts from the same weights.
+"""Logical names of parameters, and their initial values: a function of (seed, name) alone, so that every layout starts
+from the same weights.
 
 The normal deviates of a logical tensor are drawn in blocks of whole rows, each block by a CPU generator of its own in
 fp32; a rank draws only the blocks that its rectangle touches, cuts its part out and casts it.
@@ -9,20 +10,31 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from megalite.inventory import placement_of
-from megalite.nn.naming import named_logical_parameters
 
 # Elements of a block, approximately. It is part of the definition of the values, so it can never change.
 BLOCK_ELEMENTS = 1 << 20
 
 
-def initialize(module: nn.Module, *, prefix: str = "", seed: int) -> None:
+def named_logical_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields (logical name, parameter) of every parameter once, in the order of definition.
+
+    The name is `prefix` + the path inside the module, or the parameter's own `logical_name` where it has one (the
+    word embedding, and the copy of it that a tied head on another stage holds).
+    """
+    for path, parameter in module.named_parameters():
+        own = getattr(parameter, "logical_name", None)
+        yield own if own is not None else (f"{prefix}.{path}" if prefix else path), parameter
+
+
+def initialize(module: nn.Module, *, seed: int) -> None:
     """Fills all parameters in place."""
-    for name, parameter in named_logical_parameters(module, prefix):
+    for name, parameter in named_logical_parameters(module):
         fill(name, parameter, seed=seed)
 
 

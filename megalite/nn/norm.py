@@ -1,10 +1,15 @@
-"""LayerNorm and RMSNorm (arXiv 1607.06450, 1910.07467); statistics in fp32 or wider, as the library computes them."""
+"""LayerNorm and RMSNorm (arXiv 1607.06450, 1910.07467); statistics in fp32 or wider, as the library computes them.
+
+Queries and keys are normalised head by head (Qwen3), or over all heads of a token (OLMoE, arXiv 2409.02060).
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.comm import copy_to_axis, reduce_from_axis
 from megalite.config import ModelConfig
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor import LayerContext, new_parameter
@@ -36,3 +41,33 @@ class Norm(nn.Module):
         if bias is None:
             return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.epsilon).to(weight.dtype)
         return F.layer_norm(x, (self.size,), weight.to(x.dtype), bias.to(x.dtype), self.epsilon).to(weight.dtype)
+
+
+def head_norm(width: int, config: ModelConfig, ctx: LayerContext) -> nn.Module:
+    """Makes the norm of queries or keys, which are `width` wide in all heads together."""
+    if config.qk_layernorm_across_heads:
+        return AcrossHeadsNorm(width, config, ctx)
+    return Norm(config.head_dim, config, ctx, split_input=ctx.tp.size > 1)
+
+
+class AcrossHeadsNorm(nn.Module):
+    """RMSNorm over all heads of a token together, `[s, b, heads / t, ..., d]` -> the same.
+
+    size: of all heads. A tensor-parallel rank has the weights of its heads; the sum of squares is the ranks' together.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        self.size, self.epsilon, self.tp = size, config.norm_epsilon, ctx.tp
+        local = size // ctx.tp.size
+        place = ParameterPlacement((size,), (ctx.tp.rank * local,), ctx.tp.names, decay=False, init_value=1.0)
+        self.weight = new_parameter((local,), place, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2)
+        if self.tp.size == 1:
+            return F.rms_norm(y, (self.size,), self.weight, self.epsilon).view(x.shape)
+        wide = y if y.dtype == torch.float64 else y.float()
+        squares = reduce_from_axis(wide.square().sum(-1, keepdim=True), self.tp)
+        scale = torch.rsqrt(copy_to_axis(squares, self.tp) / self.size + self.epsilon)
+        return ((wide * scale).to(y.dtype) * self.weight).view(x.shape)

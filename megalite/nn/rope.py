@@ -45,7 +45,7 @@ class Rotary:
         return self._rotation
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """As `__call__`, always anew. Angles are fp32 (fp64 where `dtype` is): bf16 could not tell far positions
+        """Computes the rotation. Angles are fp32 (fp64 where `dtype` is): bf16 could not tell far positions
         apart.
         """
         exact = torch.promote_types(dtype, torch.float32)

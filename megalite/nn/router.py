@@ -1,4 +1,4 @@
-"""Which experts a token takes, with what weights, and the losses that keep experts evenly loaded.
+"""Routers: they choose the experts of each token and their weights, and give the losses that balance their load.
 
     logits = x W^T, [s, b, E], in fp32 or wider
     softmax             weights: softmax over the k largest logits; `pre_softmax`: the k largest of the softmax over all
@@ -38,7 +38,10 @@ from megalite.parallel.tensor import LayerContext, new_parameter
 
 
 class Routing(NamedTuple):
-    """Of the tokens that are here, `[s, b, k]` each. experts: int64. weights: fp32 or wider. kept: bool, None: all."""
+    """Choices of this rank's tokens, `[s, b, k]` each.
+
+    experts: int64. weights: fp32 or wider. kept: bool; None: all.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -72,7 +75,8 @@ class Router(nn.Module):
         with torch.no_grad():
             experts = choose(ranking if self.expert_bias is None else ranking + self.expert_bias, given)
         weights = weights_of(logits, probabilities, experts, given)
-        kept, factor = None, given.moe_expert_capacity_factor
+        kept = None
+        factor = given.moe_expert_capacity_factor
         if factor is not None and self.training:
             length = x.shape[0] * math.prod(axis.size for axis in self.parts)
             kept = self.first_in_line(experts, math.ceil(factor * k * length / self.num_experts), microbatch)
@@ -86,7 +90,8 @@ class Router(nn.Module):
 
     def losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the load-balancing loss and of the z-loss; zeros where there is none."""
-        given, nothing = self.given, logits.new_zeros(())
+        given = self.given
+        nothing = logits.new_zeros(())
         length, samples = logits.shape[0] * math.prod(axis.size for axis in self.parts), logits.shape[1]
         z = nothing
         if given.moe_z_loss_coeff > 0:
@@ -141,7 +146,7 @@ class NamedBias(NamedTuple):
 
 
 def expert_biases(module: nn.Module) -> list[NamedBias]:
-    """Those of a model's routers, in the order of the layers."""
+    """Collects the biases of a model's routers, in the order of the layers."""
     routers = ((path, router) for path, router in module.named_modules() if isinstance(router, Router))
     return [
         NamedBias(f"{path}.expert_bias", router.index, router.expert_bias)
@@ -172,7 +177,8 @@ def choose(ranking: Tensor, given: Experts) -> Tensor:
 
 def largest(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest of the last dimension, largest first, of equal ones the first: `[..., k]`."""
-    rest, found = x.detach().clone(), []
+    rest = x.detach().clone()
+    found = []
     for _ in range(k):
         found.append(rest.argmax(-1, keepdim=True))
         rest.scatter_(-1, found[-1], -math.inf)
@@ -180,7 +186,7 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def weights_of(logits: Tensor, probabilities: Tensor, experts: Tensor, given: Experts) -> Tensor:
-    """Of the experts that are taken, `[s, b, k]`."""
+    """Computes the weights of the experts that are taken, `[s, b, k]`."""
     if given.moe_router_score_function == "sigmoid":
         weights = torch.sigmoid(logits.gather(-1, experts))
         if given.moe_router_topk > 1:

@@ -24,12 +24,12 @@ from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
+from megalite.nn.init import named_logical_parameters
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
-from megalite.nn.naming import named_logical_parameters
 
 
 class LayerStack(nn.Module):
-    """Those of the layers 'embedding', 'layers.i' and 'head' that a stage holds. The paths of its parameters are their
+    """The layers of a stage: some of 'embedding', 'layers.i' and 'head'. The paths of its parameters are their
     logical names.
 
     If the stage holds both ends and the embeddings are tied, they share one parameter.

@@ -114,7 +114,7 @@ class Watched:
 def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
     """Of the messages of blocks in one step, forward and backward: how many there were, and during how many this rank
     multiplied matrices between starting and awaiting them. (With experts, attention's own products count.)"""
-    leave, gather, forward = LateMessage.leave, late_messages.all_gather_into, HalvedStack.forward
+    hold, gather, forward = LateMessage.hold, late_messages.all_gather_into, HalvedStack.forward
     grouped_products, send_rows, attend = grouped._products, plan.start_all_to_all_rows, Attention.attend
 
     def counting(right):
@@ -146,7 +146,7 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
             stack.enter_context(patch.object(plan, "start_all_to_all_rows", rows_sent))
         for name in ("forward", "input_gradient", "weight_gradient", "add_weight_gradient"):
             stack.enter_context(patch.object(PlainProducts, name, counting(getattr(PlainProducts, name))))
-        stack.enter_context(patch.object(LateMessage, "leave", lambda self, handle: leave(self, Watched(handle))))
+        stack.enter_context(patch.object(LateMessage, "hold", lambda self, handle: hold(self, Watched(handle))))
         watched = patch.object(late_messages, "all_gather_into", lambda *args, **more: Watched(gather(*args, **more)))
         stack.enter_context(watched)
         stack.enter_context(patch.object(HalvedStack, "forward", in_forward))

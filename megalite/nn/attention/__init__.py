@@ -1,11 +1,10 @@
 """Attention: the layer, one function that chooses a kernel, and the kernels.
 
 layer.py      `Attention`: projections, norms and rotary positions around the core
-core.py       `AttentionCore`: softmax(q k^T) v of the heads on this rank
+core.py       `AttentionCore`: softmax(q k^T) v of the heads on this rank; the library's kernel for plain causal ones
 context.py    the same where ranks share a sequence; cached.py: in generation
 choose.py     what is needed -> which kernel; the limits of each, and the proof that it works here
 tiles.py      every kind of mask, by tiles, on every device
-fused.py      the library's kernel for plain causal attention
 blocked.py    plain causal attention on CPUs, up to a thousand tokens
 masked.py     documents and windows on a GPU
 flash.py      parts of a ring by the library's kernels

@@ -97,7 +97,8 @@ def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
 def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tensor:
     """The gradient of `qkv`, from that of `y` and what `attend` returned."""
     s, b, g, parts, d = qkv.shape
-    r, scale = parts - 2, d**-0.5
+    r = parts - 2
+    scale = d**-0.5
     q, k, v = _heads(qkv)
     dcontext = _by_head(dy.reshape(s, b * g, r, d))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -105,7 +106,8 @@ def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tens
     blocks = zip(query_blocks(s), _by_block(weights, s, b * g, r), strict=True)
     # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
     for (begin, end), part in reversed(list(blocks)):
-        rows, sums = slice(begin * r, end * r), 0 if end == s else 1
+        rows = slice(begin * r, end * r)
+        sums = 0 if end == s else 1
         torch.baddbmm(dv[:, :end], part.transpose(1, 2), dcontext[:, rows], beta=sums, out=dv[:, :end])
         dscores = torch.bmm(dcontext[:, rows], v[:, :end].transpose(1, 2))
         dscores.sub_(inner[:, rows]).mul_(part)

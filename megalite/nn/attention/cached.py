@@ -33,7 +33,7 @@ def cached_attention(
     *,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `core`, and adds k and v to the cache: q `[s, b, g, r, d]`, k, v `[s, b, g, d]` -> `[s, b, g * r * d]`.
+    """Attends like `core` and adds k, v to the cache: q `[s, b, g, r, d]`, k, v `[s, b, g, d]` -> `[s, b, g * r * d]`.
 
     microbatch: `places` of the tokens in the sequence where s is 1 or ranks share the prompt.
     """

@@ -1,4 +1,4 @@
-"""Which kernel computes an attention: the first of the table that can do what is needed, and works on this device.
+"""Choice of an attention kernel: the first of the table that can do what is needed and works on this device.
 
     kernel     where      what it can                                          limits
     flash      anywhere   parts of a ring, causal, with the queries' log-sums  heads of 8 n <= 256 channels; tried
@@ -40,7 +40,7 @@ CLOSE = 0.02
 
 @dataclass(frozen=True)
 class Need:
-    """What an attention has to do.
+    """Requirements of one attention.
 
     dtype: of the matrix products.
     queries, keys: tokens. channels: of a head.
@@ -106,7 +106,8 @@ def _by_flash(need: Need) -> bool:
 
 @functools.cache
 def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """In the second quarter and the last of a sequence: squares on the diagonal and whole rectangles, merged."""
+    """Tries the kernel on the second and last quarters of a sequence: squares on the diagonal and whole rectangles,
+    merged."""
     at = torch.arange(256)
     queries = torch.cat((at[64:128], at[192:]))
     shapes = ((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256))
@@ -122,7 +123,7 @@ def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """With documents, with and without a window."""
+    """Tries a kernel on documents, with and without a window."""
     q, k, v, dy = _drawn(((256, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (256, 2, 256)), device, dtype)
     at = torch.arange(256, device=device)
     starts = torch.stack((at // 100 * 100, at * 0))

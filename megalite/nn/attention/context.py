@@ -35,7 +35,7 @@ def context_attention(
     sinks: Tensor | None = None,
     training: bool,
 ) -> Tensor:
-    """As `core`, for this rank's tokens `[s/c, b, g, r, d]`, `[s/c, b, g, d]` -> `[s/c, b, g * r * d]`."""
+    """Attends like `core` from this rank's tokens: `[s/c, b, g, r, d]`, `[s/c, b, g, d]` -> `[s/c, b, g * r * d]`."""
     if axes.heads.size > 1:
         whole = trade_tokens_for_heads(torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3), axes.heads)
         q, k, v = whole[:, :, :, :-2], whole[:, :, :, -2], whole[:, :, :, -1]
@@ -81,7 +81,7 @@ def _over_ring(
         kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words), core.softcap)
     elif choose(need) == FLASH:
         kernel = FlashKernel(q.shape[2])
-        order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are told
+        order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are computed
     places = order.chunk(ring.size)
     own = None if starts is None else starts.chunk(ring.size, 1)[ring.rank]
     logits = sinks_by_query(sinks, q)

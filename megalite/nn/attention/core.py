@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.nn.attention.blocked import blocked_attention
 from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
-from megalite.nn.attention.fused import fused_attention
 from megalite.nn.attention.masked import MASKED
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.dropout import combine
@@ -114,3 +114,17 @@ class AttentionCore:
         keys = combine(0, combine(self.key, sample_ids)[:, None] ^ combine(1, heads)[None])
         keys = combine(2, keys[..., None] ^ combine(3, queries))  # [b, g * r, s]
         return keys.view(len(sample_ids) * g, r, -1).transpose(1, 2).flatten(1)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`F.scaled_dot_product_attention`, causal, for the whole sequence or its last token; shapes of `AttentionCore`."""
+    s, b, g, r, d = q.shape
+    length = k.shape[0]
+    grouped = r > 1
+    q = q.permute(1, 2, 3, 0, 4).reshape(b, g * r, s, d)
+    k, v = (t.permute(1, 2, 0, 3) for t in (k, v))
+    if grouped and q.device.type == "cpu":  # the CPU kernel wants as many key heads as query heads
+        k, v = (t[:, :, None].expand(b, g, r, length, d).reshape(b, g * r, length, d) for t in (k, v))
+        grouped = False
+    context = F.scaled_dot_product_attention(q, k, v, is_causal=s == length, enable_gqa=grouped)
+    return context.permute(2, 0, 1, 3).reshape(s, b, g * r * d)

@@ -60,12 +60,12 @@ class FlashKernel(TileKernel):
         r = q.shape[1] // len(sight.queries)
         for queries, keys, causal in rectangles(sight):
             rows = slice(queries.start * r, queries.stop * r)
-            part, here = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
-            here = _flat(here[..., None])[..., 0].to(lse.dtype)
-            there, sums = out[:, rows], lse[:, rows]
-            new = torch.logaddexp(sums, here)
-            there.mul_((sums - new).exp_()[..., None])
-            there.addcmul_(_flat(part).to(out.dtype), (here - new).exp_()[..., None])
+            part, own_lse = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
+            own_lse = _flat(own_lse[..., None])[..., 0].to(lse.dtype)
+            result, sums = out[:, rows], lse[:, rows]
+            new = torch.logaddexp(sums, own_lse)
+            result.mul_((sums - new).exp_()[..., None])
+            result.addcmul_(_flat(part).to(out.dtype), (own_lse - new).exp_()[..., None])
             sums.copy_(new)
 
     def backward(

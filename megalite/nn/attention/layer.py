@@ -16,9 +16,9 @@ from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.dropout import site_key
-from megalite.nn.head_norm import head_norm
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
+from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, new_parameter, product_dtype

@@ -79,11 +79,10 @@ def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
                 lowest = 0 if bounds is None else min(bounds[low:high])
                 seen = list(_seen(keys, lowest, at + high - low))
                 clear = 0 if bounds is None else max(bounds[low:high])  # from here on nothing is too early
-                for columns, there in seen:
-                    alone = (
-                        len(seen) == 1 and there <= lowest and there + columns.stop - columns.start == at + high - low
-                    )
-                    edges = list(_edges(sight, first, slice(low, high), columns, there, clear, at))
+                for columns, first_key in seen:
+                    behind_last = first_key + columns.stop - columns.start
+                    alone = len(seen) == 1 and first_key <= lowest and behind_last == at + high - low
+                    edges = list(_edges(sight, first, slice(low, high), columns, first_key, clear, at))
                     yield Tile(heads, slice(low * r, high * r), columns, alone, edges)
 
 
@@ -103,11 +102,11 @@ def _seen(keys: list[tuple[int, int, int]], low: int, high: int) -> Iterator[tup
 
 
 def _edges(
-    sight: Visibility, first: Tensor | None, rows: slice, columns: slice, there: int, clear: int, at: int
+    sight: Visibility, first: Tensor | None, rows: slice, columns: slice, first_key: int, clear: int, at: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """What is hidden from some rows: columns before `clear`, and those behind the first row's own, which is `at`."""
+    """Yields what is hidden from some rows: columns before `clear`, and those behind `at`, the first row's own."""
     width = columns.stop - columns.start
-    left, right = min(width, max(0, clear - there)), max(0, min(width, at + 1 - there))
+    left, right = min(width, max(0, clear - first_key)), max(0, min(width, at + 1 - first_key))
     spans = [slice(0, left), slice(right, width)] if left < right else [slice(0, width)]
     for span in spans:
         if span.stop > span.start:
@@ -163,7 +162,8 @@ class TileKernel:
 
     def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
         q, k, v = operands
-        r, lowest = q.shape[1] // len(sight.queries), torch.finfo(lse.dtype).min
+        r = q.shape[1] // len(sight.queries)
+        lowest = torch.finfo(lse.dtype).min
         for tile in tiles(sight, self.groups, r):
             heads, rows, keys = tile[:3]
             weights = _products(q, k, tile, lse.dtype)
@@ -172,17 +172,17 @@ class TileKernel:
             weights = _hide(weights, tile, r)
             most = weights.amax(-1).clamp_(min=lowest)  # a row that sees nothing here gives no NaN
             weights.sub_(most[..., None]).exp_()
-            here = weights.sum(-1).log_().add_(most)
+            own_lse = weights.sum(-1).log_().add_(most)
             if self.drop is not None:
                 weights = self.drop(weights, heads, rows, sight.keys[keys])
-            there, sums = out[heads, rows], lse[heads, rows]
-            new = here if tile.alone else torch.logaddexp(sums, here)
+            result, sums = out[heads, rows], lse[heads, rows]
+            new = own_lse if tile.alone else torch.logaddexp(sums, own_lse)
             scale = (most - new.clamp(min=lowest)).exp_()[..., None]
             part = torch.bmm(weights.to(v.dtype), v[heads, keys])
             if tile.alone:
-                torch.mul(part, scale, out=there)
+                torch.mul(part, scale, out=result)
             else:
-                there.mul_((sums - new.clamp(min=lowest)).exp_()[..., None]).addcmul_(part.to(scale.dtype), scale)
+                result.mul_((sums - new.clamp(min=lowest)).exp_()[..., None]).addcmul_(part.to(scale.dtype), scale)
             sums.copy_(new)
 
     def backward(
@@ -193,7 +193,8 @@ class TileKernel:
         r = q.shape[1] // len(sight.queries)
         for tile in tiles(sight, self.groups, r):
             heads, rows, keys = tile[:3]
-            weights, slope = _products(q, k, tile, lse.dtype), None
+            weights = _products(q, k, tile, lse.dtype)
+            slope = None
             if self.softcap is not None:
                 weights.div_(self.softcap).tanh_()
                 slope = 1 - weights.square()  # before masking, which would leave -inf here
@@ -225,7 +226,7 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def _tokens_first(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse."""
+    """`[b * g, s * r, d]` -> `shape`, `[s, b, g, r, d]`."""
     s, b, g, r, d = shape
     return x.view(b, g, s, r, d).permute(2, 0, 1, 3, 4)
 

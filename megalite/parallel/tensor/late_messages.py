@@ -48,7 +48,7 @@ class Message:
         """The ranks' x one after the other along dim 0."""
         return all_gather(x, axis)
 
-    def leave(self, handle: Handle) -> None:
+    def hold(self, handle: Handle) -> None:
         """Takes over a sum that has been started."""
         handle.wait()
 
@@ -77,7 +77,7 @@ class LateMessage(Message):
         self.wait()
         return whole
 
-    def leave(self, handle: Handle) -> None:
+    def hold(self, handle: Handle) -> None:
         self._handle = handle
 
     def wait(self) -> None:
@@ -153,7 +153,7 @@ class _Enter(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         own = dy if ctx.sequence else dy.clone(memory_format=torch.contiguous_format)  # the sum is made in place
         dx, summing = start_sum(own, ctx.axis, sequence=ctx.sequence)
-        ctx.message.leave(summing)
+        ctx.message.hold(summing)
         return dx, None, None, None
 
 
@@ -165,7 +165,7 @@ class _Leave(Function):
         ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
         own = y if sequence else y.clone(memory_format=torch.contiguous_format)
         y, summing = start_sum(own, axis, sequence=sequence)
-        message.leave(summing)
+        message.hold(summing)
         return y.detach()  # else autograd would see it change when the sum arrives
 
     @staticmethod

@@ -161,7 +161,7 @@ class _ColumnLinear(Function):
         gathering.wait()
         gradients = weight_gradients(ctx, whole, dy, weight, bias)
         of_adapters = () if adapted is None else adapted.of_weights(whole)
-        ctx.message.leave(reducing)
+        ctx.message.hold(reducing)
         return dx, *gradients, None, None, *of_adapters
 
 
@@ -186,7 +186,7 @@ class _RowLinear(Function):
         hidden = () if layer.adapters is None else layer.adapters.add_to(y, x, adapters)
         ctx.save_for_backward(before, weight, bias, *adapters, *hidden)
         y, summing = start_sum(y, layer.tp, sequence=ctx.sequence)
-        message.leave(summing)
+        message.hold(summing)
         # A product may come as a view, and autograd refuses a view whose base changes behind it: here when the sum
         # arrives, with whatever message of the axis is waited for first.
         return y.detach()

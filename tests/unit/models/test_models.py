@@ -15,8 +15,7 @@ from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.init import logical_normal
-from megalite.nn.naming import named_logical_parameters
+from megalite.nn.init import logical_normal, named_logical_parameters
 from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=8, vocab_size=50)

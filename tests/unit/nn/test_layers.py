@@ -19,8 +19,7 @@ from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.activation import ACTIVATIONS, GRADIENTS
 from megalite.nn.attention.blocked import blocked_attention, register_operator
-from megalite.nn.attention.core import AttentionCore
-from megalite.nn.attention.fused import fused_attention
+from megalite.nn.attention.core import AttentionCore, fused_attention
 from megalite.nn.attention.tiles import tiled_attention
 from megalite.nn.kv_cache import KeyValueCache, LayerCache
 from megalite.nn.rope import Rotary, rotate

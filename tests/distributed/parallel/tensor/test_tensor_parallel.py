@@ -16,7 +16,7 @@ from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import placement_of
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.naming import named_logical_parameters
+from megalite.nn.init import named_logical_parameters
 from megalite.parallel.tensor.context import LayerContext
 from megalite.testing import run_ranks, run_single
 
