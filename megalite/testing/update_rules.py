@@ -234,16 +234,20 @@ ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-9}
 
 
 def first_basis(square: Tensor) -> Tensor:
-    """Eigenvectors, and where eigenvalues are zero the part of fixed directions that is orthogonal to the others."""
-    values, vectors = torch.linalg.eigh(square)
-    n, rank = len(values), int((values > ROUNDING[values.dtype] * values.max()).sum())
+    """Eigenvectors, and where eigenvalues are zero the part of fixed directions that is orthogonal to the others.
+
+    In fp64: what `eigh` itself loses in fp32, some 1e-6 of the largest eigenvalue, would hide directions that the
+    gradients have.
+    """
+    values, vectors = torch.linalg.eigh(square.double())
+    n, rank = len(values), int((values > ROUNDING[square.dtype] * values.max()).sum())
     columns: Tensor = vectors.flip(1)[:, :rank]
-    fixed = torch.randn(n, n, dtype=square.dtype, generator=torch.Generator().manual_seed(0))[:, rank:]
+    fixed = torch.randn(n, n, dtype=columns.dtype, generator=torch.Generator().manual_seed(0))[:, rank:]
     for x in fixed.T:
         for _ in range(2):  # Gram and Schmidt, twice for its rounding
             x = x - columns @ (columns.T @ x)
         columns = torch.cat([columns, (x / x.norm())[:, None]], 1)
-    return columns
+    return columns.to(square.dtype)
 
 
 class Lion(Rule):
