@@ -13,7 +13,7 @@ from functools import cache
 
 from megalite.comm import World
 from megalite.config import Config, parse
-from megalite.testing.rounding import DRAWS, FACTOR, FP32, permuted_sums
+from megalite.testing.rounding import DRAWS, FACTOR, FP32, PermutedSums
 from megalite.train import open_run
 
 Trained = tuple[Sequence[float], Sequence[float | None]]
@@ -26,7 +26,7 @@ three times as far."""
 def losses(world: World, config_file: str, steps: int, seed: int | None = None) -> Trained:
     """Losses and norms of a plain run. seed: of permuted sums; None: as they are."""
     if seed is not None:
-        with permuted_sums(seed):
+        with PermutedSums(seed):
             return losses(world, config_file, steps)
     found, norms = [], []
     with open_run(parse(["--config", config_file], world_size=world.size), world) as run:
@@ -56,7 +56,7 @@ class Allowed:
         name = own.training.precision.name
         if own.parallel.grad_reduce_in_bf16:  # one rank reduces nothing
             return cls.close(CLOSE["bf16"])
-        if own.training.float8.fp8_format is not None:  # whose products are not permuted
+        if own.training.float8.fp8_format is not None:  # a rounding takes an operand to another float8, a sixteenth off
             return cls.close(CLOSE[name])
 
         @cache

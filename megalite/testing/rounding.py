@@ -15,29 +15,32 @@ off by at most (n-1) u sum|t|, u = 2^-24 in fp32, 2^-9 in bf16, and by about sqr
 
 So in fp32 losses and norms agree within `FP32 = 1e-6` as long as weights do, for sums of any length. Weights that an
 update has moved may differ by more: AdamW turns a rounding of a gradient into up to lr / eps times as much of a weight,
-SOAP and Adafactor into more. How much is not argued but measured, in one process: `permuted_sums` runs the oracle with
-the terms of every product permuted and summed in two parts, each rounded as a rank's partial sum is, and samples in
-another order. The largest distance of `DRAWS` such runs from the plain one is the spread, `FACTOR` times it the bound
-of every step but the first. In bf16 it is the first one's too: partial sums are rounded to 2^-9.
+SOAP and Adafactor into more. How much is not argued but measured, in one process: `permuted_sums` runs the oracle
+with the terms of every sum that a layout can cut permuted and added in two parts, each rounded as a rank's partial sum
+is: products of layers and of adapters, forward and backward, gradients of embeddings, biases and norms, the losses'
+logarithms of sums, Adafactor's means of rows and columns; samples come in another order. Attention is left: what
+context parallelism merges is kept in fp32. The largest distance of `DRAWS` such runs from the plain one is the spread,
+`FACTOR` times it the bound of every step but the first. In bf16 it is the first one's too: partial sums are rounded to
+2^-9.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.gradient import GradSink
 from megalite.microbatch import Microbatch
-from megalite.parallel.tensor.products import PlainProducts
 from megalite.testing.oracle import Pupil, Trajectory, pipedream_reference, reference
+from megalite.testing.update_rules import Adafactor
 
 FP32 = 1e-6
 """Relative: of losses and norms in fp32 wherever weights are the same; the least bound of any."""
@@ -45,48 +48,110 @@ FACTOR = 4.0
 DRAWS = 3
 
 
+HALVES = (torch.bfloat16, torch.float16)
+aten = torch.ops.aten
+
+
+class PermutedSums(TorchDispatchMode):
+    """Within the context, a process computes every sum in another order: its terms are permuted and added up in two
+    parts, each rounded as a rank's partial sum is. Fused attention and a fused norm's forward are left as they are."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.ways: dict[Any, Callable[..., Any]] = {
+            **dict.fromkeys((aten.mm, aten.bmm), self.product),
+            **dict.fromkeys((aten.addmm, aten.baddbmm), self.added_product),
+            **dict.fromkeys((aten.addmm_, aten.baddbmm_), self.accumulated_product),
+            aten.sum: self.sum,
+            aten.mean: self.mean,
+            aten.index_add_: self.index_add,
+            aten.log_softmax: self.log_softmax,
+            aten.native_layer_norm_backward: self.norm_backward,
+        }
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        way, more = self.ways.get(operation.overloadpacket), dict(kwargs or {})
+        if way is None or not args[0].is_floating_point() or operation._overloadname.startswith("dtype"):
+            return operation(*args, **more)
+        out = more.pop("out", None)
+        found = way(operation, *args, **more)
+        return found if out is None else out.copy_(found)
+
+    def order(self, x: Tensor, dim: int) -> Tensor:
+        return torch.randperm(x.shape[dim], generator=self.generator).to(x.device)
+
+    def product(self, operation: Any, a: Tensor, b: Tensor) -> Tensor:
+        """Parts of 16-bit operands that a CPU has widened to multiply them are rounded to what they were."""
+        narrow = (dtype for dtype in HALVES if all(torch.equal(x.to(dtype).to(x.dtype), x) for x in (a, b)))
+        dtype, parts = next(narrow, a.dtype), self.order(a, -1).tensor_split(2)
+        return sum_of([(a[..., part] @ b[..., part, :]).to(dtype) for part in parts]).to(a.dtype)
+
+    def added_product(self, operation: Any, x: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
+        return factors.get("beta", 1) * x + factors.get("alpha", 1) * self.product(None, a, b)
+
+    def accumulated_product(self, operation: Any, x: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
+        for part in self.order(a, -1).tensor_split(2):
+            operation(x, a[..., part], b[..., part, :], **factors)
+            factors["beta"] = 1
+        return x
+
+    def sum(self, operation: Any, x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        dims = list(dims or range(x.dim()))
+        for dim in dims:
+            x = x.index_select(dim, self.order(x, dim))
+        halves = x.tensor_split(2, max(dims, key=lambda dim: x.shape[dim])) if dims else [x]
+        return sum_of([half.sum(dims, keepdim, dtype=dtype) for half in halves])
+
+    def mean(self, operation: Any, x: Tensor, dims: Any = None, *more: Any, **named: Any) -> Tensor:
+        return self.sum(None, x, dims, *more, **named) / math.prod(x.shape[dim] for dim in dims or range(x.dim()))
+
+    def index_add(self, operation: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, **more: Any) -> Tensor:
+        order = self.order(index, 0)
+        found: Tensor = operation(x, dim, index[order], source.index_select(dim, order), **more)
+        return found
+
+    def log_softmax(self, operation: Any, x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+        order = self.order(x, dim)
+        return x.index_select(dim, order).log_softmax(dim, dtype=dtype).index_select(dim, order.argsort())
+
+    def norm_backward(self, operation: Any, dy: Tensor, x: Tensor, shape: Any, *more: Any) -> tuple[Any, ...]:
+        """The gradient of the weight and of the bias, sums over tokens."""
+        *statistics, weight, bias, mask = more
+        first = operation(dy, x, shape, *statistics, weight, bias, [mask[0], False, False])[0]
+        rows = [tensor.flatten(0, -1 - len(shape)) for tensor in (dy, x, *statistics)]
+        found = []
+        for part in self.order(rows[0], 0).tensor_split(2):
+            dy, x, *statistics = (tensor[part] for tensor in rows)
+            found.append(operation(dy, x, shape, *statistics, weight, bias, [False, *mask[1:]])[1:])
+        asked = zip(mask[1:], *found, strict=True)
+        return first, *(sum_of(parts) if wanted else None for wanted, *parts in asked)
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
 @contextmanager
 def permuted_sums(seed: int) -> Iterator[None]:
-    """Within the context, one process adds up in another order, different for each seed: see the module's text."""
-    generator, order = torch.Generator().manual_seed(seed), random.Random(seed)
-    forward, input_gradient = PlainProducts.forward, PlainProducts.input_gradient
-    add_weight_gradient, gradients = PlainProducts.add_weight_gradient, Pupil.gradients
+    """Within the context, the oracle adds up in another order, different for each seed, what a layout can cut: the
+    gradients of its samples, Adafactor's rows and columns; the matrices of other rules are whole on a rank."""
+    order, sums, gradients, update = random.Random(seed), PermutedSums(seed), Pupil.gradients, Adafactor.update_one
 
-    def halves(length: int) -> Sequence[Tensor]:
-        return [part for part in torch.randperm(length, generator=generator).chunk(2) if len(part)]
-
-    def in_parts(self: PlainProducts, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-        first, *others = halves(x.shape[-1])
-        y, kept = forward(self, x[..., first], weight[..., first], bias)
-        for part in others:
-            y = y + forward(self, x[..., part], weight[..., part], None)[0]
-        return y, kept
-
-    def back_in_parts(self: PlainProducts, dy: Tensor, weight: Tensor, kept: Any) -> Tensor:
-        weight = weight.flatten(0, -2)
-        first, *others = halves(dy.shape[-1])
-        dx = input_gradient(self, dy[..., first], weight[first], kept)
-        for part in others:
-            dx = dx + input_gradient(self, dy[..., part], weight[part], kept)
-        return dx
-
-    def tokens_in_parts(self: PlainProducts, sink: GradSink, dy: Tensor, x: Tensor, kept: Any) -> None:
-        tokens = torch.randperm(len(x), generator=generator)
-        add_weight_gradient(self, sink, dy[tokens], x[tokens], kept)
-
-    def samples_permuted(
+    def permuted_gradients(
         self: Pupil, weights: dict[str, Tensor], samples: Sequence[Microbatch]
     ) -> tuple[float, dict[str, Tensor]]:
-        return gradients(self, weights, order.sample(list(samples), len(samples)))
+        with sums:
+            return gradients(self, weights, order.sample(list(samples), len(samples)))
 
-    with ExitStack() as stack:
-        for owner, name, replacement in (
-            (PlainProducts, "forward", in_parts),
-            (PlainProducts, "input_gradient", back_in_parts),
-            (PlainProducts, "add_weight_gradient", tokens_in_parts),
-            (Pupil, "gradients", samples_permuted),
-        ):
-            stack.enter_context(patch.object(owner, name, replacement))
+    def permuted_update(*arguments: Any) -> None:
+        with sums:
+            update(*arguments)
+
+    with (
+        patch.object(Pupil, "gradients", permuted_gradients),
+        patch.object(Adafactor, "update_one", permuted_update),
+    ):
         yield
 
 
