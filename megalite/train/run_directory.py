@@ -21,7 +21,7 @@ from megalite.checkpoint import (
 from megalite.comm import Axis, all_gather_json
 from megalite.config import Config, dump_yaml
 from megalite.convert import BaseModel
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.observe import METRICS_FILE, SAMPLES_FILE
 from megalite.train.starting_point import StartingPoint, open_start, settle_base
 
@@ -78,21 +78,21 @@ class RunDirectory:
         """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed, `base` is the model
         beside adapters.
 
-        Raises CheckpointError; ConfigError for a Hugging Face model that we do not have.
+        Raises CheckpointError; ConfigError for a Hugging Face model that we do not have, and for adapters beside none.
         """
         start = self._start()
         self.base = settle_base(self.config, start, self._world)
         return start
 
-    def _warn_of_random_weights(self) -> None:
+    def _refuse_random_weights(self) -> None:
         """Adapters in a run that was to begin with a checkpoint and finds none: the flags alone did not tell that."""
         rank, settings = self.config.model.lora.lora_rank, self.config.checkpoint
         where = settings.load or (settings.save if settings.auto_resume else None)
-        if rank is not None and where is not None and self._world.is_first:
-            logger.warning(
-                "--lora-rank=%d: %s holds no checkpoint, and the model beside the adapters is random; add --load MODEL",
-                rank, where,
-            )  # fmt: skip
+        if rank is not None and where is not None and not self.config.data.mock_data:
+            raise ConfigError(
+                f"--lora-rank={rank}: {where} holds no checkpoint, and the model beside the adapters would be random; "
+                "add --load MODEL"
+            )
 
     def _start(self) -> StartingPoint | None:
         checkpoint = self.config.checkpoint
@@ -103,7 +103,7 @@ class RunDirectory:
             ckpt_step=checkpoint.ckpt_step,
         )
         if path is None:
-            self._warn_of_random_weights()
+            self._refuse_random_weights()
             return None
         if self._goes_on(path):
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)

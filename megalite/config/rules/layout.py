@@ -270,11 +270,6 @@ def warnings(config: Config, world_size: int) -> list[str]:
 def _doubtful_numbers(config: Config) -> Iterator[str]:
     """Precision, learning rate and weight decay."""
     training, optimizer = config.training, config.optimizer
-    if training.float8.fp8_format is not None and training.precision.fp64:
-        yield (
-            f"`fp8_format`={training.float8.fp8_format}: of the 16 digits of `fp64` its products keep one or two, "
-            "which only a test can want; use `bf16`"
-        )
     if training.precision.fp16 and config.parallel.hardware.device == "cpu":
         yield "`fp16`: slow on a CPU; `bf16` needs no loss scaling"
     name, lr = optimizer.optimizer, optimizer.lr
@@ -291,8 +286,6 @@ def _random_weights(config: Config) -> Iterator[str]:
     model, settings = config.model, config.checkpoint
     if settings.load is not None or settings.auto_resume:
         return
-    if model.lora.lora_rank is not None:
-        yield f"`lora_rank`={model.lora.lora_rank}: without `load` the model beside the adapters is random; add `load`"
     if config.training.skip_train:
         yield "`skip_train`: without `load` a random model is evaluated; add `load`"
     if model.init_method_std == 0 and not model.is_foreign:

@@ -10,7 +10,7 @@ from megalite.config.root import Config
 
 
 def lora(config: Config, world_size: int) -> Iterator[str]:
-    """Which layers may have adapters."""
+    """Which layers may have adapters, and that there is a model beside them."""
     model, given = config.model, config.model.lora
     if given.lora_rank is None:
         return
@@ -18,6 +18,12 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
     unknown = [name for name in given.lora_targets if name not in TARGETS]
     if unknown or not given.lora_targets:
         yield f"{flag}: {', '.join(unknown) or 'none'} is no layer; legal: {', '.join(TARGETS)}"
+    begins = config.checkpoint.load is not None or config.checkpoint.auto_resume  # auto-resume: the start looks
+    if not begins and not config.data.mock_data:
+        yield (
+            f"`lora_rank`={given.lora_rank}: without `load` the model beside the adapters is random; add `load` MODEL "
+            "(only `mock_data` does without)"
+        )
     if model.experts.num_experts is not None:
         yield f"`lora_rank`={given.lora_rank}: not with `num_experts`, whose matrices have no adapters; train it whole"
     if config.training.float8.fp8_format is not None:

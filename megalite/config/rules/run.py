@@ -43,6 +43,11 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
     flag, tp = f"`fp8_format`={given.fp8_format}", config.parallel.tensor_model_parallel_size
     if config.training.precision.fp16:
         yield f"{flag}: not with `fp16`, whose loss scale has no use for it; use `bf16`"
+    if config.training.precision.fp64 and not config.data.mock_data:
+        yield (
+            f"{flag}: of the 16 digits of `fp64` its products keep one or two; use `bf16` (both, to compare layouts, "
+            "only with `mock_data`)"
+        )
     if given.fp8_recipe != "delayed" and given.fp8_amax_history_len != Float8().fp8_amax_history_len:
         yield (
             f"`fp8_amax_history_len`={given.fp8_amax_history_len}: `fp8_recipe`={given.fp8_recipe} looks at the "

@@ -61,8 +61,6 @@ TOLD = [
     ("--rampup-batch-size 2 2 1000000 --global-batch-size 8", "--rampup-batch-size=2 2 1000000: 4 is never reached"),
     ("--init-method-std 0", "--init-method-std=0: matrices that are all 0"),
     ("--lr 0.05 --weight-decay 20", "--weight-decay=20: times --lr=0.05 a step takes whole weights away"),
-    ("--fp64 --fp8-format e4m3", "--fp8-format=e4m3: of the 16 digits of --fp64 its products keep one or two"),
-    ("--lora-rank 4", "--lora-rank=4: without --load the model beside the adapters is random"),
     (
         "--lora-rank 24 --lora-targets q_proj k_proj --load . --num-query-groups 1",
         "--lora-rank=24: above the smaller side of k, 12, whose adapter has more numbers than it",
@@ -103,6 +101,19 @@ REFUSED = [
     ),
     ("--skip-train --eval-iters 0", "--skip-train: with --eval-iters=0 there is nothing to do; drop one of them"),
 ]
+#: Legal where data are made up too: a trial of speed and memory, a comparison of layouts.
+SENSELESS = [
+    (
+        "--lora-rank 4",
+        "--lora-rank=4: without --load the model beside the adapters is random; add --load MODEL (only --mock-data "
+        "does without)",
+    ),
+    (
+        "--fp64 --fp8-format e4m3",
+        "--fp8-format=e4m3: of the 16 digits of --fp64 its products keep one or two; use --bf16 (both, to compare "
+        "layouts, only with --mock-data)",
+    ),
+]
 #: Nothing is said of what has an effect.
 SILENT = [
     "",
@@ -135,6 +146,12 @@ def test_what_is_ignored_is_told_in_one_line(changes: str, begin: str) -> None:
 @pytest.mark.parametrize(("flag", "text", "rest"), STEPS)
 def test_steps_that_are_never_taken(flag: str, text: str, rest: str) -> None:
     assert warnings_of([*argv(), flag, text]) == (f"{flag}={text}: {rest}",)
+
+
+@pytest.mark.parametrize(("changes", "line"), SENSELESS)
+def test_what_only_a_trial_can_want_is_refused_with_real_data(changes: str, line: str) -> None:
+    assert problems_of(argv(changes, without="mock-data"), 1) == [line]
+    assert warnings_of(argv(changes)) == ()
 
 
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=[row[0] for row in REFUSED])
