@@ -46,8 +46,6 @@ FP32 = 1e-6
 """Relative: of losses and norms in fp32 wherever weights are the same; the least bound of any."""
 FACTOR = 4.0
 DRAWS = 3
-
-
 HALVES = (torch.bfloat16, torch.float16)
 aten = torch.ops.aten
 
@@ -57,7 +55,7 @@ class PermutedSums(TorchDispatchMode):
     parts, each rounded as a rank's partial sum is. Fused attention and a fused norm's forward are left as they are."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.generator = torch.Generator().manual_seed(seed)
         self.ways: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys((aten.mm, aten.bmm), self.product),
@@ -88,7 +86,8 @@ class PermutedSums(TorchDispatchMode):
         return sum_of([(a[..., part] @ b[..., part, :]).to(dtype) for part in parts]).to(a.dtype)
 
     def added_product(self, operation: Any, x: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
-        return factors.get("beta", 1) * x + factors.get("alpha", 1) * self.product(None, a, b)
+        found: Tensor = factors.get("beta", 1) * x + factors.get("alpha", 1) * self.product(None, a, b)
+        return found
 
     def accumulated_product(self, operation: Any, x: Tensor, a: Tensor, b: Tensor, **factors: Any) -> Tensor:
         for part in self.order(a, -1).tensor_split(2):
