@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megalite.errors import ConfigError
 from megalite.launch.rank_page import RankError, RankPage
 
 STALE_SECONDS = 2.0
@@ -185,13 +186,10 @@ def supervise(
     timed_out = False
     with _forwarding(forward, ranks) as passed_on:
         signal.pthread_sigmask(signal.SIG_BLOCK, forward)  # what comes while ranks are made reaches all of them
-        for number in range(size):
-            page = RankPage()
-            pid = os.fork()
-            if pid == 0:
-                _be_rank(number, page, body, parent, forward)
-            ranks.append(_Rank(number, pid, page))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, forward)
+        try:
+            _fork_ranks(size, body, parent, forward, ranks)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, forward)
         failed_at = float("inf")
         while not all([rank.reap() for rank in ranks]):
             now = time.monotonic()
@@ -207,6 +205,25 @@ def supervise(
         rank.kill()
     ends = tuple(rank.end for rank in ranks if rank.end is not None)
     return Outcome(ends, find_culprit(ends), timed_out, time.monotonic() - start, frozenset(passed_on))
+
+
+def _fork_ranks(
+    size: int, body: Callable[[int, RankPage], int | None], parent: int, forward: Sequence[int], ranks: list[_Rank]
+) -> None:
+    """Starts the ranks, which it appends. Raises ConfigError where the system has no room for one; none is left."""
+    for number in range(size):
+        try:
+            page = RankPage()
+            pid = os.fork()
+        except OSError as error:
+            _end(ranks, show_stacks=False)
+            raise ConfigError(
+                f"--nprocs={size}: rank {number} could not be started ({error.strerror}); start fewer ranks, or raise "
+                "the limits of processes and memory (ulimit -u, ulimit -v)"
+            ) from None
+        if pid == 0:
+            _be_rank(number, page, body, parent, forward)
+        ranks.append(_Rank(number, pid, page))
 
 
 def find_culprit(ends: Sequence[RankEnd]) -> RankEnd | None:

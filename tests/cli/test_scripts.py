@@ -97,3 +97,17 @@ def test_missing_arguments_show_the_usage(script: str) -> None:
     result = subprocess.run([str(ROOT / "scripts" / script)], capture_output=True, text=True)
     assert result.returncode != 0
     assert re.search(r"usage: .*SAVE_DIR", result.stderr)
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, True), (138, True), (1, False)])
+def test_a_job_whose_time_is_up_is_requeued(status: int, requeued: bool, tmp_path: Path) -> None:
+    """Five minutes before the limit SLURM signals the script; 138 are ranks that the signal met before training."""
+    programs = {"srun": f"kill -USR1 $PPID\nsleep 0.5\nexit {status}", "scontrol": "echo $@ >> told", "scancel": "true"}
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    done = subprocess.run([str(ROOT / "scripts" / "slurm.sbatch"), "out"], env=environment, capture_output=True)
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "told").exists() == requeued
+    assert not requeued or (tmp_path / "told").read_text() == "requeue 7\n"

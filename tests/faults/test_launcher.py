@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import re
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,6 +99,45 @@ def test_signals_to_the_launcher_reach_every_rank(name: str, tmp_path: Path) -> 
     number = int(getattr(signal, name))
     assert run_single(body_signals_launcher, number, env={"MEGALITE_TEST_FOLDER": str(tmp_path)}) == 0
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(3)] == [name] * 3
+
+
+def main_sleeps(config: Config, world: World) -> None:
+    time.sleep(60)
+
+
+def body_forks(world: World, trouble: str) -> int:
+    """The launcher, to which something happens when it has made one rank of three."""
+    fork, made = os.fork, itertools.count()
+
+    def fork_with_trouble() -> int:
+        if next(made) == 1:
+            if trouble == "limit":
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fork()
+
+    with patch.object(os, "fork", fork_with_trouble):
+        status = launch(parse(FLAGS), main_sleeps, LaunchEnvironment())
+    assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text(), "a rank is left"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "signals are still blocked"
+    return status
+
+
+def test_a_system_without_room_for_a_rank_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert run_single(body_forks, "limit") == 2
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("error")]
+    assert line == (
+        "error: --nprocs=3: rank 1 could not be started (Resource temporarily unavailable); start fewer ranks, or "
+        "raise the limits of processes and memory (ulimit -u, ulimit -v)"
+    )
+    assert time.monotonic() - start < 30, "the first rank was waited for"
+
+
+def test_a_signal_between_two_forks_reaches_all_ranks() -> None:
+    start = time.monotonic()
+    assert run_single(body_forks, "signal") == 143
+    assert time.monotonic() - start < 30, "a rank has not heard it"
 
 
 def main_is_interrupted(config: Config, world: World) -> None:

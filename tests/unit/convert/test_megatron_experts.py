@@ -189,6 +189,8 @@ def test_what_is_wrong_with_files_is_said(tmp_path: Path) -> None:
         ({first: put(moe_layer_freq=[1])}, ConfigError, "moe_layer_freq"),
         ({first: put(num_experts=1)}, ConfigError, "num_experts"),
         ({first: put(expert_tensor_parallel_size=3)}, CheckpointError, "expert_tensor_parallel_size 3"),
+        ({first: put(expert_tensor_parallel_size=0)}, CheckpointError, "expert_tensor_parallel_size 0"),
+        ({first: put(expert_tensor_parallel_size=[])}, CheckpointError, r"expert_tensor_parallel_size \[\]"),
     ]):  # fmt: skip
         directory = tmp_path / f"case{case}"
         shutil.copytree(tmp_path / "x", directory)
