@@ -146,8 +146,7 @@ class Muon(FromTorch):
 class Soap(Rule):
     """Vyas et al., arXiv 2409.11321, algorithms 3 and 4, for every matrix of the blocks; AdamW for the rest.
 
-    As in the authors' code the first gradient makes the bases and nothing else, and V is reordered with them. Weight
-    decay is AdamW's.
+    As in the authors' code the first gradient makes the bases alone, and V is reordered with them; AdamW's weight decay.
     """
 
     magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
@@ -234,11 +233,8 @@ ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-9}
 
 
 def first_basis(square: Tensor) -> Tensor:
-    """Eigenvectors, and where eigenvalues are zero the part of fixed directions that is orthogonal to the others.
-
-    In fp64: what `eigh` itself loses in fp32, some 1e-6 of the largest eigenvalue, would hide directions that the
-    gradients have.
-    """
+    """Eigenvectors, in fp64 (in fp32 `eigh` loses some 1e-6 of the largest eigenvalue), and where eigenvalues are zero
+    the part of fixed directions that is orthogonal to the others."""
     values, vectors = torch.linalg.eigh(square.double())
     n, rank = len(values), int((values > ROUNDING[square.dtype] * values.max()).sum())
     columns: Tensor = vectors.flip(1)[:, :rank]
@@ -267,8 +263,7 @@ class Lion(Rule):
 class Adafactor(Rule):
     """Shazeer and Stern, arXiv 1804.04235, algorithms 4 and 5 without a first moment: decay 1 - t^-0.8, clipped at 1.
 
-    The relative step of the paper with `adafactor_scale_parameter`. A weight decay of AdamW's kind is added, with the
-    rate of the step: relative where that is.
+    The relative step of the paper with `adafactor_scale_parameter`; AdamW's weight decay, relative where the step is.
     """
 
     magnified = 10.0  # where AdamW has its eps, this has 1e-30: a small row is divided by no more than itself
