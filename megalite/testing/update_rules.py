@@ -146,7 +146,7 @@ class Muon(FromTorch):
 class Soap(Rule):
     """Vyas et al., arXiv 2409.11321, algorithms 3 and 4, for every matrix of the blocks; AdamW for the rest.
 
-    As in the authors' code the first gradient makes the bases alone, and V is reordered with them; AdamW's weight decay.
+    As by its authors, the first gradient makes the bases alone, and V is reordered with them; AdamW's weight decay.
     """
 
     magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
