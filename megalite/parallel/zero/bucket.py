@@ -123,38 +123,69 @@ class StoredWeights(Protocol):
     def updated(self, *, async_op: bool) -> None: ...  # the slice holds new values
 
 
-class BucketGradient(Protocol):
-    """The gradient of a bucket, from the first contribution of a batch to the owned slice of the sum."""
+class BucketGradient:
+    """The gradient of a bucket, from the first contribution of a batch to the owned slice of the sum.
+
+    streams: every micro-batch is reduced by itself.
+    keep: its memory stays between batches.
+    missing: sinks that still wait for contributions; at 0 the reduction may start.
+    handle: of the reduction in flight.
+    launched: whether the batch's only reduction has been started.
+    """
+
+    streams = False
+
+    def __init__(self, bucket: Bucket, *, keep: bool = True) -> None:
+        self.bucket, self.keep = bucket, keep
+        self.missing = 0
+        self.handle: Handle | None = None
+        self.launched = False
 
     @property
-    def streams(self) -> bool: ...  # every micro-batch is reduced by itself
+    def full(self) -> Tensor:
+        """The sum over this rank's micro-batches, before the reduction; only while open."""
+        raise NotImplementedError
 
     @property
-    def keep(self) -> bool: ...  # its memory stays between batches
+    def reduced(self) -> Tensor:
+        """The owned slice of the sum over ranks, valid after `finish_batch`."""
+        raise NotImplementedError
 
     @property
-    def full(self) -> Tensor: ...  # the sum over this rank's micro-batches, before the reduction; only while open
+    def held(self) -> Tensor | None:
+        """What is in memory now, without scratch."""
+        raise NotImplementedError
 
     @property
-    def reduced(self) -> Tensor: ...  # the owned slice of the sum over ranks, valid after `finish_batch`
+    def needs_reduction(self) -> bool:
+        """Whether part of this batch has not been launched."""
+        return not self.launched
 
-    @property
-    def held(self) -> Tensor | None: ...  # what is in memory now, without scratch
+    def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
+        """The sink of a parameter."""
+        return GradSink(uses=uses, on_ready=on_ready, on_open=self.bucket.open)
 
-    @property
-    def needs_reduction(self) -> bool: ...  # part of this batch has not been launched
+    def begin_batch(self) -> None:
+        """Discards the last batch's gradient."""
+        self.launched = False
 
-    missing: int  # sinks that still wait for contributions; at 0 the reduction may start
-    handle: Handle | None  # of the reduction in flight
+    def open(self) -> None:
+        """Allocates `full`, uninitialised."""
 
-    def sink(
-        self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]
-    ) -> GradSink: ...  # of a parameter
-    def begin_batch(self) -> None: ...  # discards the last batch's gradient
-    def open(self) -> None: ...  # allocates `full`, uninitialised
-    def launch(self, *, async_op: bool) -> None: ...  # starts the reduction of what has arrived
-    def finish(self) -> None: ...  # waits for what was launched
-    def finish_batch(self) -> None: ...  # the last `finish` of a batch
+    def launch(self, *, async_op: bool) -> None:
+        """Starts the reduction of what has arrived."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Waits for what was launched."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+
+    def finish_batch(self) -> None:
+        """The last `finish` of a batch."""
+        assert self.launched, "finish_reduce before start_reduce and start_tied_reduce"
+        self.finish()
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from megalite.comm import Handle, all_reduce_, reduce_scatter_into
-from megalite.gradient import GradSink
-from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket
+from megalite.comm import all_reduce_, reduce_scatter_into
+from megalite.parallel.zero.bucket import BucketGradient
 
 
-class HeldGradient:
+class HeldGradient(BucketGradient):
     """All micro-batches of an update add up in `full`, which is reduced once, in place.
 
         empty --open: first contribution--> filling --launch: all sinks are complete--> reducing --finish--> reduced
@@ -24,18 +20,9 @@ class HeldGradient:
 
     An asynchronous pipeline accumulates the gradient of one update while that of the previous update is being reduced;
     the bucket then has one `HeldGradient` for each.
-
-    keep: the memory is kept between batches.
     """
 
-    streams = False
-
-    def __init__(self, bucket: Bucket, *, keep: bool) -> None:
-        self.bucket, self.keep = bucket, keep
-        self.missing = 0
-        self.handle: Handle | None = None
-        self.launched = False
-        self._full: Tensor | None = None
+    _full: Tensor | None = None
 
     @property
     def full(self) -> Tensor:
@@ -53,15 +40,8 @@ class HeldGradient:
     def held(self) -> Tensor | None:
         return self._full
 
-    @property
-    def needs_reduction(self) -> bool:
-        return not self.launched
-
-    def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
-        return GradSink(uses=uses, on_ready=on_ready, on_open=self.bucket.open)
-
     def begin_batch(self) -> None:
-        self.launched = False
+        super().begin_batch()
         if not self.keep:
             self._full = None
             self.bucket.forget_memory()
@@ -79,12 +59,3 @@ class HeldGradient:
             self.handle = reduce_scatter_into(self.reduced, self.full, axis, async_op=async_op)
         else:
             self.handle = all_reduce_(self.full, axis, async_op=async_op)
-
-    def finish(self) -> None:
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
-
-    def finish_batch(self) -> None:
-        assert self.launched, "finish_reduce before start_reduce and start_tied_reduce"
-        self.finish()

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megalite.comm import Handle
 from megalite.gradient import GradSink
 from megalite.inventory import BufferParameter, ParameterRange, layer_of
 from megalite.parallel.tiers import Arrival, TieredMemory
@@ -101,38 +100,33 @@ class HostedStream(StreamedGradient):
         super().finish_batch()
 
 
-class HostedGradient:
-    """Of a bucket that is not tied; a `BucketGradient`. layers: of all buckets of the family."""
-
-    streams = False
-    keep = True
+class HostedGradient(BucketGradient):
+    """The gradient of a bucket that is not tied. layers: of all buckets of the family."""
 
     def __init__(self, bucket: Bucket, pool: HostedPool, layers: HostedLayers) -> None:
-        self.bucket, self.pool, self._layers = bucket, pool, layers
-        self.missing = 0
-        self.handle: Handle | None = None
-        self.launched = False
-        self.full = pool.mover.empty([bucket.numel], bucket.gradient_dtype)
+        super().__init__(bucket)
+        self.pool, self._layers = pool, layers
+        self._home = pool.mover.empty([bucket.numel], bucket.gradient_dtype)
         vectors = sum(range_.entry.numel for range_ in bucket.plan.ranges if not streams_to_host(range_.entry))
         self._vectors = bucket.empty.new_zeros(vectors)
         self._used = 0
 
     @property
+    def full(self) -> Tensor:
+        return self._home
+
+    @property
     def reduced(self) -> Tensor:
-        return self.bucket.owned(self.full)
+        return self.bucket.owned(self._home)
 
     @property
     def held(self) -> Tensor | None:
         return self._vectors
 
-    @property
-    def needs_reduction(self) -> bool:
-        return not self.launched
-
     def home(self, range_: ParameterRange) -> Tensor:
         """The part of a parameter, on the host."""
         begin = range_.start - self.bucket.plan.start
-        return self.full[begin : begin + range_.entry.numel].view(range_.entry.shape)
+        return self._home[begin : begin + range_.entry.numel].view(range_.entry.shape)
 
     def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
         if streams_to_host(range_.entry):
@@ -152,12 +146,6 @@ class HostedGradient:
         begin, self._used = self._used, self._used + range_.entry.numel
         return self._vectors[begin : self._used].view(range_.entry.shape)
 
-    def begin_batch(self) -> None:
-        self.launched = False
-
-    def open(self) -> None:
-        """Nothing: layers are opened by their sinks."""
-
     def launch(self, *, async_op: bool) -> None:
         """Sums over the ranks."""
         for sink in self.bucket.sinks:
@@ -170,13 +158,10 @@ class HostedGradient:
                 home.zero_()
             elif not isinstance(sink, LayerSink):
                 home.copy_(sink.buffer)
-        sum_on_host(self.full, self.bucket.axis, self.pool.mover, scatter=self.bucket.sharded)
-
-    def finish(self) -> None:
-        """Nothing is in flight."""
+        sum_on_host(self._home, self.bucket.axis, self.pool.mover, scatter=self.bucket.sharded)
 
     def finish_batch(self) -> None:
-        assert self.launched, "finish_reduce before start_reduce"
+        super().finish_batch()
         self.pool.mover.settle()
 
 

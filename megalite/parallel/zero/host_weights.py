@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, all_gather_into
 from megalite.inventory import ParameterRange, align, layer_of
-from megalite.parallel.tiers import Arrival, Mover, TieredMemory
+from megalite.parallel.tiers import Mover, TieredMemory
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.flat_weights import FlatWeights, move_parameter
 from megalite.parallel.zero.host_exchange import gather_on_host
@@ -82,62 +82,38 @@ class HostedFlatWeights(FlatWeights):
         return bytes_of(weights.full for weights in self._hosted)
 
 
-class HostedWeights:
+class HostedWeights(ComingWeights):
     """Weights of one layer and family.
 
-    full: on the device; the parameters are views of it. Its memory exists only while `resident`.
     homes: (part of `full`, the same elements on the host).
     gathers: the axis over which the rest comes from other ranks, of whose slices `homes` has this rank's.
-    pinned: stays on the device until `FlatWeights.reshard`.
     """
-
-    sharded = released_after_use = True
 
     def __init__(
         self, full: Tensor, homes: Sequence[tuple[slice, Tensor]], tier: TieredMemory, gathers: Axis | None = None
     ) -> None:
-        self.full, self._tier, self._gathers = full, tier, gathers
-        self._homes = list(homes)
-        self.resident, self.pinned = True, False
-        self._arrival: Arrival | None = None
-        tier.count(full.nbytes)
+        super().__init__(full, sharded=True, released_after_use=True)
+        self._tier, self._gathers, self._homes = tier, gathers, list(homes)
+        tier.count(self.nbytes)
 
-    @property
-    def nbytes(self) -> int:
-        """On the device."""
-        return self.full.numel() * self.full.element_size()
+    def allocate(self) -> None:
+        self._tier.count(0 if self.resident else self.nbytes)
+        super().allocate()
+
+    def free(self) -> None:
+        before = self.resident
+        super().free()
+        self._tier.count(-self.nbytes if before and not self.resident else 0)
 
     def start_gather(self, *, async_op: bool) -> None:
-        """Starts to copy the weights to the device; they may be read after `wait`."""
+        """Starts to copy the weights to the device."""
         self.wait()
-        if not self.resident:
-            self.full.untyped_storage().resize_(self.nbytes)
-            self._tier.count(self.nbytes)
-        self.resident = True
+        self.allocate()
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by their coming back.
         full, axis = self.full.data, self._gathers
         pairs = [(full[place], home) for place, home in self._homes]
         start = None if axis is None else partial(all_gather_into, full, pairs[0][0], axis, async_op=async_op)
-        self._arrival = self._tier.mover.to_device(pairs, start=start)
-
-    def wait(self) -> None:
-        """Returns when the weights can be read."""
-        if self._arrival is not None:
-            arrival, self._arrival = self._arrival, None
-            arrival.wait()
-
-    def free(self) -> None:
-        """Lets go of the memory on the device."""
-        if self.resident and not self.pinned:
-            self.wait()
-            self.full.untyped_storage().resize_(0)
-            self._tier.count(-self.nbytes)
-            self.resident = False
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether x lies in the memory that `free` frees."""
-        own: bool = x.untyped_storage()._cdata == self.full.untyped_storage()._cdata
-        return own
+        self._arriving = self._tier.mover.to_device(pairs, start=start)
 
     def store(self) -> None:
         """Writes what is on the device into its home, and lets go of it there."""

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megalite.comm import Handle, reduce_scatter_into
+from megalite.comm import reduce_scatter_into
 from megalite.gradient import GradSink
 from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket
+from megalite.parallel.zero.bucket import Bucket, BucketGradient
 from megalite.parallel.zero.host_memory import give_back_freed_memory
 
 
-class StreamedGradient:
+class StreamedGradient(BucketGradient):
     """Every micro-batch is reduced by itself and added to the slice that this rank owns.
 
         empty --open: takes scratch--> filling --launch: reduce-scatter--> reducing --finish--> added to the slice
@@ -36,9 +36,7 @@ class StreamedGradient:
     streams = True
 
     def __init__(self, bucket: Bucket, pool: ScratchPool, *, keep: bool) -> None:
-        self.bucket, self.keep = bucket, keep
-        self.missing = 0
-        self.handle: Handle | None = None
+        super().__init__(bucket, keep=keep)
         self._pool = pool
         self._filling: Tensor | None = None
         self._reducing: Tensor | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,48 +21,49 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from megalite.comm import Axis, Handle, all_gather_into
 from megalite.errors import RuntimeFailure
+from megalite.parallel.tiers import Arrival
 from megalite.schedule import ChunkKey, ChunkUse, StageKey
 
 
-class BucketWeights:
-    """One bucket's weights in one version.
+class ComingWeights:
+    """Weights that a layer waits for before it runs.
 
-    full: all of them, contiguous; the parameters are views of it. In stage 3 its memory exists only while `resident`.
-    shard: this rank's slice (stages 1 and 2: a view of `full`; stage 0: `full` itself).
-    pinned: stays gathered until `reshard`, whichever layer is in use.
+    full: all of them, contiguous; the parameters are views of it. Its memory exists only while `resident`.
+    sharded: whether something must arrive before they can be read.
+    released_after_use: whether their memory comes and goes.
+    pinned: they stay until `FlatWeights.reshard`, whichever layer is in use.
     """
 
-    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int) -> None:
-        self.axis = axis
-        self.sharded = stage > 0 and axis.size > 1
-        self.released_after_use = stage == 3 and axis.size > 1
+    def __init__(self, full: Tensor, *, sharded: bool, released_after_use: bool) -> None:
         self.full = full
-        self.shard = full[owned].clone() if self.released_after_use else full[owned]
-        self.resident = True
-        self.pinned = False
-        self._gather: Handle | None = None
+        self.sharded, self.released_after_use = sharded, released_after_use
+        self.resident, self.pinned = True, False
+        self._arriving: Handle | Arrival | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of `full`, there or not."""
+        return self.full.numel() * self.full.element_size()
 
     def start_gather(self, *, async_op: bool) -> None:
-        """Starts to gather all ranks' slices; collective. The result may be read after `wait`."""
-        self.wait()
-        if not self.sharded:
-            return
-        if self.released_after_use and not self.resident:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
-        self.resident = True
-        # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them
-        # again.
-        self._gather = all_gather_into(self.full.data, self.shard, self.axis, async_op=async_op)
+        """Starts to fetch them; they may be read after `wait`."""
+        raise NotImplementedError
 
     def wait(self) -> None:
         """Returns when the weights can be read."""
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+        if self._arriving is not None:
+            arriving, self._arriving = self._arriving, None
+            arriving.wait()
+
+    def allocate(self) -> None:
+        """Memory for `full`, if it was freed."""
+        if not self.resident:
+            self.full.untyped_storage().resize_(self.nbytes)
+        self.resident = True
 
     def free(self) -> None:
-        """Frees the memory of `full` (stage 3 only)."""
-        if self.released_after_use and self.resident:
+        """Frees the memory of `full`, if it comes and goes."""
+        if self.released_after_use and self.resident and not self.pinned:
             self.wait()
             self.full.untyped_storage().resize_(0)
             self.resident = False
@@ -70,6 +71,29 @@ class BucketWeights:
     def holds(self, x: Tensor) -> bool:
         """Whether x lies in the memory that `free` frees."""
         return self.released_after_use and x.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+
+
+class BucketWeights(ComingWeights):
+    """One bucket's weights in one version, gathered from all ranks.
+
+    shard: this rank's slice (stages 1 and 2: a view of `full`; stage 0: `full` itself).
+    """
+
+    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int) -> None:
+        several = axis.size > 1
+        super().__init__(full, sharded=stage > 0 and several, released_after_use=stage == 3 and several)
+        self.axis = axis
+        self.shard = full[owned].clone() if self.released_after_use else full[owned]
+
+    def start_gather(self, *, async_op: bool) -> None:
+        """Starts to gather all ranks' slices; collective."""
+        self.wait()
+        if not self.sharded:
+            return
+        self.allocate()
+        # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them
+        # again.
+        self._arriving = all_gather_into(self.full.data, self.shard, self.axis, async_op=async_op)
 
     def updated(self, *, async_op: bool) -> None:
         """Called when the slice holds new values. From then on, a backward through the old ones is an error."""
@@ -80,26 +104,6 @@ class BucketWeights:
             self.start_gather(async_op=async_op)
             if not async_op:
                 self.wait()
-
-
-class ComingWeights(Protocol):
-    """What a layer waits for before it runs: `BucketWeights`, or `HostedWeights`."""
-
-    pinned: bool
-
-    @property
-    def sharded(self) -> bool: ...
-
-    @property
-    def released_after_use(self) -> bool: ...
-
-    @property
-    def resident(self) -> bool: ...
-
-    def start_gather(self, *, async_op: bool) -> None: ...
-    def wait(self) -> None: ...
-    def free(self) -> None: ...
-    def holds(self, x: Tensor) -> bool: ...
 
 
 Weights = Sequence[ComingWeights]
