@@ -15,10 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+
+
+class Node(Function):
+    """`torch.autograd.Function` with a type for `apply`, which torch's lacks."""
+
+    apply: ClassVar[Callable[..., Tensor]]
+
 
 # Elements that are widened at a time. A CPU kernel that adds or sums in a wider dtype first makes a wide copy of its
 # whole operand; this copy stays in the processor's cache.

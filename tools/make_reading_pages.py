@@ -35,7 +35,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
      "context products linear embedding cross_entropy"),
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient"),
     ("", "megalite/parallel/zero",
-     "families parameter_buffers flat_weights bucket reducer held_gradient streamed_gradient "
+     "families parameter_buffers flat_weights bucket reducer streamed_gradient "
      "param_groups master_shards sub_optimizers sharded_optimizer"),
     ("the update", "megalite/optim", "rule adamw pieces optimizers"),
 )  # fmt: skip

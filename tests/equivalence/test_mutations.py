@@ -32,7 +32,7 @@ def loss_not_divided_by_m():
 
 
 def gradient_not_reduced():
-    return patch("megalite.parallel.zero.held_gradient.all_reduce_", lambda x, axis, **more: _Done())
+    return patch("megalite.parallel.zero.bucket.all_reduce_", lambda x, axis, **more: _Done())
 
 
 def tied_embeddings_not_synchronised():

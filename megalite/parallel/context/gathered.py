@@ -5,15 +5,14 @@ They are gathered again in backward, so that no rank keeps them whole from forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, all_gather, reduce_scatter
+from megalite.gradient import Node
 from megalite.parallel.context.ring import AttentionKernel, empty_result, join_sinks, sink_gradient
 from megalite.visibility import Visibility
 
@@ -38,9 +37,7 @@ def _gathered(k: Tensor, v: Tensor, order: Tensor, axis: Axis) -> tuple[Tensor, 
     return whole[:, 0], whole[:, 1]
 
 
-class _GatheredAttention(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _GatheredAttention(Node):
     @staticmethod
     def forward(
         ctx: Any,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from megalite.comm import Axis, all_to_all
+from megalite.gradient import Node
 
 
 def trade_tokens_for_heads(x: Tensor, axis: Axis) -> Tensor:
@@ -21,9 +20,7 @@ def trade_heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _Trade.apply(x, axis, False)
 
 
-class _Trade(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Trade(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
         ctx.axis, ctx.to_heads = axis, to_heads

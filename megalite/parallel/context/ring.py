@@ -13,14 +13,14 @@ every message has work to hide behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, start_shift
+from megalite.gradient import Node
 from megalite.visibility import Visibility
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -62,13 +62,7 @@ Sights = Callable[[int], Visibility]
 
 
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sights: Sights,
-    axis: Axis,
-    kernel: AttentionKernel,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, sights: Sights, axis: Axis, kernel: AttentionKernel, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of this rank's queries to the keys and values of all ranks of the axis.
 
@@ -98,9 +92,7 @@ def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor | None) -> Tensor | 
     return None if sinks is None else (sinks - lse).exp_().mul_(delta).neg_()
 
 
-class _RingAttention(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _RingAttention(Node):
     @staticmethod
     def forward(
         ctx: Any,

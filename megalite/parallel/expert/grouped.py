@@ -6,16 +6,15 @@ As the other linear layers do, backward adds weight gradients straight into the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalite.gradient import WeightGradQueue, sink_of, sum_widened
+from megalite.gradient import Node, WeightGradQueue, sink_of, sum_widened
 
 
 class ElementwiseFunction(Protocol):
@@ -52,9 +51,7 @@ class GroupedProduct:
         return _Grouped.apply(x, weight, bias, activation, counts, self)
 
 
-class _Grouped(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Grouped(Node):
     @staticmethod
     def forward(
         ctx: Any,

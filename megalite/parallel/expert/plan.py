@@ -10,18 +10,16 @@ token's sum has the same order of additions at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather, start_all_to_all_rows
-from megalite.gradient import WIDENED_ELEMENTS
+from megalite.gradient import WIDENED_ELEMENTS, Node
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,7 @@ class _InFlight:
     backward: Handle = Done()
 
 
-class _Depart(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Depart(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
         ctx.plan, ctx.flight = plan, flight
@@ -138,9 +134,7 @@ class _Depart(Function):
         return _sums(dy, None, ctx.plan), None, None
 
 
-class _Arrive(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Arrive(Node):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
         ctx.plan, ctx.flight = plan, flight
@@ -157,9 +151,7 @@ class _Arrive(Function):
         return rows, None, None
 
 
-class _Return(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Return(Node):
     @staticmethod
     def forward(ctx: Any, y: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
         ctx.plan, ctx.flight = plan, flight
@@ -176,9 +168,7 @@ class _Return(Function):
         return rows, None, None
 
 
-class _Combine(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Combine(Node):
     @staticmethod
     def forward(ctx: Any, results: Tensor, weights: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
         ctx.plan, ctx.flight = plan, flight

@@ -7,7 +7,6 @@
     stage.py            consecutive layers, run forward and backward one micro-batch at a time
     recomputed.py       a stage whose forward runs again ahead of its backward
     offloaded.py        a stage whose activations may wait on the host (`parallel/tiers` moves them)
-    forward_only.py     a stage of a program of forwards alone, for the same executor
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
 
 Invariant: the executor knows no schedule by name; the order that was validated and simulated is the order that runs.
@@ -15,8 +14,7 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 """
 
 from megalite.parallel.pipeline.executor import Events, Executor
-from megalite.parallel.pipeline.forward_only import ForwardOnly
 from megalite.parallel.pipeline.offloaded import OffloadedStage, stage_type
 from megalite.parallel.pipeline.recomputed import RecomputedStage, repeated
 from megalite.parallel.pipeline.shared_params import SharedGradient, holders, replica_axes
-from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.pipeline.stage import ForwardOnly, Stage

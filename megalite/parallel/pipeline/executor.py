@@ -1,10 +1,8 @@
 """The executor: one interpreter of actions for every schedule.
 
-It runs the actions of one rank in order. It does not know which schedule they come from, whether batches overlap, or
-whether there is more than one rank: a single process runs the same F, B, REDUCE and STEP. What a batch leaves behind
-(activations of forwards that were begun early, receives that were posted early, tensors not yet sent) stays in the
-executor, and the next batch's list continues from there. So asynchronous schedules such as PipeDream-2BW need nothing
-special.
+It runs the actions of one rank in order, whatever schedule they come from; a single process runs the same F, B, REDUCE
+and STEP. What a batch leaves behind (activations of forwards that were begun early, receives that were posted early,
+tensors not yet sent) stays in the executor, so asynchronous schedules such as PipeDream-2BW need nothing special.
 
 Actions that concern weights (REDUCE, NORM, STEP, UNSHARD, RESHARD) are not carried out here: `run` yields each of them
 to its caller when its turn comes. Micro-batches come from a `MicrobatchSource` by their global number; the executor
@@ -84,9 +82,6 @@ class Executor:
 
     rank: pipeline rank.
     stages: this rank's stages by (stage, replica).
-    placement: which ranks hold the others.
-    channel: messages to and from other pipeline ranks.
-    events: callbacks to the owner of the weights.
     synchronize: called before clocks are read while tracing, so that a GPU's stream has caught up; None on the CPU.
     """
 

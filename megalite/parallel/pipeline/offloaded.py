@@ -24,30 +24,25 @@ class OffloadedStage(Stage):
         self._forwards: dict[int, SavedForward] = {}
 
     def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
-        """As `Stage.forward`."""
         with self.saved.of(x) as self._forwards[number]:
             out = super().forward(number, x, microbatch, factor, version=version)
         self.saved.settle()
         return out
 
     def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
-        """As `Stage.backward`."""
         dx = super().backward(number, dy)
         del self._forwards[number]
         self.saved.settle()
         return dx
 
     def backward_weight(self, number: int) -> None:
-        """As `Stage.backward_weight`."""
         super().backward_weight(number)
         self.saved.settle()
 
     def evict(self, number: int) -> None:
-        """Starts to move what the micro-batch's forward has saved to the host."""
         self._forwards[number].evict()
 
     def prefetch(self, number: int) -> None:
-        """Starts to bring it back."""
         self._forwards[number].prefetch()
 
 

@@ -1,13 +1,12 @@
 """A stage: consecutive layers, run forward and backward one micro-batch at a time.
 
 A stage knows nothing about schedules or messages. Between a micro-batch's forward and its backward it keeps what the
-backward needs and nothing else: the storage of the output is released as soon as it has been sent, only the edge of the
-autograd graph stays (Megatron-LM calls this deallocating the pipeline output).
+backward needs: the storage of the output is released as soon as it has been sent, only the edge of the autograd graph
+stays (Megatron-LM calls this deallocating the pipeline output).
 
-An asynchronous schedule keeps several versions of the weights. Each has a module of its own, with its own parameters:
-version u is `modules[u % len(modules)]`. A backward runs on the very tensors that its forward used; if they have been
-overwritten in between, autograd's version counter raises. So PipeDream-2BW's invariant is checked at run time, at no
-cost.
+An asynchronous schedule keeps several versions of the weights, each in a module of its own: version u is
+`modules[u % len(modules)]`. A backward runs on the very tensors that its forward used; if they have been overwritten in
+between, autograd's version counter raises.
 
 A split backward (Zero Bubble, arXiv 2401.10241) computes the gradient of the input first, collects the computations of
 the weight gradients on the way (`megalite.gradient`), and runs them later.
@@ -137,3 +136,20 @@ class Stage:
     def num_in_flight(self) -> int:
         """Micro-batches between forward and backward."""
         return len(self._in_flight)
+
+
+class ForwardOnly(Stage):
+    """A stage of `schedule.forward_program`: one version of the weights, no graph, nothing kept."""
+
+    def __init__(self, stage: Stage, version: int) -> None:
+        self.modules = stage.modules
+        self.spec, self.out_spec = stage.spec, stage.out_spec
+        self.is_first, self.is_last = stage.is_first, stage.is_last
+        self._version = version
+
+    def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
+        return self.evaluate(x, microbatch, version=self._version)
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0

@@ -45,10 +45,8 @@ class CachedRows:
     """The word embedding of one stage.
 
     Args:
-        host: all rows of this rank.
-        name, placement: of the parameter that they are.
+        host: all rows of this rank, of the parameter `name`.
         slots: rows of the cache. One more holds zeros, for tokens of other ranks.
-        dtype, gradient_dtype: of the cache.
         lookahead: micro-batches whose rows come before they are used.
         calls: forwards (and backwards) that make one use of a micro-batch: 2 where its halves run one by one.
         sum_over: axes of ranks with the same rows, over which gradients are summed.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, reduce_from_axis, scatter_sum_sequence
-from megalite.gradient import WeightGradQueue
+from megalite.gradient import Node, WeightGradQueue
 from megalite.microbatch import Microbatch
 from megalite.parallel.rows.cached_rows import CachedRows
 
@@ -33,9 +31,7 @@ class HostEmbedding(nn.Module):
         return scatter_sum_sequence(x, self.tp) if self.sequence_parallel else reduce_from_axis(x, self.tp)
 
 
-class _Read(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Read(Node):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: CachedRows, ids: NDArray[np.int64], queue: WeightGradQueue) -> Tensor:
         ctx.rows, ctx.ids, ctx.queue = rows, ids, queue

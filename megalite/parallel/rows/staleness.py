@@ -1,4 +1,4 @@
-"""Proof, use by use, that a cache of rows computes what memory without one would.
+"""Checks, use by use, that a cache of rows computes what memory without one would.
 
 came      a row entered the cache, with the values of this moment
 left      it left without a gradient          saved     it left, and its gradient went to the host

@@ -14,17 +14,15 @@ size tokens x V is kept. Backward only scales them by the gradient of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather
-from megalite.gradient import WeightGradQueue, accumulates_wide, add_product, sink_of
+from megalite.gradient import Node, WeightGradQueue, accumulates_wide, add_product, sink_of
 from megalite.inventory import chunk_length
 from megalite.parallel.tensor.linear import start_sum
 from megalite.parallel.tensor.loss_kernels import LossKernels
@@ -124,9 +122,7 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard
     return torch.cat(parts)
 
 
-class _FusedCrossEntropy(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _FusedCrossEntropy(Node):
     @staticmethod
     def forward(
         ctx: Any,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import reduce_from_axis, scatter_sum_sequence
-from megalite.gradient import WeightGradQueue, sink_of
+from megalite.gradient import Node, WeightGradQueue, sink_of
 from megalite.inventory import ParameterPlacement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 
@@ -59,9 +57,7 @@ def lookup(ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
     return _Lookup.apply(ids, weight, queue)
 
 
-class _Lookup(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Lookup(Node):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
         ctx.sink, ctx.queue, ctx.rows = sink_of(weight), queue, weight.shape[0]

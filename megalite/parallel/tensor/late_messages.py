@@ -17,17 +17,16 @@ Autograd runs the node that was made last first, so a backward is the mirror ima
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather, all_gather_into, all_reduce_, reduce_scatter_into
-from megalite.gradient import sink_of
+from megalite.gradient import Node, sink_of
 
 
 class Message:
@@ -106,9 +105,7 @@ def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, H
     return part, reduce_scatter_into(part, partial, axis, async_op=True)
 
 
-class _Send(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Send(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, message: LateMessage, axis: Axis, sequence: bool) -> Tensor:
         ctx.message = message
@@ -123,9 +120,7 @@ class _Send(Function):
         return dx, None, None, None
 
 
-class _Receive(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Receive(Node):
     @staticmethod
     def forward(ctx: Any, y: Tensor, message: LateMessage, axis: Axis, sequence: bool) -> Tensor:
         ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
@@ -140,9 +135,7 @@ class _Receive(Function):
         return dy, None, None, None
 
 
-class _Enter(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Enter(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, message: Message, axis: Axis, sequence: bool) -> Tensor:
         ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
@@ -157,9 +150,7 @@ class _Enter(Function):
         return dx, None, None, None
 
 
-class _Leave(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Leave(Node):
     @staticmethod
     def forward(ctx: Any, y: Tensor, message: Message, axis: Axis, sequence: bool) -> Tensor:
         ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
@@ -174,9 +165,7 @@ class _Leave(Function):
         return ctx.message.gathered(dy, ctx.axis) if ctx.sequence else dy, None, None, None
 
 
-class _IntoSink(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _IntoSink(Node):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.sink = sink_of(weight)

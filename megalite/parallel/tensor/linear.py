@@ -17,14 +17,13 @@ of the activations that a block keeps (4 of 21 s b h with GELU at 512 tokens); r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather_into
-from megalite.gradient import GradSink, sink_of, sum_widened
+from megalite.gradient import GradSink, Node, sink_of, sum_widened
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter
@@ -125,9 +124,7 @@ class RowParallelLinear(nn.Module):
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-class _ColumnLinear(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _ColumnLinear(Node):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, message: Message, *adapters: Tensor
@@ -165,9 +162,7 @@ class _ColumnLinear(Function):
         return dx, *gradients, None, None, *of_adapters
 
 
-class _RowLinear(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _RowLinear(Node):
     @staticmethod
     def forward(
         ctx: Any,

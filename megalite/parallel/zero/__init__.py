@@ -32,17 +32,15 @@ Where things are:
     reducer.py         the family's gradients: which bucket is reduced when
     host_weights.py    weights that live on the host (`--param-offload`); parallel/tiers moves them
     host_exchange.py   sums and gathers of what lives on the host
-    bucket.py          one bucket: its plan, weights, sinks and gradients
-    held_gradient.py, streamed_gradient.py
-                       the gradient of a bucket in stages 0 and 1; in stages 2 and 3
-    host_gradient.py   that of stages 0 and 1 where weights live on the host
+    bucket.py          one bucket: its plan, weights and sinks; its gradient in stages 0 and 1
+    streamed_gradient.py   its gradient in stages 2 and 3
+    host_gradient.py   its gradient where weights live on the host
     frozen.py          weights that nothing trains, as rectangles to load
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind
     sub_optimizers.py  the update rule over masters and moments on the device
     host_optimizer.py  over those on the host, and over masters that share memory with the weights
     delayed_optimizer.py   the same step, of which the host's part runs behind the next batch
-    nonfinite.py       which gradients are not finite
     param_groups.py    what an update rule gets to know about its tensors
     param_remainders.py    masters of bf16 weights in 16 bits
     host_memory.py     returns freed memory of a CPU rank to the system (stages 2 and 3)
@@ -56,9 +54,8 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 """
 
 from megalite.parallel.zero.delayed_optimizer import DelayedOptimizer
-from megalite.parallel.zero.families import stage_buffers
+from megalite.parallel.zero.families import stage_buffers, where_not_finite
 from megalite.parallel.zero.frozen import frozen_shards
-from megalite.parallel.zero.nonfinite import where_not_finite
 from megalite.parallel.zero.options import Fill, StageOptions, ZeroOptions
 from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers

@@ -39,7 +39,7 @@ class DelayedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, *, version: int = 0, **numbers: Any) -> None:
-        """As `ShardedOptimizer.step`, except that `version` is complete once `finish_step` has returned."""
+        """Updates the masters; `version` is complete once `finish_step` has returned."""
         self.finish_step()
         if not self._behind:
             super().step(version=version, **numbers)
@@ -74,13 +74,11 @@ class DelayedOptimizer(ShardedOptimizer):
         self._update(self._behind, numbers, version)
 
     def shards(self) -> list[TensorShard]:
-        """As of `ShardedOptimizer`; collective where a step is unfinished."""
         self.finish_step()
         return super().shards()
 
     @contextmanager
     def masters_as_weights(self, version: int) -> Iterator[None]:
-        """As of `ShardedOptimizer`."""
         self.finish_step()
         with super().masters_as_weights(version):
             yield

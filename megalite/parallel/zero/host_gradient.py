@@ -29,8 +29,8 @@ from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradie
 
 
 class HostedPool(ScratchPool):
-    """Scratch from which gradients go to the host, and whose bytes `tier` counts. So there is one piece more, and all
-    are as large as the largest that was announced."""
+    """Scratch from which gradients go to the host, one piece more than in `ScratchPool`, all as large as the largest
+    that was announced. Its bytes are counted."""
 
     def __init__(self, dtype: torch.dtype, tier: TieredMemory) -> None:
         super().__init__(dtype, tier.mover.device)
@@ -43,13 +43,11 @@ class HostedPool(ScratchPool):
         self._largest = max(self._largest, numel)
 
     def take(self, numel: int) -> Tensor:
-        """As of `ScratchPool`."""
         piece = super().take(max(numel, self._largest))
         self._count()
         return piece
 
     def release(self) -> None:
-        """As of `ScratchPool`."""
         self.settle()
         super().release()
         self._count()
@@ -290,12 +288,6 @@ class LayerSink(GradSink):
         self.seen += 1
         self.layer.contributed()
         super().done()
-
-
-def hosted_gradient(bucket: Bucket, stage: int, pool: ScratchPool, layers: HostedLayers) -> BucketGradient:
-    """Of a bucket that is not tied, in a ZeRO stage."""
-    assert isinstance(pool, HostedPool)
-    return HostedStream(bucket, pool) if stage >= 2 else HostedGradient(bucket, pool, layers)
 
 
 def streams_to_host(entry: BufferParameter) -> bool:

@@ -62,18 +62,16 @@ class HostedFlatWeights(FlatWeights):
 
     @property
     def coming(self) -> Iterator[ComingWeights]:
-        """As of `FlatWeights`."""
         return reversed(self._hosted)
 
     def gather(self, version: int = 0) -> None:
-        """As of `FlatWeights`."""
         for bucket in self._buckets:
             bucket.weights_of(version).updated(async_op=False)
         for weights in self._hosted:
             weights.outdated()
 
     def wait(self) -> None:
-        """As of `FlatWeights`; the host may write, too."""
+        """Returns when the host may write, too."""
         super().wait()
         self._tier.mover.settle()
 

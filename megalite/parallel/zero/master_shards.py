@@ -25,9 +25,8 @@ from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 
 @dataclass
 class MasterShard:
-    """Elements `start .. stop` of a family's flat buffer: one tensor of the optimizer.
+    """Elements `start .. stop` of a family's flat buffer, of one segment of a bucket: one tensor of the optimizer.
 
-    buffers, bucket, segment: those that the elements belong to.
     tensor: the fp32 (or wider) copy; the compute weights themselves if they have that dtype and one version.
     offloaded: master and moments are in host memory, or in `file`.
     remainders: the 16 bits that the bucket's bf16 weights lack, if the masters are stored that way.

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_
 from megalite.gradient import attach_sink
 from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket, bytes_of
-from megalite.parallel.zero.held_gradient import HeldGradient
+from megalite.parallel.zero.bucket import Bucket, HeldGradient, bytes_of
 from megalite.parallel.zero.host_exchange import sum_anywhere
-from megalite.parallel.zero.host_gradient import HostedLayers, HostedPool, hosted_gradient
+from megalite.parallel.zero.host_gradient import HostedGradient, HostedLayers, HostedPool, HostedStream
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
 
@@ -28,11 +27,8 @@ MOST_IN_FLIGHT = 2
 
 
 class ReductionOrder:
-    """Starts the reductions of a stage's buckets over one axis as the buckets become complete.
-
-    All ranks start them in the same order, that of the families and of their plans, whatever the order of arrival: a
-    bucket that is complete early waits for its turn.
-    """
+    """Starts the reductions of a stage's buckets over one axis as they become complete, on all ranks in the order of
+    the families and of their plans. A bucket that is complete early waits for its turn."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self._overlap, self._eager = options.overlap_grad_reduce, options.stage >= 2
@@ -42,12 +38,10 @@ class ReductionOrder:
         self._in_flight: deque[Handle] = deque()
 
     def add(self, buckets: Sequence[Bucket], num_gradients: int) -> None:
-        """Adds the buckets of a family, which have this number of gradients each."""
         self._buckets += [bucket for bucket in buckets if not bucket.plan.tied]
         self._next_bucket = [0] * num_gradients
 
     def select(self, index: int) -> None:
-        """From now on buckets become complete for gradient number `index`."""
         self._selected = index
 
     def begin_batch(self) -> None:
@@ -108,16 +102,16 @@ class GradientReducer:
         self._order, self._pool = order, pool
         # With gradients on the host, some of what is summed is there.
         self._sum: Callable[[Tensor, Axis], object] = all_reduce_
-        hosted = isinstance(pool, HostedPool)
         if isinstance(pool, HostedPool):
             self._sum = partial(sum_anywhere, mover=pool.mover)
         self._num_gradients, self._selected = num_gradients, 0
         order.add(buckets, num_gradients)
         layers: HostedLayers = {}
         for bucket in buckets:
-            if hosted and not bucket.plan.tied:
+            if isinstance(pool, HostedPool) and not bucket.plan.tied:
                 assert num_gradients == 1, "gradients on the host are of one update"
-                bucket.gradients = [hosted_gradient(bucket, zero_stage, pool, layers)]
+                streams = zero_stage >= 2
+                bucket.gradients = [HostedStream(bucket, pool) if streams else HostedGradient(bucket, pool, layers)]
             elif zero_stage < 2 or bucket.plan.tied:
                 bucket.gradients = [HeldGradient(bucket, keep=keep or zero_stage < 2) for _ in range(num_gradients)]
             else:

@@ -2,9 +2,8 @@
 
     reduced gradient --scale--> update of the fp32 masters --cast--> compute weights of one version --all-gather--> all
 
-There is one master per element. Where the parameters have the main dtype and a single version, the compute weights are
-the masters. The update rule sees master shards, a few long flat tensors, so any `torch.optim.Optimizer` with an
-elementwise update works at any stage.
+There is one master per element; the compute weights are the masters where they have the main dtype and one version.
+The update rule sees a few long flat tensors, so any `torch.optim.Optimizer` with an elementwise update works.
 """
 
 from __future__ import annotations
@@ -96,11 +95,8 @@ class ShardedOptimizer:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _create_state(self) -> None:
-        """Makes the optimizer allocate its moments, so that a checkpoint can be loaded before the first step.
-
-        A step with zero gradients and learning rate 0 leaves every weight as it is and every moment zero; the step
-        count is then reset.
-        """
+        """Makes the optimizer allocate its moments, for a checkpoint to be loaded into: a step with zero gradients and
+        learning rate 0 leaves every weight as it is and every moment zero."""
         self._fetch_gradients({})
         self._update(self.sub_optimizers, {"lr": 0.0, "weight_decay": 0.0, "steps": -1})
         self._set_step_count(0.0)
@@ -134,10 +130,7 @@ class ShardedOptimizer:
 
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the reduced gradients (fp64, 0-dim), each element of the model counted once; the same on
-        every rank.
-
-        It is not finite if any gradient of any rank is not, so all ranks decide alike whether to step.
-        """
+        every rank, and not finite if any gradient of any rank is not."""
         return self.start_grad_norm().wait()
 
     def start_grad_norm(self) -> PendingNorm:
@@ -179,11 +172,10 @@ class ShardedOptimizer:
     ) -> None:
         """Updates the masters with `grad_scale` x gradient, and writes them into the compute weights of `version`.
 
-        lr: learning rate; a group's `lr_scale`, if it has one, multiplies it.
-        weight_decay: of the groups that decay.
+        lr, weight_decay: of groups without `lr_scale`; of groups that decay.
         grad_scale: clip coefficient / loss scale.
-        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are. Before the next step,
-            `count_step` must be told which it was.
+        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are, and `count_step` is called before the
+            next step.
         version: number of updates that the new weights have seen.
         """
         self._wait_for_weights()  # an all-gather that no forward has waited for may still read them
@@ -255,11 +247,8 @@ class ShardedOptimizer:
     # ---- checkpoint --------------------------------------------------------------------------------------------------
 
     def shards(self) -> list[TensorShard]:
-        """Masters (`<name>`), moments (`optimizer/<moment>/<name>`) and the step count (`optimizer/step`) as rectangles
-        (views).
-
-        Loading writes through these views; then call `after_load`.
-        """
+        """Masters (`<name>`), moments (`optimizer/<moment>/<name>`) and the step count (`optimizer/step`), as views of
+        rectangles, through which a checkpoint is loaded; then call `after_load`."""
         shards: list[TensorShard] = []
         for master in self.masters:
             replica = self._replica(master)
@@ -287,9 +276,7 @@ class ShardedOptimizer:
 
     def after_load(self, version: int = 0) -> None:
         """Refreshes step counters and the compute weights of `version` after values were written through `shards`.
-
-        (If a step was made since the last forward, call `weights.wait` of the buffers before writing.)
-        """
+        (After a step without a forward, call `weights.wait` of the buffers before writing.)"""
         self._set_step_count(float(self.step_count))
         self.write_weights(version)
 

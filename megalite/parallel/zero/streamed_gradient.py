@@ -132,10 +132,9 @@ class StreamingSink(GradSink):
     """The sink of a `StreamedGradient`. It is ready once the contributions of one micro-batch have arrived; what
     arrives before the reduction starts is reduced with them.
 
-    In a split backward (zero bubble), gradients of norms arrive with that of the input, those of matrices a few
-    micro-batches later. The sum is the same, but two things need care. A vector must not open its bucket that early, or
-    all buckets of a stage would be in memory at once, so it is kept in `waiting`. And contributions of later
-    micro-batches count for later rounds, or the last rounds would never be complete.
+    In a split backward (zero bubble), gradients of norms arrive a few micro-batches ahead of those of matrices. Such a
+    vector must not open its bucket, or all buckets of a stage would be in memory at once: it is kept in `waiting`. And
+    contributions of later micro-batches count for later rounds.
 
     gradient: of the bucket.
     seen: contributions that have arrived and do not belong to a finished round.
@@ -171,7 +170,7 @@ class StreamingSink(GradSink):
         self.seen -= complete * self.uses
 
     def expect(self, contributions: int) -> None:
-        """Does nothing: every micro-batch is reduced by itself."""
+        """Every micro-batch is reduced by itself."""
 
     def add(self, gradient: Tensor) -> None:
         if gradient.dim() > 1 or self.gradient.has_scratch:
@@ -194,8 +193,7 @@ class StreamingSink(GradSink):
 
 
 class ScratchPool:
-    """Memory for gradients that exist only until they are reduced. It is taken and given back many times in a batch,
-    and returned to the allocator at its end, so that the next forward can use it.
+    """Memory for gradients until they are reduced; at the end of a batch it goes back to the allocator.
 
     All stages of a rank share one pool, with one reduction in flight at a time. So there are never more than two
     pieces, one being filled and one being reduced (a test asserts it).

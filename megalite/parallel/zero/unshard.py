@@ -147,8 +147,8 @@ class Unsharder:
     ) -> Any:
         """Gathers the weights again for the layer's backward; returns the output, without what lies in their memory.
 
-        Autograd runs the node that was made last first: no node of the layer runs before the first of those behind its
-        results, and none of a later layer after that. What the layer hands on as it came belongs to an earlier layer.
+        Autograd runs the node that was made last first, so the layer's backward begins with a node behind its results.
+        What the layer hands on as it came belongs to an earlier layer.
         """
         values = output if isinstance(output, tuple) else (output,)
         apart = [x.clone() if isinstance(x, Tensor) and any(w.holds(x) for w in wanted) else x for x in values]
