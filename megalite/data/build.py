@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +13,24 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
+from megalite.data.cache import cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
+from megalite.data.file_chunks import document_units, utf8_length
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
+from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
-from megalite.data.tokenise import tokenise_corpus
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.errors import DataError
+from megalite.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
+
+TOKENS_VERSION = 1
+"""Changes when cached tokens of the same text and tokenizer would differ."""
 
 Dataset = GPTDataset | BlendedDataset
 
@@ -45,7 +52,7 @@ class Datasets:
 
 @dataclass(frozen=True)
 class _Source:
-    """What one flag names: words to blend, and the part of each that a split takes."""
+    """Data that one flag names: words to blend, and the part of each that a split takes."""
 
     flag: str
     words: tuple[str, ...]
@@ -79,7 +86,7 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
 
 
 def _sources(cfg: DataConfig) -> dict[str, _Source]:
-    """What each split is made of; empty for the default corpus and for mock data."""
+    """Finds the data of each split; empty for the default corpus and for mock data."""
     own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
     given = [f"--{split}-data-path" for split, words in own.items() if words]
     shared = ["--data-path"] * bool(cfg.data_path) + ["--data-args-path"] * bool(cfg.data_args_path)
@@ -178,7 +185,7 @@ class _Opener:
         return split in self.sources and self.sources[split].part is not None
 
     def surveys(self) -> dict[str, list[Survey]]:
-        """Of every split that was opened, its stores in the order of the blend."""
+        """Surveys the stores of every split that was opened, in the order of the blend."""
         known: dict[int, Survey] = {}
         for stores in self._used.values():
             for source, store in stores.items():
@@ -318,3 +325,44 @@ def _open_raw(path: str, flag: str) -> TextCorpus:
     if os.path.isdir(path):
         raise DataError(f"{flag}={path}: is a folder; name a text file in it, or the prefix of a .bin/.idx pair")
     return file_corpus(path, flag)
+
+
+def tokenise_corpus(
+    corpus: TextCorpus, part: SplitRange | None, split: str, tokenizer: Tokenizer, cache_dir: Path
+) -> IndexedDataset:
+    """Tokenises one part of a corpus, unless the cache holds its tokens. What a killed process has done is kept.
+
+    part: fractions `(from, to)` of the split; None: the whole corpus.
+    Raises UnusableSplit where the part holds no text, DataError where the tokenizer does not know it.
+    """
+    tokenised_by, part_of = tokenizer_fingerprint(tokenizer), split if part else None
+    key = digest_of("tokens", TOKENS_VERSION, corpus.digest(), tokenised_by, part, part_of, corpus.ends_documents)
+    job = UnitJob(tokenizer, ("text",), corpus.ends_documents and tokenizer.eod_id is not None, skip_bad_lines=False)
+
+    def write(folder: Path) -> None:
+        logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
+        documents = list(corpus.documents(part, split))  # so it is known how much there is to do
+        totals = Totals(sum(map(utf8_length, documents)))
+        units = document_units(documents, cuts=tokenizer.splits_at_newline)
+        with ProgressBar("tokenising", "B") as bar:
+            write_units(job, units, [str(folder / "text_document")], totals, on_progress=bar)
+        (folder / "utf8_bytes").write_text(str(totals.size if totals.tokens else 0))
+
+    def tokens() -> Path:
+        folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
+        if (folder / "utf8_bytes").read_text() == "0":
+            raise UnusableSplit(
+                f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
+                f"give it more in --split, or {without(split)}"
+            )
+        return folder / "text_document"
+
+    prefix = tokens()
+    try:
+        dataset = IndexedDataset(prefix)
+    except DataError as error:
+        logger.warning("%s; tokenising again", error)
+        shutil.rmtree(prefix.parent)
+        dataset = IndexedDataset(tokens())
+    dataset.name = corpus.name
+    return dataset

@@ -30,7 +30,7 @@ KEPT_SECONDS = 86400.0
 
 
 def cache_directory(data_cache_path: str | None, save: str | None) -> Path:
-    """Where derived data go: `--data-cache-path`, else `data_cache` beside `--save`, else the user's cache folder.
+    """The folder of derived data: `--data-cache-path`, else `data_cache` beside `--save`, else the user's cache folder.
 
     Raises DataError where there is none of them.
     """

@@ -60,14 +60,14 @@ class ChatRenderer:
         program = [sys.executable, "-P", str(Path(__file__).with_name(PROGRAM))]
         self._process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
         self._finalizer = weakref.finalize(self, _end, self._process)
-        told = {"template": template, "variables": dict(variables), "limits": vars(self._limits)}
-        self._send(json.dumps(told).encode() + b"\n")
+        settings = {"template": template, "variables": dict(variables), "limits": vars(self._limits)}
+        self._send(json.dumps(settings).encode() + b"\n")
         reply = self._receive()
         if "refused" in reply:
             raise DataError(str(reply["refused"]).replace("refuses it", "is none", 1))
 
     def render(self, talks: Sequence[list[dict[str, Any]]]) -> Iterator[Rendered | DataError]:
-        """What each conversation gives, in order; DataError where the template does not take it.
+        """Renders conversations, in order; DataError where the template does not take it.
 
         Raises TemplateLimit in the turn of the conversation that reached one.
         """
@@ -101,21 +101,20 @@ class ChatRenderer:
             raise self._ended()
         reply = cast("dict[str, Any]", json.loads(line))
         if "limit" in reply:
-            raise TemplateLimit(
-                f"the chat template needs {reply['limit']} for it, which is the limit; repair the template"
-            )
+            raise _limit(reply["limit"])
         return reply
 
     def _ended(self) -> DataError:
         status = self._process.wait()
         if status == -signal.SIGPROF:
-            limit = f"{self._limits.seconds:g} seconds of processor time"
-            return TemplateLimit(
-                f"the chat template needs more than {limit} for it, which is the limit; repair the template"
-            )
+            return _limit(f"more than {self._limits.seconds:g} seconds of processor time")
         return TemplateLimit(
             f"the process that rendered the chat template ended (status {status}); repair the template"
         )
+
+
+def _limit(needed: str) -> TemplateLimit:
+    return TemplateLimit(f"the chat template needs {needed} for it, which is the limit; repair the template")
 
 
 def _as_line(talk: list[dict[str, Any]]) -> bytes:

@@ -69,7 +69,7 @@ class PlainNamespace(Namespace):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for."""
+    """Makes the environment that chat templates are written for."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.exceptions.TemplateError(message)
@@ -133,8 +133,8 @@ class Renderer:
 
     def _render(self, messages: Messages, most: int, *, prompt: bool = False) -> str:
         self._length, self._answers, pieces = 0, [], []
-        told = {**self._variables, "messages": messages, "tools": None, "documents": None}
-        for piece in self._template.generate(told, add_generation_prompt=prompt):
+        given = {**self._variables, "messages": messages, "tools": None, "documents": None}
+        for piece in self._template.generate(given, add_generation_prompt=prompt):
             pieces.append(piece)
             self._length += len(piece)
             if self._length > most:
@@ -171,8 +171,8 @@ def conversations(stdin: IO[bytes]) -> Iterator[bytes]:
 
 
 def main(stdin: IO[bytes], stdout: IO[bytes]) -> None:
-    told = json.loads(stdin.readline())
-    limits = told["limits"]
+    settings = json.loads(stdin.readline())
+    limits = settings["limits"]
     # Core dumps and files of any length are nothing that a template needs.
     for what, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, limits["memory"])):
         try:
@@ -183,7 +183,7 @@ def main(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     made: list[Renderer] = []
 
     def prepare() -> dict[str, Any]:
-        made.append(Renderer(told["template"], told["variables"], limits["characters"]))
+        made.append(Renderer(settings["template"], settings["variables"], limits["characters"]))
         return {}
 
     def say(work: Any, seconds: float) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, digest_of
-from megalite.data.gpt_index import SampleOrder, build_order
+from megalite.data.gpt_index import SampleOrder, build_order, build_sample_index
 from megalite.data.indexed import IndexedDataset, TokenStore
 from megalite.data.splits import without
 from megalite.errors import DataError
@@ -21,7 +21,7 @@ INDEX_VERSION = 1
 
 
 class SampleSource(Protocol):
-    """What a loader reads: a number of samples of S + 1 tokens, each reachable by its number alone."""
+    """Source of a loader: a number of samples of S + 1 tokens, each reachable by its number alone."""
 
     seq_length: int
 
@@ -126,30 +126,31 @@ class GPTDataset:
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         sequences, offset, stop = self.cut(sample)
-        at = self._copy(self.store, sequences, offset, stop, out)
+        count = self.copy(self.store, sequences, offset, stop, out)
+        assert count == self.seq_length + 1
         check_ids(out, self, sequences, offset)
-        return at
+        return count
 
     def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
         marks = marks_of(self.store)
         if marks is not None:
-            self._copy(marks, *self.cut(sample), out)
+            self.copy(marks, *self.cut(sample), out)
         return marks is not None
 
-    def _copy(
-        self, store: TokenStore, sequences: Sequence[int], offset: int, stop: int, out: NDArray[np.integer]
-    ) -> int:
+    @staticmethod
+    def copy(store: TokenStore, sequences: Sequence[int], offset: int, stop: int, out: NDArray[np.integer]) -> int:
+        """Copies what `cut` says, followed by zeros; returns how many tokens it is."""
         at = 0
         for place, sequence in enumerate(sequences):
             last = place == len(sequences) - 1
             tokens = store.get(sequence, offset if place == 0 else 0, stop + 1 if last else None)
             out[at : at + len(tokens)] = tokens
             at += len(tokens)
-        assert at == self.seq_length + 1
+        out[at:] = 0
         return at
 
     def sequential(self) -> SequentialSource:
-        """The same split once from its first to its last token, without overlap: for `--full-validation`."""
+        """Reads the split once from its first to its last token, without overlap: for `--full-validation`."""
         return SequentialSource([self])
 
 
@@ -161,49 +162,44 @@ class SequentialSource:
     def __init__(self, parts: Sequence[GPTDataset]) -> None:
         self.seq_length = parts[0].seq_length
         self._parts = list(parts)
-        # A document end is a place in the part's stream; `[documents]` int64 each.
-        self._ends = [np.cumsum(part.store.lengths[part.begin : part.end], dtype=np.int64) for part in self._parts]
-        counts = [-(-(int(ends[-1]) - 1) // self.seq_length) for ends in self._ends]
-        self._stops = np.cumsum(counts).tolist()
+        self._begins = [self._begins_of(part) for part in self._parts]
+        self._stops = np.cumsum([-(-(part.tokens_per_epoch - 1) // self.seq_length) for part in parts]).tolist()
+
+    def _begins_of(self, part: GPTDataset) -> NDArray[np.integer]:
+        """Where its samples begin, and the whole ones end: (document of the part, offset)."""
+        documents = np.arange(part.begin, part.end)
+        return build_sample_index(part.store.lengths, documents, self.seq_length, total=part.tokens_per_epoch)
 
     def __len__(self) -> int:
         return int(self._stops[-1])
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        number, part = self._part(sample)
-        first, last, start, count = self._copy(part.store, sample, out)
-        begin = int(self._ends[number][first]) - int(part.store.lengths[part.begin + first])
-        check_ids(out[:count], part, range(part.begin + first, part.begin + last), start - begin)
+        part, sequences, offset, stop = self._cut(sample)
+        count = part.copy(part.store, sequences, offset, stop, out)
+        check_ids(out[:count], part, sequences, offset)
         return count
 
     def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        marks = marks_of(self._part(sample)[1].store)
+        part, *cut = self._cut(sample)
+        marks = marks_of(part.store)
         if marks is not None:
-            self._copy(marks, sample, out)
+            part.copy(marks, *cut, out)
         return marks is not None
 
-    def _part(self, sample: int) -> tuple[int, GPTDataset]:
+    def _cut(self, sample: int) -> tuple[GPTDataset, Sequence[int], int, int]:
+        """(Its part, and what `GPTDataset.cut` returns.)"""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = bisect_right(self._stops, sample)
-        return number, self._parts[number]
-
-    def _copy(self, store: TokenStore, sample: int, out: NDArray[np.integer]) -> tuple[int, int, int, int]:
-        """(The part's first document of a sample, the one behind its last, its place in the part, its tokens)."""
-        number, part = self._part(sample)
-        ends = self._ends[number]
-        start = (sample - (self._stops[number - 1] if number else 0)) * self.seq_length
-        stop = min(start + self.seq_length + 1, int(ends[-1]))
-        place = int(np.searchsorted(ends, start, side="right"))
-        at, first = start, place
-        while at < stop:
-            length = int(part.store.lengths[part.begin + place])
-            begin = int(ends[place]) - length
-            take = min(stop, begin + length)
-            out[at - start : take - start] = store.get(part.begin + place, at - begin, take - begin)
-            at, place = take, place + 1
-        out[stop - start :] = 0
-        return first, place, start, stop - start
+        part, begins = self._parts[number], self._begins[number]
+        row = sample - (self._stops[number - 1] if number else 0)
+        first, offset = begins[row].tolist()
+        if row + 1 < len(begins):
+            last, stop = begins[row + 1].tolist()
+        else:
+            last = part.end - part.begin - 1
+            stop = int(part.store.lengths[part.end - 1]) - 1
+        return part, range(part.begin + first, part.begin + last + 1), offset, stop
 
 
 def marks_of(store: TokenStore) -> IndexedDataset | None:

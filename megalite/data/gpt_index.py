@@ -1,4 +1,4 @@
-"""Which tokens are sample number k: Megatron's order, bit for bit, a pure function of lengths, seed, S and samples.
+"""The order of samples, Megatron's bit for bit: a pure function of lengths, seed, S and the number of samples.
 
 The documents of a split are repeated for as many epochs as the run needs and shuffled into one long stream; the
 stream is cut every S tokens; the cuts are shuffled again::
@@ -83,12 +83,13 @@ def build_order(
     """
     tokens = int(lengths[begin:end].sum(dtype=np.int64))
     epochs = num_epochs_for(tokens, seq_length, num_samples)
-    needed, there = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length), free_memory()
-    if needed > there:
+    needed = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length)
+    free = free_memory()
+    if needed > free:
         flag = "--train-iters" if split == "train" else "--eval-iters"
         raise DataError(
             f"{flag}: the order of {num_samples or 0:,} {split} samples, {epochs:,} epochs of {tokens:,} tokens, needs "
-            f"{needed / 1e9:,.0f} GB and this machine has {there / 1e9:,.0f} free; use a smaller number, or more data"
+            f"{needed / 1e9:,.0f} GB and this machine has {free / 1e9:,.0f} free; use a smaller number, or more data"
         )
     if needed > ANNOUNCED:
         logger.info("building the order of %s %s samples (%.1f GB)", f"{num_samples:,}", split, needed / 1e9)
@@ -134,7 +135,7 @@ def build_sample_index(
     total: int | None = None,
     on_progress: OnProgress = untold,
 ) -> NDArray[np.integer]:
-    """Where every sample begins: rows (position in `document_index`, offset), `[n + 1, 2]`, n = (total - 1) // S.
+    """Finds where every sample begins: rows (position in `document_index`, offset), `[n + 1, 2]`, n = (total - 1) // S.
 
     Row k is the place of stream token k * S. Nothing is searched: of a document that covers the stream tokens a to b
     the samples ceil(a / S) to ceil(b / S) - 1 begin in it, so its row is repeated that often. It works in blocks that
@@ -191,7 +192,7 @@ def build_sample_index(
 def _sample_index_by_search(
     lengths: NDArray[np.int32], document_index: NDArray[np.integer], seq_length: int, n: int
 ) -> NDArray[np.int64]:
-    """The same rows in 64 bits, for streams of 2^31 documents: every k * S is searched among the documents' ends."""
+    """`build_sample_index` in 64 bits, for streams of 2^31 documents: each k * S is searched among their ends."""
     sizes = lengths[document_index]
     ends = np.cumsum(sizes, dtype=np.int64)
     position = np.arange(n + 1, dtype=np.int64) * seq_length

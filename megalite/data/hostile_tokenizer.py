@@ -64,7 +64,7 @@ def _replacements(rule: Any) -> Iterator[tuple[str | None, str]]:
 
 
 def _grown(rules: list[tuple[str | None, str]]) -> float:
-    """How many times as long the first rule's text is at the end."""
+    """Factor by which the rules lengthen the first one's text."""
     first = rules[0][0] or "a"
     text = first
     for pattern, content in rules:

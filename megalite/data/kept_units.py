@@ -1,4 +1,4 @@
-"""What an interrupted `preprocess` has tokenised, kept for the next one.
+"""Tokens of an interrupted `preprocess`, kept for the next one.
 
     PREFIX.bin.partial   tokens, which become PREFIX.bin
     PREFIX.partial       settings, then a line for each unit: its documents, and a digest of what was read and written

@@ -34,7 +34,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentMasks:
-    """What the end of a document does to positions, attention and loss, by the flags of these names.
+    """Effects of the end of a document on positions, attention and loss, by the flags of these names.
 
     Raises DataError for a flag without an `eod_id` to go by.
     """
@@ -187,9 +187,9 @@ class BatchLoader:
         """The next micro-batches, at most `count` and as far as there are samples; they are still to come."""
         step, pieces = self.micro_batch_size * self.dp_size, self._pieces(self.consumed_samples)
         firsts = range(self.consumed_samples, self.consumed_samples + count * step, step)
-        there = [first for first in firsts if first + step <= len(self.source)]
-        self._peeked.update({first: self._take(first) for first in there if first not in self._peeked})
-        return [self._peeked[first].in_pieces(pieces) for first in there]
+        whole = [first for first in firsts if first + step <= len(self.source)]
+        self._peeked.update({first: self._take(first) for first in whole if first not in self._peeked})
+        return [self._peeked[first].in_pieces(pieces) for first in whole]
 
     def _take(self, first: int) -> Microbatch:
         """The micro-batch of the micro-step from sample `first` on; keeps the threads busy with those after it."""
@@ -212,10 +212,10 @@ class BatchLoader:
         text = np.empty((b, self.source.seq_length + 1), np.int64)
         valid, marks, marked = np.zeros(b, np.int64), np.empty(text.shape, np.uint8), False
         for row in range(b):
-            there = begin + row < len(self.source)
-            valid[row] = self.source.fill(begin + row, text[row]) if there else 0
+            exists = begin + row < len(self.source)
+            valid[row] = self.source.fill(begin + row, text[row]) if exists else 0
             text[row, valid[row] :] = 0
-            if there and self.source.fill_marks(begin + row, marks[row]):
+            if exists and self.source.fill_marks(begin + row, marks[row]):
                 marked = True
             else:
                 marks[row] = ANSWER + END * (text[row] == self._masks.eod_id)

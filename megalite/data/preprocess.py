@@ -36,8 +36,7 @@ BACKLOG = 4
 
 @dataclass
 class Totals:
-    """What has been done: `done` of `size` input bytes (size 0: not known); by this process, `text_bytes` in `seconds`
-    since the start."""
+    """Counts: `done` of `size` input bytes (0: not known); of this process `text_bytes`, in `seconds` so far."""
 
     size: int
     done: int = 0
@@ -63,7 +62,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `preprocess` wrote: the prefixes and the totals."""
+    """Result of `preprocess`: the prefixes that it wrote, and the totals."""
 
     prefixes: tuple[str, ...]
     totals: Totals

@@ -45,5 +45,5 @@ def bounds_of(part: tuple[float, float] | None, count: int) -> tuple[int, int]:
 
 
 def without(split: str) -> str:
-    """How a run does without a split, as text."""
+    """Advice for a message: how a run does without a split."""
     return "only evaluate by --skip-train" if split == "train" else "do not evaluate, by --eval-iters 0"

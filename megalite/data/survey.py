@@ -1,4 +1,5 @@
-"""Which data a run reads, cheaply even for terabytes: sizes, digests of the document lengths and of sampled tokens.
+"""Surveys tell data of runs apart, cheaply even for terabytes: sizes, digests of the document lengths and of sampled
+tokens.
 
 A checkpoint keeps the surveys of its run. The place in the data is a number (`consumed_samples`) that means nothing
 for other data, so a run that continues compares them. Where the files lie is no part of it.
@@ -93,7 +94,7 @@ def _sampled(store: IndexedDataset) -> Iterator[tuple[int, NDArray[np.integer]]]
 
 
 def survey_differences(then: Any, now: Mapping[str, Sequence[Survey]]) -> list[str]:
-    """How the data of a run differ from those of its checkpoint; empty where they are the same or not known.
+    """Lists how the data of a run differ from those of its checkpoint; empty where they are the same or not known.
 
     Splits that one of the two does not use are passed over, as are validation and test data that another flag names
     (the report tells of those).

@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the ones that need no package: bytes, characters, numbers.
+"""The protocol of tokenizers, and those that need no package: bytes, characters, numbers.
 
 Everything that trains, evaluates or generates sees the `Tokenizer` protocol only. A tokenizer hands out the files that
 it is made of, so that a checkpoint carries it and generation needs nothing else (`tokenizer_io.py` reads them back).

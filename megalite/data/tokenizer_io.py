@@ -123,7 +123,7 @@ def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What a checkpoint copies: the tokenizer's own files and one that says what they are, for `load_tokenizer`."""
+    """Files for a checkpoint: the tokenizer's own and one that says what they are, for `load_tokenizer`."""
     description = {
         "version": 1,
         "tokenizer_type": tokenizer.kind,

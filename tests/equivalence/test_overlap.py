@@ -163,7 +163,7 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
         # with as many gathers, of which the first has nothing beside it
         ("--sequence-parallel", [24, 22], [24, 22]),
         # experts on both ranks: as many
-        (f"--sequence-parallel {EXPERTS}", [24, 22], [24, 22]),
+        pytest.param(f"--sequence-parallel {EXPERTS}", [24, 22], [24, 22], marks=pytest.mark.full),
         # rows travel to experts and back
         (f"--sequence-parallel {DEALT} {EXPERTS}", [24, 22], [24, 22]),
         (f"--sequence-parallel {DEALT} {SHARED}", [36, 34], [36, 34]),

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megalite.data import cache, file_chunks
+from megalite.data.build import tokenise_corpus as tokens_of
 from megalite.data.cache import cached_folder
 from megalite.data.corpus import TextCorpus
 from megalite.data.indexed import IndexedDataset
-from megalite.data.tokenise import tokenise_corpus as tokens_of
 from megalite.data.tokenizer import ByteTokenizer
 
 TEXTS = ["", "one\ntwo\n" * 9, "x", "three\nfour\nfive\n" * 7, "", "naïve\nsix\n" * 30]
