@@ -19,7 +19,7 @@ OnProgress = Callable[[float, float | None, str], None]
 """Called with (done, total or None, a note) as the work continues."""
 
 
-def untold(done: float, total: float | None = None, note: str = "") -> None:
+def no_progress(done: float, total: float | None = None, note: str = "") -> None:
     """An `OnProgress` that reports nothing."""
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
-from megalite.progress import LINES, OnProgress, ProgressBar, untold
+from megalite.progress import LINES, OnProgress, ProgressBar, no_progress
 
 if TYPE_CHECKING:
     from megalite.comm import World
@@ -117,7 +117,7 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
             print(f" {name:<18} {format(record[key], form)}")
 
 
-def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = untold) -> Record:
+def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = no_progress) -> Record:
     """Do what the flags ask for. Raises MegaliteError."""
     from megalite.inference import (
         detokenize_wikitext,

@@ -37,7 +37,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("", "megalite/parallel/zero",
      "families parameter_buffers flat_weights bucket reducer streamed_gradient "
      "param_groups master_shards sub_optimizers sharded_optimizer"),
-    ("the update", "megalite/optim", "rule adamw pieces optimizers"),
+    ("the update", "megalite/optim", "rule adamw optimizers"),
 )  # fmt: skip
 
 #: Files that a step or the construction of its model enters, too, and that can be left for a second afternoon.

@@ -35,7 +35,7 @@ from megalite.planner import (
     time_text,
     tokens_text,
 )
-from megalite.progress import OnProgress, untold
+from megalite.progress import OnProgress, no_progress
 from plan_fit import shortage
 
 BAR = 24
@@ -79,7 +79,7 @@ def sweep(
     given: frozenset[str],
     *,
     stale: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> Sweep:
     """The answer to one of `QUESTIONS`."""
     tried = itertools.count()

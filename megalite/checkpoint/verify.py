@@ -8,7 +8,7 @@ from pathlib import Path
 from megalite.checkpoint.format import Manifest
 from megalite.checkpoint.storage import ShardReader, read_extra, read_manifest
 from megalite.errors import CheckpointError
-from megalite.progress import OnProgress, untold
+from megalite.progress import OnProgress, no_progress
 
 # Names of tensors that belong to a run rather than to the model: fine-tuning and generation do not ask for them.
 STATE_PREFIXES = ("optimizer/", "previous/")
@@ -21,7 +21,7 @@ def verify_checkpoint(
     shares: int = 1,
     with_state: bool = True,
     contents: bool = True,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> list[str]:
     """What is wrong with a checkpoint: one line a damaged file, empty if it is whole.
 

@@ -114,7 +114,8 @@ def _move_into(out: Tensor, x: Tensor, axis: Axis, *, gathers: bool, async_op: b
     if _by_messages(out if gathers else x, axis):
         work = _Timed((exchange.start_all_gather if gathers else exchange.start_reduce_scatter)(out, x, axis), axis)
         return work if async_op else _wait(work)
-    source, how = x.contiguous(), {"group": axis.group, "async_op": async_op}
+    source = x.contiguous()
+    how = {"group": axis.group, "async_op": async_op}
     with axis.waits:
         work = _all_gather_single(out, source, **how) if gathers else _reduce_scatter_single(out, source, **how)
     return _Timed(work, axis) if async_op else Done()

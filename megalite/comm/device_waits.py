@@ -1,8 +1,8 @@
-"""How long a GPU stood still for messages.
+"""A clock for the time that a GPU stands still for messages.
 
 NCCL blocks a stream and not the host, so a clock on the host sees nothing. Here an event is recorded on the computing
 stream before each wait and one behind it; in between is the wait alone. Nobody waits for the events either: those that
-the device has passed are read once an iteration, so a wait is told an iteration or so later.
+the device has passed are read once an iteration, so a wait is counted an iteration or so later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeviceWaitClock(WaitClock):
             self._begun = None
 
     def take(self) -> float:
-        """The seconds of waits that the device has behind it and that were not told before."""
+        """The seconds of waits that the device has behind it and that were not counted before."""
         milliseconds = 0.0
         while self._pending and self._pending[0][1].query():
             begin, end = self._pending.popleft()

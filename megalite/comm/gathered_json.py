@@ -33,7 +33,8 @@ class GatheredJson:
             return [self._value]
         heads = self._heads.wait()
         lengths = [int.from_bytes(head[:8], "little") for head in heads]
-        tails, longest = [b""] * len(heads), max(lengths)
+        tails = [b""] * len(heads)
+        longest = max(lengths)
         if longest > _HEAD_BYTES:
             tails = _GatheredBytes(self._raw[_HEAD_BYTES:].ljust(longest - _HEAD_BYTES, b"\0"), self._axis).wait()
         texts = [head[8:] + tail for head, tail in zip(heads, tails, strict=True)]

@@ -206,7 +206,8 @@ class ParallelMesh:
     def coordinate(self, name: str) -> int:
         """This rank's coordinate on an axis."""
         view, bases = self._resolve([name])
-        place, result = _coordinates(self.rank, view), 0
+        place = _coordinates(self.rank, view)
+        result = 0
         for base in reversed(bases):
             result = result * view[base] + place[base]
         return result
@@ -269,11 +270,11 @@ class ParallelMesh:
         return FamilyAxes(name, cut, self.over(*family.shard), self.over(*family.replicate))
 
     def context(self, *, gathers: bool) -> ContextAxes:
-        """How a sequence is cut. Collective at first use."""
+        """The axes over which a sequence is cut. Collective at first use."""
         return ContextAxes(self["cp_heads"], self["cp_ring"], gathers)
 
     def experts(self) -> ExpertAxes:
-        """How experts are shared. Collective at first use."""
+        """The axes over which experts are cut and dealt out. Collective at first use."""
         return ExpertAxes(self["etp"], self["ep"])
 
     def adopt(self, axis: Axis) -> None:

@@ -45,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageLabel:
-    """What a message is: `kind` 'F' or 'B', the stage that will use it, the global micro-batch id."""
+    """Label of a message: `kind` 'F' or 'B', the stage that will use it, the global micro-batch id."""
 
     kind: str
     stage: int
@@ -62,7 +62,8 @@ def _encode(label: MessageLabel, shape: tuple[int, ...], device: torch.device) -
 
 def _check(header: Tensor, label: MessageLabel, shape: tuple[int, ...], *, rank: int, peer: int) -> None:
     kind, stage, microbatch, dims, *extents = header.tolist()
-    found, found_shape = MessageLabel(chr(kind), stage, microbatch), tuple(extents[:dims])
+    found = MessageLabel(chr(kind), stage, microbatch)
+    found_shape = tuple(extents[:dims])
     if (found, found_shape) != (label, shape):
         raise RuntimeFailure(
             f"pipeline rank {rank}: expected {label} of shape {list(shape)} from rank {peer}, "
@@ -166,7 +167,8 @@ class Channel:
         header_work = self._irecv(header, peer) if header is not None else None
         target = spec.empty() if device != spec.device else None
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        work, line = self._irecv(buffer, peer), self._line(peer, self._down.rank)
+        work = self._irecv(buffer, peer)
+        line = self._line(peer, self._down.rank)
         return IncomingMessage(buffer, target, work, header, header_work, label, self._down.rank, peer, line.waits)
 
     def _irecv(self, buffer: Tensor, peer: int) -> Any:

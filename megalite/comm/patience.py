@@ -57,7 +57,7 @@ class _Job(Generic[T]):
             self.problem = problem
 
     def state(self) -> int:
-        """What this rank votes, after a while if it works. Raises what is no refusal of the work but a failure."""
+        """This rank's vote, after a while if it works. Raises what is no refusal of the work but a failure."""
         if self._thread.ident is not None:
             self._thread.join(VOTE_SECONDS)
         if self._thread.is_alive():

@@ -23,7 +23,7 @@ class Shift:
         self._axis, self._device = axis, device
 
     def wait(self) -> Tensor:
-        """What has arrived; the tensor that was sent may change again."""
+        """Returns what has arrived; the tensor that was sent may change again."""
         with self._axis.waits:
             for work in self._works:
                 work.wait()

@@ -109,14 +109,16 @@ class SharedExchange:
         me, size = self._rank, self._size
         sent, arriving = x.contiguous().split(list(traffic[me])), out.split([row[me] for row in traffic])
         arriving[me].copy_(sent[me])
-        width, step = math.prod(x.shape[1:]), SLOT_BYTES // x.element_size()
+        width = math.prod(x.shape[1:])
+        step = SLOT_BYTES // x.element_size()
         for distance in range(1, size):  # every rank to one other, as many messages as the longest of them takes
-            there, source = sent[(me + distance) % size].view(-1), (me - distance) % size
-            here = arriving[source].view(-1)
+            leaving = sent[(me + distance) % size].view(-1)
+            source = (me - distance) % size
+            into = arriving[source].view(-1)
             longest = width * max(traffic[rank][(rank + distance) % size] for rank in range(size))
             for begin in range(0, longest, step):
-                part = here[begin : begin + step]
-                self._post(there[begin : begin + step], partial(_take, rank=source, out=part), part.numel())
+                part = into[begin : begin + step]
+                self._post(leaving[begin : begin + step], partial(_take, rank=source, out=part), part.numel())
         return Message(self, self._posted)
 
     def _post(self, values: Tensor, finish: Finish, arriving: int | None = None) -> None:
@@ -181,15 +183,15 @@ def _take(parts: Sequence[Tensor], rank: int, out: Tensor) -> None:
 
 
 def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
-    """The same axis with shared memory for CPU tensors, where all its ranks can see it; else the axis as it is.
+    """Gives an axis shared memory for CPU tensors, where all its ranks can see it; else returns it as it is.
 
     Collective over the axis. timeout: seconds after which a rank that does not answer is an error (`PeerLost`).
     """
     if axis.size == 1 or "gloo" not in dist.get_backend(axis.group):
         return axis
-    here = {"host": _host(), "machine": platform.machine()}
-    everyone = all_gather_json(here, axis)
-    if any(other != here for other in everyone) or here["machine"].lower() not in ("x86_64", "amd64"):
+    own = {"host": _host(), "machine": platform.machine()}
+    everyone = all_gather_json(own, axis)
+    if any(other != own for other in everyone) or own["machine"].lower() not in ("x86_64", "amd64"):
         return axis
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     total = axis.size * (LINE_BYTES + DEPTH * SLOT_BYTES)

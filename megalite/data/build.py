@@ -335,7 +335,8 @@ def tokenise_corpus(
     part: fractions `(from, to)` of the split; None: the whole corpus.
     Raises UnusableSplit where the part holds no text, DataError where the tokenizer does not know it.
     """
-    tokenised_by, part_of = tokenizer_fingerprint(tokenizer), split if part else None
+    tokenised_by = tokenizer_fingerprint(tokenizer)
+    part_of = split if part else None
     key = digest_of("tokens", TOKENS_VERSION, corpus.digest(), tokenised_by, part, part_of, corpus.ends_documents)
     job = UnitJob(tokenizer, ("text",), corpus.ends_documents and tokenizer.eod_id is not None, skip_bad_lines=False)
 

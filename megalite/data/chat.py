@@ -39,7 +39,7 @@ from megalite.data.preprocess import Summary, Totals, UnitJob, write_units
 from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.errors import ConfigError, DataError
 from megalite.extras import optional_package
-from megalite.progress import OnProgress, untold
+from megalite.progress import OnProgress, no_progress
 from megalite.strangers import PROGRAMS, check_no_program, read_limited, read_mapping
 
 FLAG = "--data-format=chat"
@@ -111,7 +111,8 @@ class ChatTemplate:
 
 def read_template(where: Path) -> tuple[str, dict[str, str]]:
     """Template and special tokens beside the tokenizer `where`. Raises DataError; ConfigError for a program's."""
-    flag, folder = "--tokenizer-model", where if where.is_dir() else where.parent
+    flag = "--tokenizer-model"
+    folder = where if where.is_dir() else where.parent
     config = read_mapping(folder / "tokenizer_config.json", flag)
     check_no_program(folder / "tokenizer_config.json", config.get(PROGRAMS), flag)
     model = read_mapping(folder / "config.json", flag).get(PROGRAMS)
@@ -189,7 +190,8 @@ class ChatJob(UnitJob):
         asked = itertools.count()
 
         def parse(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:
-            number, found = next(asked), parse_messages(line, keys, where)
+            number = next(asked)
+            found = parse_messages(line, keys, where)
             rows.append(number)
             return found
 
@@ -225,14 +227,15 @@ def preprocess_chat(
     key: str = "messages",
     workers: int = 1,
     skip_bad_lines: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> Summary:
     """Tokenise conversations, lists of messages in field `key` of JSONL lines, into a pair of tokens and one of marks.
 
     Raises DataError where an input is missing or broken, or nothing in it gives a token.
     """
     job = ChatJob(tokenizer, (key,), append_eod=False, skip_bad_lines=skip_bad_lines, template=template)
-    totals, prefix = Totals(input_size(inputs)), f"{output_prefix}_{key}_document"
+    totals = Totals(input_size(inputs))
+    prefix = f"{output_prefix}_{key}_document"
     units = (unit for path in inputs for unit in input_units(path, (key,)))
     prefixes = (prefix, prefix + MARKS)
     write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)

@@ -161,7 +161,8 @@ def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     except Exception as error:  # the package has a family of its own
         raise DataError(f"--input={path}: not a parquet file ({error})") from None
     _check_columns(path, keys, file.schema_arrow.names)
-    rows, size = max(file.metadata.num_rows, 1), os.path.getsize(path)
+    rows = max(file.metadata.num_rows, 1)
+    size = os.path.getsize(path)
     for batch in file.iter_batches(batch_size=1024, columns=list(keys)):
         columns = [_texts(path, key, batch.column(key).to_pylist()) for key in keys]
         yield InputUnit(path, int(size * batch.num_rows / rows), columns=columns)

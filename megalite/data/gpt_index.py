@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megalite.errors import DataError
 from megalite.host_memory import free_memory
-from megalite.progress import OnProgress, ProgressBar, untold
+from megalite.progress import OnProgress, ProgressBar, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def build_sample_index(
     seq_length: int,
     *,
     total: int | None = None,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> NDArray[np.integer]:
     """Finds where every sample begins: rows (position in `document_index`, offset), `[n + 1, 2]`, n = (total - 1) // S.
 
@@ -171,7 +171,8 @@ def build_sample_index(
         begun = (ends + work.type(lead + seq_length - 1)) // work.type(seq_length)
         repeat[0] = begun[0]
         np.subtract(begun[1:], begun[:-1], out=repeat[1:count])
-        repeats, new = repeat[:count], int(begun[-1])
+        repeats = repeat[:count]
+        new = int(begun[-1])
         until = done + new
         offset = np.arange(-lead, new * seq_length - lead, seq_length, dtype=work)
         np.add(numbers[:count], first, out=row[:count, 0])

@@ -177,7 +177,8 @@ class IndexedDataset:
 
     def _check_cover(self, path: str, ends: NDArray[np.int64], bin_bytes: int) -> None:
         """Sequences back to back, as writers leave them, must fill the file; others may leave parts out, not share."""
-        pointers, used = self._pointers, int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        pointers = self._pointers
+        used = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         self._back_to_back = bool(pointers[0] == 0 and (pointers[1:] == ends[:-1]).all())
         if self._back_to_back:
             if used != bin_bytes:
@@ -228,7 +229,8 @@ class IndexedDataset:
         """Tokens `start:stop` of all sequences back to back."""
         if self._back_to_back:
             return self._tokens[start:stop]
-        ends, parts = self._ends, []
+        ends = self._ends
+        parts = []
         for sequence in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, stop)) + 1):
             begin = int(ends[sequence]) - int(self.lengths[sequence])
             parts.append(self.get(sequence)[max(0, start - begin) : stop - begin])
@@ -358,7 +360,8 @@ class IndexedWriter:
                 file.write(bytes([MARKED]) * len(lengths) if self._marked else b"")
                 file.flush()
                 os.fsync(file.fileno())
-        index, replaced = Path(self.prefix + ".idx"), os.path.exists(self.prefix + ".bin")
+        index = Path(self.prefix + ".idx")
+        replaced = os.path.exists(self.prefix + ".bin")
         index.unlink(missing_ok=True)  # an old index must never describe a new .bin, whenever this is killed
         os.replace(self._temporary[0], self.prefix + ".bin")
         os.replace(self._temporary[1], index)

@@ -185,7 +185,8 @@ class BatchLoader:
 
     def peek(self, count: int) -> list[Microbatch]:
         """The next micro-batches, at most `count` and as far as there are samples; they are still to come."""
-        step, pieces = self.micro_batch_size * self.dp_size, self._pieces(self.consumed_samples)
+        step = self.micro_batch_size * self.dp_size
+        pieces = self._pieces(self.consumed_samples)
         firsts = range(self.consumed_samples, self.consumed_samples + count * step, step)
         whole = [first for first in firsts if first + step <= len(self.source)]
         self._peeked.update({first: self._take(first) for first in whole if first not in self._peeked})
@@ -210,7 +211,9 @@ class BatchLoader:
         b = self.micro_batch_size
         begin = first + self.dp_rank * b
         text = np.empty((b, self.source.seq_length + 1), np.int64)
-        valid, marks, marked = np.zeros(b, np.int64), np.empty(text.shape, np.uint8), False
+        valid = np.zeros(b, np.int64)
+        marks = np.empty(text.shape, np.uint8)
+        marked = False
         for row in range(b):
             exists = begin + row < len(self.source)
             valid[row] = self.source.fill(begin + row, text[row]) if exists else 0

@@ -24,7 +24,7 @@ from megalite.data.indexed import IndexedWriter
 from megalite.data.kept_units import KeptUnits, UnitTokens
 from megalite.data.tokenizer import Tokenizer, token_dtype, tokenizer_fingerprint
 from megalite.errors import DataError, RuntimeFailure
-from megalite.progress import OnProgress, amount, untold
+from megalite.progress import OnProgress, amount, no_progress
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def preprocess(
     append_eod: bool = False,
     workers: int = 1,
     skip_bad_lines: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> Summary:
     """Tokenise `inputs` into `PREFIX_KEY_document.bin/.idx` for every key.
 
@@ -107,7 +107,7 @@ def write_units(
     *,
     source: str = "",
     workers: int = 1,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> None:
     """Tokenise units into a pair for each of the job's fields, and count them in `totals`.
 

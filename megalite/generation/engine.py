@@ -127,14 +127,14 @@ class Generator:
             slots = [slot for slot in slots if slot.remaining]
         number = {id(row): place for place, row in enumerate(rows)}
         mine = {str(number[id(row)]): None if row.broken else row.new for row in self._own(rows)}
-        told = {int(place): new for part in all_gather_json(mine, self.replicas) for place, new in part.items()}
-        return [told[place] for place in range(len(rows))]
+        texts = {int(place): new for part in all_gather_json(mine, self.replicas) for place, new in part.items()}
+        return [texts[place] for place in range(len(rows))]
 
     def _own(self, rows: Sequence[Row]) -> list[Row]:
         return self._share(rows, self.replicas.rank)
 
     def _share(self, rows: Sequence[Row], replica: int) -> list[Row]:
-        """What a replica generates: rows of like lengths side by side."""
+        """The rows that a replica generates: rows of like lengths side by side."""
         return sorted(rows, key=lambda row: -min(len(row.request.ids), row.limit))[replica :: self.replicas.size]
 
     def _dealt(self, rows: Sequence[Row], micro_batch_size: int) -> Iterator[Slot]:
@@ -171,13 +171,14 @@ class Generator:
 
     def _chunks(self, slot: Slot, tokens: Tensor, num_slots: int) -> int:
         """Into how many parts a prompt is cut: enough of them to fill the pipeline."""
-        ranks, n = self.placement.num_ranks, tokens.shape[1]
+        ranks = self.placement.num_ranks
+        n = tokens.shape[1]
         if ranks == 1 or slot.mine.columns or self.parts.cp.size > 1:
             return 1
         return max(1, min(-(-PIECES * ranks // num_slots), n, tokens.numel() // self.least_chunk))
 
     def _turns(self, slots: Sequence[Slot], pending: Sequence[Tensor], chunks: Sequence[int]) -> list[Turn]:
-        """By the micro-batch numbers of the program."""
+        """The micro-batches of the program, in the order of their numbers."""
         last: list[Turn] = []
         before: list[Turn] = []
         for place, (slot, tokens, count) in enumerate(zip(slots, pending, chunks, strict=True)):
@@ -197,7 +198,8 @@ class Generator:
     def _execute(
         self, program: Program, rounds: int, turns: list[Turn], slots: Sequence[Slot], sampling: Sampling
     ) -> None:
-        parts, choices = self.parts, self.num_choices or self.parts.config.vocab_size
+        parts = self.parts
+        choices = self.num_choices or self.parts.config.vocab_size
         stages: dict[StageKey, Stage] = {}
         for key in program.placement.stages_of(self.rank):
             caches = [slot.caches[key[0] % parts.num_stages] for slot in slots]

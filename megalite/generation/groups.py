@@ -18,7 +18,7 @@ from megalite.generation.sampling import NO_NUMBER
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be continued.
+    """A prompt to continue.
 
     number: of the prompt, keys the draws. ids: at least one. sample: added to the seed (further continuations).
     """
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def new(self) -> list[int]:
-        """What follows the prompt."""
+        """The ids that follow the prompt."""
         return self.text[len(self.request.ids) :]
 
     @property

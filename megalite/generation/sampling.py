@@ -1,4 +1,4 @@
-"""How the next token is chosen, on ranks that share the vocabulary.
+"""Sampling: choosing the next token, on ranks that share the vocabulary.
 
     greedy          the largest logit: each rank's largest, then the largest of these
     draw            the largest of logit / temperature + Gumbel noise, which is a draw from the softmax (Gumbel-max;
@@ -52,8 +52,8 @@ def pick_tokens(
         scores = scores + gumbel_noise(sampling.seed, seeds, numbers, positions, ids)
     best = scores.amax(1)
     first = ids.expand_as(scores).masked_fill(scores < best[:, None], torch.iinfo(torch.int64).max).amin(1)
-    told = torch.stack((best, first.double(), broken.double()))
-    bests, firsts, breaks = all_gather(told[None], axis).unbind(1)  # [t, b] each
+    own = torch.stack((best, first.double(), broken.double()))
+    bests, firsts, breaks = all_gather(own[None], axis).unbind(1)  # [t, b] each
     chosen = firsts.masked_fill(bests < bests.amax(0), torch.inf).amin(0)
     return chosen.masked_fill(breaks.amax(0) > 0, NO_NUMBER).long()
 

@@ -1,4 +1,4 @@
-"""What a stage of the model does in a program of forwards: a prompt or a token in, activations or the next token out.
+"""A stage of the model in a program of forwards: a prompt or a token in, activations or the next token out.
 
 stage t * S + s of the program = stage s of the model in round t
 first of a round:   tokens [b] (of the prompt in round 0, else those that have come back)  ->  [n, b, h]
@@ -45,15 +45,8 @@ class ModelParts:
 
     @property
     def unit(self) -> int:
-        """What the length of a prompt must be a multiple of, to be cut."""
+        """Divisor of the length of a prompt that is cut."""
         return self.cp.size * (2 if self.cp.ring.size > 1 else 1)
-
-
-def part_of(stack: LayerStack, config: ModelConfig) -> ModelParts:
-    """A whole model on this rank."""
-    weight = next(stack.parameters())
-    dtype = torch.promote_types(weight.dtype, torch.float32) if config.fp32_residual_connection else weight.dtype
-    return ModelParts({0: stack}, 1, config, ContextAxes(), dtype, weight.device)
 
 
 @dataclass
@@ -81,8 +74,9 @@ class Turn:
         return self.tokens.shape[1] if round_ == 0 else 1
 
     def microbatch(self, round_: int, tokens: Tensor | None, parts: ModelParts) -> Microbatch:
-        """As the layers see it. tokens: int64 `[b, n]`; None on stages that do not read them."""
-        b, n = len(self.group.rows), self.length(round_)
+        """The micro-batch that the layers see. tokens: int64 `[b, n]`; None on stages that do not read them."""
+        b = len(self.group.rows)
+        n = self.length(round_)
         device = parts.device
         begin = self.column if round_ == 0 else self.column + self.tokens.shape[1] + round_ - 1
         places = torch.arange(begin, begin + n, device=device)

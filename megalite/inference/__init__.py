@@ -1,6 +1,6 @@
-"""What a finished model is used for, at any layout.
+"""Uses of a finished model, at any layout.
 
-loaded_model    a checkpoint of any layout on the ranks that are here
+loaded_model    a checkpoint of any layout on the ranks of this run
 generate        texts that follow prompts (megalite.generation)
 evaluation      loss, perplexity and bits per byte of any text
 tasks           WikiText's word perplexity and LAMBADA's last-word accuracy

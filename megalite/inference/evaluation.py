@@ -1,4 +1,4 @@
-"""How well a loaded model predicts text: loss, perplexity, bits per byte and word perplexity.
+"""Evaluation of a loaded model on text: loss, perplexity, bits per byte and word perplexity.
 
     text file    -> ids of one document -> windows of s + 1 tokens (overlapping, if asked for) -+-> losses of all
     --data-path  -> the data room's split, once, in the order of its documents -----------------+   labels
@@ -37,7 +37,7 @@ from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
 from megalite.observe import Record, perplexity
-from megalite.progress import OnProgress, untold
+from megalite.progress import OnProgress, no_progress
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def score_text(
     num_words: int | None = None,
     overlap: int = 0,
     micro_batch_size: int | None = None,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> Score:
     """Score `text` as one document. Its first token has no context and is not scored.
 
@@ -125,14 +125,15 @@ def score_source(
     *,
     overlap: int = 0,
     micro_batch_size: int | None = None,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> Score:
     """Score every label of `source`; with `overlap`, of all samples but the first only labels from that one on.
 
     Collective: the ranks share the samples, and all of them get the score.
     """
     size = micro_batch_size or max(1, 8192 // source.seq_length)
-    mesh, token_bytes = loaded.mesh, loaded.tokenizer.token_bytes()
+    mesh = loaded.mesh
+    token_bytes = loaded.tokenizer.token_bytes()
     widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
     together = size * mesh.size("dp") * at_once(loaded)
     total = torch.zeros(3, dtype=torch.float64, device=loaded.device)  # loss, tokens, bytes
@@ -155,8 +156,8 @@ def score_source(
                 if widths is None
                 else sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
             )
-            told = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
-            total += torch.cat((torch.stack(sums).sum()[None], torch.tensor(told, device=total.device)))
+            counted = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
+            total += torch.cat((torch.stack(sums).sum()[None], torch.tensor(counted, device=total.device)))
         on_progress(min(number * together, len(source)), len(source), "")
     all_reduce_(total, mesh.world)
     loss_sum, num_tokens, num_bytes = total.tolist()
@@ -164,7 +165,8 @@ def score_source(
 
 
 def _masks(loaded: LoadedModel) -> DocumentMasks:
-    data, eod_id = loaded.config.data, loaded.tokenizer.eod_id
+    data = loaded.config.data
+    eod_id = loaded.tokenizer.eod_id
     if eod_id is None:
         return DocumentMasks()
     return DocumentMasks(

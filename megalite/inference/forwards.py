@@ -24,8 +24,9 @@ micro-batch are this rank's part where ranks share sequences."""
 
 @torch.inference_mode()
 def score_all(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Score) -> list[Tensor]:
-    """What `score` makes of each micro-batch, on the ranks of the last stage; nothing on the others. Collective."""
-    parts, rank = loaded.parts, loaded.mesh.coordinate("pp")
+    """Applies `score` to each micro-batch, on the ranks of the last stage; nothing on the others. Collective."""
+    parts = loaded.parts
+    rank = loaded.mesh.coordinate("pp")
     program = forward_program(loaded.placement, len(microbatches))
     local = [parts.cut(microbatch.to(parts.device)) for microbatch in microbatches]
     stages: dict[StageKey, Stage] = {

@@ -31,7 +31,7 @@ from megalite.train import config_of, load_model, make_mesh, parameter_dtype
 class LoadedModel:
     """A model ready for use.
 
-    config: of the run that saved it, with its parallel section replaced by the layout here.
+    config: of the run that saved it, with its parallel section replaced by the layout of these ranks.
     tokenizer: what the checkpoint carries.
     mesh, channel: the ranks that hold it, and the messages between pipeline ranks.
     placement, parts: its stages, and those of this rank, in evaluation mode, without gradients.
@@ -109,7 +109,8 @@ def load_for_inference(
             f"{path}: holds a --model-module ({config.model.module.model_module}); evaluate it by pretrain_gpt.py "
             "--skip-train --load, or give the module its weights (megalite.read_weights)"
         )
-    target, world = pick_device(str(device)), world or World()
+    target = pick_device(str(device))
+    world = world or World()
     model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # inference needs no padding
     parallel = dataclasses.replace(parallel or ParallelConfig(), hardware=DeviceOptions(device=target.type))
     config = dataclasses.replace(config, model=model_config, parallel=parallel)
@@ -118,7 +119,8 @@ def load_for_inference(
     with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
         copy_extras(path, manifest, Path(folder))
         tokenizer = load_tokenizer(folder, f"--load={path}")
-    told, ranks = Meta(manifest.meta, str(path)), parallel.pipeline_model_parallel_size
+    meta = Meta(manifest.meta, str(path))
+    ranks = parallel.pipeline_model_parallel_size
     mesh = make_mesh(config, dataclasses.replace(world, device=target))
     placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
     pairs = placement.neighbours | token_pairs(placement)
@@ -134,8 +136,8 @@ def load_for_inference(
         placement,
         parts,
         path,
-        told.integer("iteration", 0),
-        told.integer("consumed_samples", 0),
+        meta.integer("iteration", 0),
+        meta.integer("consumed_samples", 0),
     )
     _ = loaded.generator, loaded.replicas_and_stages  # makes their communicators
     mesh.complete()
@@ -167,7 +169,8 @@ def _empty_parts(
         dtype=dtype,
         device=device,
     )
-    specs, cuts = layer_specs(config.model), stage_layer_ranges(config, forward_program(placement, 1))
+    specs = layer_specs(config.model)
+    cuts = stage_layer_ranges(config, forward_program(placement, 1))
     stages = {}
     for stage, _ in placement.stages_of(mesh.coordinate("pp")):
         stages[stage] = build_stack(config.model, [specs[i] for i in cuts[stage]], context).eval()

@@ -26,7 +26,7 @@ from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
 from megalite.observe import Record
-from megalite.progress import OnProgress, untold
+from megalite.progress import OnProgress, no_progress
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def score_continuations(
     Collective: the ranks share the pairs, and all of them get all scores. Raises DataError where a context is empty, or
     a continuation is empty or longer than the model's positions.
     """
-    limit, replicas = loaded.config.model.max_positions, loaded.mesh.size("dp")
+    limit = loaded.config.model.max_positions
+    replicas = loaded.mesh.size("dp")
     following = iter(pairs)
     while chosen := list(itertools.islice(following, micro_batch_size * replicas * at_once(loaded))):
         rows = []
@@ -62,7 +63,8 @@ def score_continuations(
 
 def _score_rows(loaded: LoadedModel, rows: list[tuple[list[int], int]], size: int) -> list[Continuation]:
     """rows: (ids of context and continuation, length of the continuation)."""
-    mesh, replicas = loaded.mesh, loaded.mesh.size("dp")
+    mesh = loaded.mesh
+    replicas = loaded.mesh.size("dp")
     mine = range(mesh.coordinate("dp"), len(rows), replicas)
     count = -(-len(rows) // (size * replicas))  # the same on all replicas, which may hold each other's experts
     parts = [mine[first * size : (first + 1) * size] for first in range(count)]
@@ -99,18 +101,20 @@ def _likelihoods(head: Head, x: Tensor, microbatch: Microbatch) -> Tensor:
     """(log-likelihood, labels that are not the most likely one) of this rank's part of each row, fp64 `[b, 2]`."""
     wanted = microbatch.loss_mask.bool()
     result = torch.zeros(len(wanted), 2, dtype=torch.float64, device=x.device)
-    labels, row = microbatch.labels[wanted], wanted.nonzero()[:, 0]
+    labels = microbatch.labels[wanted]
+    row = wanted.nonzero()[:, 0]
     if len(row):
         chosen = x.transpose(0, 1)[wanted][:, None]  # [n, 1, h]
         losses = head.token_losses(chosen, replace(microbatch, labels=labels[None]))[0].double()
-        logits, zeros = head.local_logits(chosen)[:, 0], torch.zeros_like(row)
+        logits = head.local_logits(chosen)[:, 0]
+        zeros = torch.zeros_like(row)
         greedy = Sampling(greedy=True)
         best = pick_tokens(logits, greedy, zeros, zeros, zeros, num_choices=head.vocab_size, axis=head.tp)
         result.index_add_(0, row, torch.stack((-losses, (best != labels).double()), 1))
     return result
 
 
-def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress: OnProgress = untold) -> Record:
+def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress: OnProgress = no_progress) -> Record:
     """LAMBADA's measure (arXiv 1606.06031): how often greedy decoding gives the whole last word of a passage.
 
     Context and last word are tokenised apart, the word with the space before it. A passage of one word is left out.

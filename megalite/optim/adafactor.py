@@ -68,7 +68,7 @@ class _Mean:
         self.sums = torch.empty(0)
 
     def place(self, rectangle: Rectangle) -> tuple[slice, ...]:
-        """Where a rectangle of the parameter falls in `values`."""
+        """Slices of `values` for a rectangle of the parameter."""
         return tuple(slice(rectangle.offset[d], rectangle.offset[d] + rectangle.shape[d]) for d in self.kept)
 
     def after(self, decay: float) -> Tensor:
@@ -79,13 +79,14 @@ class _Mean:
 class _Tracked:
     """A parameter of which some rank of the shard axis holds each part: its statistics and two sums a step.
 
-    number: how many of its experts are here; 1 of any other parameter. first: the number of its first sum. numel: of
-    one expert, on all ranks of the axis that cuts it.
+    number: how many of its experts this rank has; 1 of any other parameter.
+    first: the number of its first sum. numel: of one expert, on all ranks of the axis that cuts it.
     """
 
     def __init__(self, parameter: LocalParameter, cut: int | None, first: int) -> None:
         place = parameter.placement
-        dims, factored = len(parameter.shape), place.decay  # a bias of two rows is not a matrix
+        dims = len(parameter.shape)
+        factored = place.decay  # a bias of two rows is not a matrix
         stacked = place.family == "expert"
         self.parameter = parameter
         self.partial = cut is not None
@@ -102,7 +103,7 @@ class _Tracked:
         self.mean_of = 0 if cut == dims - 1 else 1
 
     def factors(self) -> list[Tensor]:
-        """What a gradient is multiplied by, one for each of `means`: the product of all is 1 / sqrt(V)."""
+        """Factors of a gradient, one for each of `means`: the product of all is 1 / sqrt(V)."""
         if len(self.means) == 1:
             return [self.means[0].values.rsqrt()]
         rows, columns = (mean.values for mean in self.means)
@@ -111,7 +112,8 @@ class _Tracked:
 
     def split(self, piece: FlatPiece) -> Iterator[tuple[int, FlatPiece]]:
         """The piece expert by expert, and the number of the sum that each belongs to."""
-        size, begin = math.prod(self.parameter.shape) // self.number, piece.start
+        size = math.prod(self.parameter.shape) // self.number
+        begin = piece.start
         while begin < piece.stop:
             index = begin // size
             end = min(piece.stop, (index + 1) * size)
@@ -176,7 +178,8 @@ class Adafactor(UpdateRule):
         updates = self._add_up(self._divide)
         for group in self.param_groups:
             rates = group["lr"] / (updates / CLIP).clamp(min=1.0)
-            relative, shrink = sizes.clamp(min=SMALLEST_SIZE), group["lr"] * group["weight_decay"]
+            relative = sizes.clamp(min=SMALLEST_SIZE)
+            shrink = group["lr"] * group["weight_decay"]
             each = scalars(rates * relative if self.scale_parameter else rates)
             kept = scalars(1.0 - shrink * relative)
             for p, pieces in zip(group["params"], group["pieces"], strict=True):
@@ -246,10 +249,10 @@ class Adafactor(UpdateRule):
 
 def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
     """`all_reduce_` of a tensor that may be in host memory while the axis connects devices."""
-    there = x.to(device_of(axis)) if axis.size > 1 else x
-    all_reduce_(there, axis, op=op)
-    if there is not x:
-        x.copy_(there)
+    sent = x.to(device_of(axis)) if axis.size > 1 else x
+    all_reduce_(sent, axis, op=op)
+    if sent is not x:
+        x.copy_(sent)
 
 
 def scalars(x: Tensor) -> Sequence[float | Tensor]:
@@ -266,7 +269,7 @@ def subtract_scaled(target: Tensor, x: Tensor, factor: float | Tensor) -> None:
 
 
 def _own(flat: Tensor | None, piece: FlatPiece) -> Tensor:
-    """What a piece covers of a flat tensor."""
+    """The part of a flat tensor that a piece covers."""
     assert flat is not None
     return flat[piece.at : piece.at + piece.stop - piece.start]
 

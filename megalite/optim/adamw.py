@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as adamw_kernel
 
 from megalite.config import OptimizerConfig
-from megalite.optim.pieces import pieces
-from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
+from megalite.optim.rule import ParamGroup, UpdateRule, moment_like, pieces
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from megalite.optim.pieces import pieces
-from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
+from megalite.optim.rule import ParamGroup, UpdateRule, moment_like, pieces
 
 
 class Lion(UpdateRule):
@@ -24,7 +23,8 @@ class Lion(UpdateRule):
     @torch.no_grad()
     def step(self) -> None:
         for p, grad, group, _ in self.with_gradients():
-            state, (beta1, beta2) = self.state[p], group["betas"]
+            state = self.state[p]
+            (beta1, beta2) = group["betas"]
             if not state:
                 state["exp_avg"] = moment_like(p, self.exp_avg_dtype)
             weights, gradient, moments = p.view(-1), grad.view(-1), state["exp_avg"].view(-1)

@@ -38,7 +38,7 @@ class LossScaler:
         return scales[0], scales[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a bitwise resume needs; a constant scale comes from the flags, never from a checkpoint."""
+        """State for a bitwise resume; a constant scale comes from the flags, never from a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -60,15 +60,11 @@ class DynamicLossScaler(LossScaler):
         min_scale: float = 1.0,
         window: int = 1000,
         hysteresis: int = 2,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
     ) -> None:
         super().__init__(initial_scale, skips_non_finite=True)
         self.min_scale = float(min_scale)
         self.window = window
         self.hysteresis = hysteresis
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
         self._good_steps = 0
         self._tolerance = hysteresis
 
@@ -82,13 +78,13 @@ class DynamicLossScaler(LossScaler):
             self._good_steps = 0
             self._tolerance -= 1
             if self._tolerance <= 0:
-                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+                self.scale = max(self.scale / 2, self.min_scale)
             return
         self._good_steps += 1
         if self._good_steps == self.window:
             self._good_steps = 0
             self._tolerance = self.hysteresis
-            self.scale *= self.growth_factor
+            self.scale *= 2
 
     def state_dict(self) -> dict[str, Any]:
         return {

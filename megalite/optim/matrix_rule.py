@@ -1,4 +1,4 @@
-"""What rules of whole matrices share: AdamW for everything else, and the parts of a matrix that an axis cuts."""
+"""The base of rules for whole matrices: AdamW for everything else, and the parts of a matrix that an axis cuts."""
 
 from __future__ import annotations
 

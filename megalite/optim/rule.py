@@ -20,6 +20,16 @@ ParamGroup = dict[str, Any]
 """Tensors and their metadata (`parallel.zero.param_groups`), with `lr` and `weight_decay` of the next step."""
 
 
+PIECE = 1 << 22
+"""Elements at once: 16 MB in fp32 for each temporary tensor."""
+
+
+def pieces(p: Tensor) -> Iterator[slice]:
+    """Slices of `p.view(-1)`, so that what a step needs beside a long tensor stays small."""
+    for begin in range(0, p.numel(), PIECE):
+        yield slice(begin, begin + PIECE)
+
+
 class UpdateRule:
     """Groups with `defaults` filled in, and an empty state. Subclasses define `step`.
 
@@ -75,7 +85,7 @@ class UpdateRule:
         return False
 
     def expected_step(self, p: Tensor, piece: slice, group: ParamGroup, lr: float, weight_decay: float) -> Tensor:
-        """What the next step adds to `p.view(-1)[piece]` if its gradient is what the moments expect; see `foresees`."""
+        """The step that `p.view(-1)[piece]` makes next if its gradient is what the moments expect; see `foresees`."""
         raise NotImplementedError
 
 

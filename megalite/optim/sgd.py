@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import OptimizerConfig
-from megalite.optim.pieces import pieces
-from megalite.optim.rule import ParamGroup, UpdateRule
+from megalite.optim.rule import ParamGroup, UpdateRule, pieces
 
 
 class SGD(UpdateRule):

@@ -121,7 +121,9 @@ class Soap(MatrixRule):
                         yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, whole=True)
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
-        state, axes, sides = self.state[p], group.get("cut_axes", ()), self.sides[p]
+        state = self.state[p]
+        axes = group.get("cut_axes", ())
+        sides = self.sides[p]
         beta1, beta2 = self.args.soap_beta1, self.args.soap_beta2
         steps = self.steps
         if steps < 0:
@@ -156,8 +158,8 @@ class Soap(MatrixRule):
 
 
 def _adding_nothing(columns: Tensor, least: Tensor) -> Tensor:
-    """Which columns of `[..., n, n]` are no longer than `least`, `[..., 1]`, without their parts along those before
-    them that are: `[..., n]`."""
+    """Columns of `[..., n, n]` which are no longer than `least`, `[..., 1]`, without their parts along those before
+    them that are longer: bool `[..., n]`."""
     found, nothing = torch.zeros_like(columns), torch.ones_like(columns[..., 0, :], dtype=torch.bool)
     for i in range(columns.shape[-1]):
         rest, before = columns[..., i : i + 1], found[..., :i]
@@ -184,7 +186,7 @@ def _sides(p: Tensor, placement: ParameterPlacement, max_dim: int) -> list[Side]
 
 
 def in_general_position(like: Tensor) -> Tensor:
-    """The same `[n, n]` directions every time, which have nothing to do with any matrix."""
+    """Draws fixed `[n, n]` directions, which have nothing to do with any matrix."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape[-2:], dtype=like.dtype, generator=generator).to(like.device).expand_as(like)
 

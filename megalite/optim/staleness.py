@@ -1,4 +1,4 @@
-"""What is done about gradients that are a few updates old (`--staleness-correction`).
+"""Corrections of gradients that are a few updates old (`--staleness-correction`).
 
 An asynchronous pipeline computes the gradient of an update on weights that have not seen the `delay` updates before it:
 1 in 2BW, p-1-stage in PipeDream. W is the master, U the update rule's step, d the delay.
@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.optim.pieces import pieces
-from megalite.optim.rule import ParamGroup, UpdateRule
+from megalite.optim.rule import ParamGroup, UpdateRule, pieces
 
 LAST_STEP = "last_step"
 """The state that holds what the last step added to a tensor, in the master's dtype."""
@@ -33,7 +32,7 @@ LAST_STEP = "last_step"
 
 @dataclass
 class Delay:
-    """How many updates are missing from the weights that a gradient of this rank is computed on.
+    """Counts the updates that are missing from the weights that a gradient of this rank is computed on.
 
     updates: once the pipeline never drains. flush_steps: first iterations, which run without delay. passed_over:
     iterations that make no update. of_gradient, of_weights: of the update that is being made, and of the batches that
@@ -73,7 +72,7 @@ class Corrected(UpdateRule):
         self._step_inside()
 
     def statistics(self) -> Iterator[Any]:
-        """Those of the rule inside."""
+        """The statistics of the rule inside."""
         yield from self.rule.statistics()
 
     def write_compute_weights(self, master: Tensor, target: Tensor) -> None:

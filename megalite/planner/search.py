@@ -21,7 +21,7 @@ from megalite.planner.memory import RankMemory
 from megalite.planner.predict import Prediction
 from megalite.planner.search_space import Layout, apply, layout_of, of_shape, reasons_against, shapes
 from megalite.planner.uneven import recompute_of, recomputing, recut, smallest_numbers
-from megalite.progress import OnProgress, untold
+from megalite.progress import OnProgress, no_progress
 
 #: Simulated layouts: at least this many, whatever `top` is.
 LEAST_SIMULATED = 16
@@ -72,7 +72,7 @@ def search(
     stale: bool = False,
     top: int = 10,
     even: bool = False,
-    on_progress: OnProgress = untold,
+    on_progress: OnProgress = no_progress,
 ) -> SearchResult:
     """The fastest layouts that fit.
 

@@ -175,9 +175,9 @@ def unlike(config: Config, then: Sequence[Mapping[str, Any]], here: Mapping[str,
         found.append("kernels that --compile builds anew")
     if here.get("device") != "cpu" and not config.parallel.hardware.deterministic_mode:
         found.append("kernels without --deterministic-mode")
-    untold = [what for key, what in DECIDES.items() if not then or any(facts.get(key) is None for facts in then)]
-    if untold:
-        found.append(f"another {' or '.join(untold)}, of which metrics.jsonl does not tell,")
+    no_progress = [what for key, what in DECIDES.items() if not then or any(facts.get(key) is None for facts in then)]
+    if no_progress:
+        found.append(f"another {' or '.join(no_progress)}, of which metrics.jsonl does not tell,")
     for key, what in DECIDES.items():
         there = [facts[key] for facts in then if facts.get(key) is not None]
         if any(one != here.get(key) for one in there):

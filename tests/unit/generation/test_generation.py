@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.comm import ContextAxes
 from megalite.errors import ConfigError
 from megalite.generation.engine import Generator
 from megalite.generation.groups import Request, group_size
 from megalite.generation.sampling import NO_NUMBER, Sampling, pick_tokens
-from megalite.generation.stages import part_of
+from megalite.generation.stages import ModelParts
 from megalite.nn.stack import LayerStack
 from tests.unit.inference.tiny_checkpoint import all_logits, tiny_model_config, write_checkpoint
 
@@ -31,10 +32,18 @@ SINKS = LLAMA | {"softmax_type": "off-by-one", "attn_logit_softcapping": 0.5}
 GREEDY = Sampling(greedy=True)
 
 
+def part_of(stack: LayerStack) -> ModelParts:
+    """A whole model in this process."""
+    weight = next(stack.parameters())
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    boundary = wide if stack.config.fp32_residual_connection else weight.dtype
+    return ModelParts({0: stack}, 1, stack.config, ContextAxes(), boundary, weight.device)
+
+
 def continued(stack: LayerStack, prompts: list[list[int]], sampling: Sampling, count: int, **options: Any) -> list:
     making = {name: options.pop(name) for name in ("rounds", "num_choices") if name in options}
     requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
-    generator = Generator(part_of(stack, stack.config), **making)
+    generator = Generator(part_of(stack), **making)
     return generator.run(requests, sampling, max_new_tokens=count, **({"eod_id": None} | options))
 
 
@@ -84,7 +93,7 @@ def test_what_keys_a_draw(tmp_path: Path) -> None:
     assert first == again != other
     twins = continued(stack, [[65], [65]], Sampling(seed=1), 12, micro_batch_size=2)
     assert twins[0] == first != twins[1], "equal prompts of one list are drawn apart"
-    generator = Generator(part_of(stack, stack.config))
+    generator = Generator(part_of(stack))
     (shifted,) = generator.run([Request(0, (65,), sample=1)], Sampling(seed=1), max_new_tokens=12, eod_id=None)
     assert shifted == other
 
