@@ -171,18 +171,17 @@ def build_sample_index(
         begun = (ends + work.type(lead + seq_length - 1)) // work.type(seq_length)
         repeat[0] = begun[0]
         np.subtract(begun[1:], begun[:-1], out=repeat[1:count])
-        repeats = repeat[:count]
         new = int(begun[-1])
         until = done + new
         offset = np.arange(-lead, new * seq_length - lead, seq_length, dtype=work)
         np.add(numbers[:count], first, out=row[:count, 0])
         if work == np.int32:
             np.subtract(size, ends, out=row[:count, 1])
-            rows[done:until] = np.repeat(row[:count].view(np.int64)[:, 0], repeats)
+            rows[done:until] = np.repeat(row[:count].view(np.int64)[:, 0], repeat[:count])
             index[done:until, 1] += offset
         else:
-            index[done:until, 0] = np.repeat(row[:count, 0], repeats)
-            index[done:until, 1] = offset - np.repeat(ends - size, repeats)
+            index[done:until, 0] = np.repeat(row[:count, 0], repeat[:count])
+            index[done:until, 1] = offset - np.repeat(ends - size, repeat[:count])
         stream, done = stream + tokens, until
         on_progress(first + count, len(document_index), "")
     # The stream begins with the first entry of document_index, even where that one is empty.

@@ -309,10 +309,10 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     family = pick(
         [[], ["--swiglu"], ["--model-type", "llama"], ["--model-type", "llama"]]
     )  # swiglu: biases of two rows
+    # Without RoPE the softmax does not see a bias of the keys: its gradient is rounding alone, of which some rules take
+    # the sign, or what is left of its size.
+    bound = optimizer.split()[0] in ("lion", "adafactor")
     if "--model-type" not in family:
-        # Without RoPE the softmax does not see a bias of the keys: its gradient is rounding alone, of which some rules
-        # take the sign, or what is left of its size.
-        bound = optimizer.split()[0] in ("lion", "adafactor")
         family += ["--position-embedding-type", "rope"] if bound or rng.random() < 0.3 else []
         family += pick([[], ["--normalization", "RMSNorm"]])
     family += pick([[], [], ["--qk-layernorm"], ["--qk-layernorm", "--qk-layernorm-across-heads"]])
@@ -325,7 +325,7 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
     )
     model += pick([[], [], ["--reset-position-ids", "--reset-attention-mask"]])
     unlike = ["--window-size", "5", "--skip-freq", "window=2"]
-    unlike += ["--skip-freq", "rope=2"] if "rope" in family or "llama" in family else []
+    unlike += ["--skip-freq", "rope=2"] if not bound and ("rope" in family or "llama" in family) else []
     model += pick([[], [], unlike])
     sinks = ["--softmax-type", "learnable"]
     capped = [*sinks, "--attn-logit-softcapping", "0.5"]
