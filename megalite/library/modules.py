@@ -27,7 +27,7 @@ from megalite.library.cutting import Boundary, Tensors, call
 from megalite.library.traced_layer import Product, product
 from megalite.microbatch import Microbatch
 from megalite.parallel.pipeline import repeated
-from megalite.parallel.tensor import PlainProducts, product_dtype, weight_gradients
+from megalite.parallel.tensor import Products, product_dtype, weight_gradients
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(What the last layer returns, target) -> 0-dim, the mean over the micro-batch."""
@@ -141,7 +141,7 @@ class _WholeLinear:
     """What the backward of our linear layers asks of a layer; this one is cut by no axis."""
 
     weight_grads: WeightGradQueue
-    products: PlainProducts
+    products: Products
     sum_tokens: Callable[[Tensor], Tensor]
 
 
@@ -226,7 +226,7 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
     for module in stage.modules():
         if isinstance(module, Product):
             dtype = next(p.dtype for p in stage.parameters() if p.is_floating_point())
-            products = PlainProducts(product_dtype(dtype, device.type))
+            products = Products(product_dtype(dtype, device.type))
             whole = _WholeLinear(queue, products, sum_widened)
             module.forward = partial(_split_product, whole)  # type: ignore[method-assign]  # of this one module
         elif (
@@ -234,6 +234,6 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
             and module.weight.requires_grad
             and owners[id(module.weight)] == calls[id(module)] == 1
         ):
-            products = PlainProducts(product_dtype(module.weight.dtype, device.type))
+            products = Products(product_dtype(module.weight.dtype, device.type))
             whole = _WholeLinear(queue, products, sum_widened)
             module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class

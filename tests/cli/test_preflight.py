@@ -27,15 +27,15 @@ def flipped(x: Tensor, bit: int) -> Tensor:
 
 def wrong_product():
     """A forward product, once. (Its lowest bit may be rounded away behind it.)"""
-    from megalite.parallel.tensor.products import PlainProducts
+    from megalite.parallel.tensor.products import Products
 
-    right, calls = PlainProducts.forward, iter(range(10**6))
+    right, calls = Products.forward, iter(range(10**6))
 
     def forward(*args):
         y, kept = right(*args)
         return flipped(y, 20) if next(calls) == 5 else y, kept
 
-    return patch.object(PlainProducts, "forward", forward)
+    return patch.object(Products, "forward", forward)
 
 
 def wrong_weight_gradient(bit: int = 0):

@@ -19,7 +19,7 @@ from megalite.nn.halves import HalvedStack
 from megalite.parallel.expert import grouped, plan
 from megalite.parallel.tensor import late_messages
 from megalite.parallel.tensor.late_messages import LateMessage
-from megalite.parallel.tensor.products import PlainProducts
+from megalite.parallel.tensor.products import Products
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 
@@ -145,7 +145,7 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
             stack.enter_context(patch.object(grouped, "_products", counting(grouped_products)))
             stack.enter_context(patch.object(plan, "start_all_to_all_rows", rows_sent))
         for name in ("forward", "input_gradient", "weight_gradient", "add_weight_gradient"):
-            stack.enter_context(patch.object(PlainProducts, name, counting(getattr(PlainProducts, name))))
+            stack.enter_context(patch.object(Products, name, counting(getattr(Products, name))))
         stack.enter_context(patch.object(LateMessage, "hold", lambda self, handle: hold(self, Watched(handle))))
         watched = patch.object(late_messages, "all_gather_into", lambda *args, **more: Watched(gather(*args, **more)))
         stack.enter_context(watched)

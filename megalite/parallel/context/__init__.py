@@ -15,9 +15,6 @@ with two levels heads are traded inside, keys and values passed round outside.
 
     sequence.py     the order of positions; the cut of a micro-batch, which happens in one place
 
-Public names: `SequenceCut`, `sequence_order`, `ring_attention`, `gathered_attention`, `AttentionKernel`, `Operands`,
-`empty_result`, `trade_tokens_for_heads`, `trade_heads_for_tokens`.
-
 Invariant: losses, gradients and norms are those of one process up to the order of additions, at every size and kind,
 and no checkpoint knows either. Proof: `tests/distributed/parallel/context/`, `tests/equivalence/`.
 """

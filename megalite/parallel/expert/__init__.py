@@ -12,8 +12,6 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     plan.py         the plan of a micro-batch, the way there and the way back
     grouped.py      products of the experts of a rank
 
-Public names: `plan_dispatch`, `Dispatched`, `Returning`, `GroupedProduct`, `ElementwiseFunction`.
-
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
 distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/test_expert_layers.py`,
 `tests/equivalence/test_experts.py`.

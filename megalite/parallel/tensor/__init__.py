@@ -8,11 +8,6 @@ Papers: Megatron-LM, Shoeybi et al., arXiv 1909.08053 (columns, rows, vocabulary
 
     Without sequence parallelism both messages become one all-reduce and every rank computes the outer parts.
 
-Public names: `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding`, `vocab_parameter`,
-`fused_cross_entropy`, `token_losses`, `VocabShard`, `LossKernels`, `LayerContext`, `new_parameter`, `check_float8`,
-`add_adapters`, `delayed_products`, `ScaleTable`; of messages `Message`, `enter_parallel`, `leave_parallel`, and where
-they travel behind other work `LateMessage`, `added_at_once`.
-
 Invariant: for every t the layers compute what t = 1 computes, forward and backward, up to the order of additions;
 with t = 1 no process group is touched. Proof: `tests/distributed/parallel/tensor/` (fp64, 1e-12, losses and
 every gradient).
@@ -33,4 +28,4 @@ from megalite.parallel.tensor.late_messages import (
 )
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, weight_gradients
 from megalite.parallel.tensor.loss_kernels import LossKernels
-from megalite.parallel.tensor.products import PlainProducts, product_dtype
+from megalite.parallel.tensor.products import Products, product_dtype

@@ -20,7 +20,7 @@ from megalite.config import ModelConfig
 from megalite.gradient import sink_of
 from megalite.inventory import Adapter, adapters_of
 from megalite.parallel.tensor.context import LayerContext, new_parameter
-from megalite.parallel.tensor.products import PlainProducts, product_dtype
+from megalite.parallel.tensor.products import Products, product_dtype
 
 
 class LowRank(nn.Module):
@@ -49,7 +49,7 @@ class Adapters(nn.Module):
         for adapter in adapters:
             self.add_module(adapter.name, LowRank(adapter, ctx))
         self.scale, self.weight_grads = config.lora.scale, ctx.weight_grads
-        self.products = PlainProducts(product_dtype(ctx.dtype, torch.device(ctx.device).type))
+        self.products = Products(product_dtype(ctx.dtype, torch.device(ctx.device).type))
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -15,7 +15,7 @@ from megalite.inventory import ParameterPlacement
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.parallel.tensor.delayed_scaling import DelayedProducts
 from megalite.parallel.tensor.float8 import Float8Products
-from megalite.parallel.tensor.products import PlainProducts, Products, product_dtype
+from megalite.parallel.tensor.products import Products, product_dtype
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LayerContext:
     def products(self, *, inputs: Axis | None = None, outputs: Axis | None = None) -> Products:
         """Of a linear layer with inputs or outputs cut over an axis."""
         if self.float8.fp8_format is None:
-            return PlainProducts(product_dtype(self.dtype, torch.device(self.device).type))
+            return Products(product_dtype(self.dtype, torch.device(self.device).type))
         cuts = {"in": inputs, "out": outputs}
         axes = {dim: [] if axis is None else [axis] for dim, axis in cuts.items()}
         axes["tokens"] = [self.cp.heads, self.cp.ring]

@@ -30,6 +30,7 @@ from megalite.comm import Axis, all_reduce_
 from megalite.config import Config, Float8
 from megalite.errors import ConfigError
 from megalite.gradient import GradSink
+from megalite.parallel.tensor.products import Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
@@ -103,41 +104,37 @@ class Kept:
     scales: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
 
-class Float8Products:
-    """The three products of a linear layer, `[..., in]` -> `[..., out]`.
+class Float8Products(Products):
+    """The three products of a linear layer with operands in float8.
 
     cuts: axes that cut the layer's dimensions in, out and tokens. wide: dtype of scales, and of the emulation.
     """
 
     def __init__(self, given: Float8, cuts: Mapping[str, Sequence[Axis]], wide: torch.dtype) -> None:
+        super().__init__(wide)
         self.recipe, self.wide = given.fp8_recipe, wide
         self.gradients = E5M2 if given.fp8_format == "hybrid" else E4M3
         self.cuts = {dim: [axis for axis in axes if axis.size > 1] for dim, axes in cuts.items()}
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
-        """x weight^T + bias, and what backward needs."""
         kept, rows = Kept(), x.flatten(0, -2)
         a = self._operand("x", rows, ("tokens", "in"), kept)
         b = self._operand("w", weight.flatten(0, -2), ("out", "in"), kept)
         return product(a, b, x.dtype, None if bias is None else bias.flatten()).view(*x.shape[:-1], -1), kept
 
     def begin_backward(self, dy: Tensor, weight: Tensor, kept: Kept) -> None:
-        """Sends for what `input_gradient` needs to know of other ranks, before messages of the layer are under way."""
         self._scale("dy", dy.flatten(0, -2), ("tokens", "out"), kept)
         self._scale("w", weight.flatten(0, -2).t(), ("in", "out"), kept)
 
     def input_gradient(self, dy: Tensor, weight: Tensor, kept: Kept) -> Tensor:
-        """dy weight."""
         a = self._operand("dy", dy.flatten(0, -2), ("tokens", "out"), kept)
         b = self._operand("w", weight.flatten(0, -2).t(), ("in", "out"), kept)
         return product(a, b, dy.dtype).view(*dy.shape[:-1], -1)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, kept: Kept) -> Tensor:
-        """dy^T x of `[n, out]` and `[n, in]`, like the weight."""
         return self._weight_gradient(dy, x, kept).to(weight.dtype).view(weight.shape)
 
     def add_weight_gradient(self, sink: GradSink, dy: Tensor, x: Tensor, kept: Kept) -> None:
-        """Adds the same to a main gradient, in fp32 or wider."""
         sink.add(self._weight_gradient(dy, x, kept))
 
     def _weight_gradient(self, dy: Tensor, x: Tensor, kept: Kept) -> Tensor:

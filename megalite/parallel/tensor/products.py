@@ -8,7 +8,7 @@ nothing else changes, and no digit is lost. Everywhere else GEMMs keep the preci
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,56 +27,37 @@ def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     return dtype if supported is not None and supported() else torch.float32
 
 
-class Products(Protocol):
-    """The three products of a linear layer. What `forward` returns beside its result is given to the others as `kept`.
+class Products:
+    """The three products of a linear layer, of numbers as they are, multiplied in `dtype`.
 
-    Weights are `[out, in]`, or `[..., out, in]` for several in a row.
+    What `forward` returns beside its result is given to the others as `kept`. Weights are `[out, in]`, or `[..., out,
+    in]` for several in a row.
     """
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
-        """x weight^T + bias, `[..., in]` -> `[..., out]`."""
-        ...
-
-    def begin_backward(self, dy: Tensor, weight: Tensor, kept: Any) -> None:
-        """Sends messages that the other two need, before others of the layer are under way."""
-        ...
-
-    def input_gradient(self, dy: Tensor, weight: Tensor, kept: Any) -> Tensor:
-        """dy weight, `[..., out]` -> `[..., in]`."""
-        ...
-
-    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, kept: Any) -> Tensor:
-        """dy^T x of `[n, out]` and `[n, in]`, in the weight's shape and dtype."""
-        ...
-
-    def add_weight_gradient(self, sink: GradSink, dy: Tensor, x: Tensor, kept: Any) -> None:
-        """Adds the same to a main gradient."""
-        ...
-
-
-class PlainProducts:
-    """`Products` of numbers as they are, multiplied in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
+        """x weight^T + bias, `[..., in]` -> `[..., out]`."""
         weight, bias, dtype = weight.flatten(0, -2), None if bias is None else bias.flatten(), self.dtype
         if x.dtype == dtype:
             return F.linear(x, weight, bias), None
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype), None
 
-    def begin_backward(self, dy: Tensor, weight: Tensor, kept: None) -> None:
-        """Nothing is needed."""
+    def begin_backward(self, dy: Tensor, weight: Tensor, kept: Any) -> None:
+        """Sends messages that the other two need, before others of the layer are under way."""
 
-    def input_gradient(self, dy: Tensor, weight: Tensor, kept: None) -> Tensor:
+    def input_gradient(self, dy: Tensor, weight: Tensor, kept: Any) -> Tensor:
+        """dy weight, `[..., out]` -> `[..., in]`."""
         weight = weight.flatten(0, -2)
         if dy.dtype == self.dtype:
             return torch.matmul(dy, weight)
         return torch.matmul(dy.to(self.dtype), weight.to(self.dtype)).to(dy.dtype)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, kept: None) -> Tensor:
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, kept: Any) -> Tensor:
+        """dy^T x of `[n, out]` and `[n, in]`, in the weight's shape and dtype."""
         return torch.mm(dy.to(self.dtype).t(), x.to(self.dtype)).to(weight.dtype).view(weight.shape)
 
-    def add_weight_gradient(self, sink: GradSink, dy: Tensor, x: Tensor, kept: None) -> None:
+    def add_weight_gradient(self, sink: GradSink, dy: Tensor, x: Tensor, kept: Any) -> None:
+        """Adds the same to a main gradient."""
         sink.addmm(dy.to(self.dtype).t(), x.to(self.dtype))

@@ -21,6 +21,7 @@ The rules of lifetime, which are kept here and nowhere else:
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,6 +98,7 @@ class Mover:
         self.device, self.apart = device, device.type == "cuda"
         self._flying: deque[tuple[Arrival, Sequence[Tensor]]] = deque()
         self._works: list[Arrival] = []
+        self._lock = threading.Lock()
 
     @cached_property
     def _streams(self) -> tuple[Any, Any]:
@@ -177,11 +179,9 @@ class Mover:
         """Every copy between the places. overtakes: it begins ahead of what the current stream has been given."""
         for target, source in pairs:
             assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype, "ends of a copy"
-        while self._flying and self._flying[0][0].done():
-            self._flying.popleft()
         if not self.apart:
             arrival = Arrival(self._threads[to_device].submit(self._copy_behind, pairs, after))
-            self._flying.append((arrival, ()))
+            self._note(arrival, ())
             if start is None:
                 return arrival
             arrival.synchronize()
@@ -197,8 +197,15 @@ class Mover:
             event = stream.record_event()
         on_device, on_host = (0, 1) if to_device else (1, 0)
         arrival = Arrival(event=event, started=started, ends=[pair[on_device] for pair in pairs], stream=current)
-        self._flying.append((arrival, [pair[on_host] for pair in pairs]))
+        self._note(arrival, [pair[on_host] for pair in pairs])
         return arrival
+
+    def _note(self, arrival: Arrival, on_host: Sequence[Tensor]) -> None:
+        """Holds what a copy uses; forgets what earlier ones used that have ended."""
+        with self._lock:  # the host's work copies, too
+            while self._flying and self._flying[0][0].done():
+                self._flying.popleft()
+            self._flying.append((arrival, on_host))
 
     def _copy_behind(self, pairs: Pairs, after: Arrival | None) -> None:
         if after is not None:
@@ -233,7 +240,8 @@ class Mover:
         works, self._works = self._works, []
         for arrival in works:
             arrival.synchronize()
-        flying, self._flying = self._flying, deque()
+        with self._lock:
+            flying, self._flying = self._flying, deque()
         for arrival, _ in flying:
             arrival.synchronize()
 
