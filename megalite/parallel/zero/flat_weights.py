@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis
+from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.options import Fill, ZeroOptions
-from megalite.parallel.zero.unshard import BucketWeights, ComingWeights, Unsharder
+from megalite.parallel.zero.rank_memory import RankMemory
+from megalite.parallel.zero.unshard import BucketWeights, ComingWeights
 from megalite.schedule import StageKey
 
 
 class FlatWeights:
     """Owns the memory of a family's parameters; gathers and frees the parts that other ranks own.
 
-    versions: for each weight version the parameters in forward order.
+    versions: for each weight version the parameters in forward order, of `dtype`.
     fill: initialises parameters that came without memory ('meta') once they have memory: bucket after bucket, so that
         sharded weights are never whole on a rank.
     """
@@ -33,44 +35,53 @@ class FlatWeights:
         *,
         shard_axis: Axis,
         options: ZeroOptions,
-        unsharder: Unsharder,
+        memory: RankMemory,
         fill: Fill | None,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._buckets, self._axis, self._options = buckets, shard_axis, options
-        self.unsharder = unsharder
+        self._memory, self._fill, self._dtype = memory, fill, dtype
+        self.unsharder = memory.unsharder
         self._of_parameter: dict[int, ComingWeights] = {}
         self._gathered: list[ComingWeights] = []
         self._attached = False
         for parameters in versions:
-            self._flatten(parameters, fill, dtype, device)
+            self._flatten(parameters)
 
-    def _flatten(
-        self, parameters: Sequence[nn.Parameter], fill: Fill | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
         """Moves one version into flat memory: one tensor, or in stage 3 one per bucket, which is gathered and freed."""
-        stage = self._options.stage
-        gathered_for_use = stage == 3 and self._axis.size > 1
-        numel = self._buckets[-1].plan.stop if self._buckets and not gathered_for_use else 0
-        flat = torch.zeros(numel, dtype=dtype, device=device)
+        flat = self._zeros(0 if self._cut else self._numel)
         for bucket in self._buckets:
             plan = bucket.plan
-            full = flat[plan.start : plan.stop]
-            if gathered_for_use:
-                full = torch.zeros(bucket.numel, dtype=dtype, device=device)
-            for range_ in plan.ranges:
-                parameter = parameters[range_.entry.index]
-                empty = parameter.is_meta
-                move_parameter(parameter, full[range_.start - plan.start : range_.stop - plan.start])
-                if empty and fill is not None:
-                    fill(range_.entry.name, parameter)
+            full = self._zeros(bucket.numel) if self._cut else flat[plan.start : plan.stop]
             owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
-            weights = BucketWeights(full, owned, axis=self._axis, stage=stage)
+            for range_ in plan.ranges:
+                self._move(parameters, range_, full[range_.start - plan.start : range_.stop - plan.start])
+            weights = BucketWeights(full, owned, axis=self._axis, stage=self._options.stage)
             weights.free()
             bucket.weights.append(weights)
             self._gathered.append(weights)
             self._of_parameter.update({id(parameters[range_.entry.index]): weights for range_ in plan.ranges})
+
+    @property
+    def _cut(self) -> bool:
+        """Whether other ranks have the rest of each bucket."""
+        return self._options.stage == 3 and self._axis.size > 1
+
+    @property
+    def _numel(self) -> int:
+        return self._buckets[-1].plan.stop if self._buckets else 0
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._dtype, device=self._memory.device)
+
+    def _move(self, parameters: Sequence[nn.Parameter], range_: ParameterRange, flat: Tensor) -> None:
+        """Turns a parameter into a view of `flat`; fills it, if it had no memory."""
+        parameter = parameters[range_.entry.index]
+        empty = parameter.is_meta
+        move_parameter(parameter, flat)
+        if empty and self._fill is not None:
+            self._fill(range_.entry.name, parameter)
 
     def attach(self, layers: Sequence[nn.Module], *others: FlatWeights, stage: StageKey = (0, 0)) -> None:
         """Hooks the stage's layers (forward order; once per weight version), so that weights are gathered before use.

@@ -11,73 +11,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis, all_gather_into
 from megalite.inventory import ParameterRange, align, layer_of
 from megalite.parallel.tiers import Mover, TieredMemory
 from megalite.parallel.zero.bucket import Bucket, bytes_of
-from megalite.parallel.zero.flat_weights import FlatWeights, move_parameter
+from megalite.parallel.zero.flat_weights import FlatWeights
 from megalite.parallel.zero.host_exchange import gather_on_host
-from megalite.parallel.zero.options import Fill
 from megalite.parallel.zero.unshard import ComingWeights
 
 
 class HostedFlatWeights(FlatWeights):
-    """A family's parameters on the host. tier: counts those on the device; the rest as `FlatWeights`."""
+    """A family's parameters on the host; arguments as for `FlatWeights`."""
 
-    def __init__(self, *args: Any, tier: TieredMemory, **settings: Any) -> None:
-        self._tier = tier
-        self._hosted: list[HostedWeights] = []
-        super().__init__(*args, **settings)
-
-    def _flatten(
-        self, parameters: Sequence[nn.Parameter], fill: Fill | None, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
         """Gives every bucket its home on the host, and every layer memory on the device that comes and goes: the
         parameters are views of it. In stage 3 the homes are slices, and the layers are the buckets."""
-        sliced, mover = self._options.stage == 3 and self._axis.size > 1, self._tier.mover
-        homes = mover.empty([self._buckets[-1].plan.stop if self._buckets and not sliced else 0], dtype)
+        mover, tier = self._memory.mover, self._memory.tier
+        assert tier is not None, "weights on the host are counted while they are on the device"
+        homes = mover.empty([0 if self._cut else self._numel], self._dtype)
         for bucket in self._buckets:
             owned = slice(bucket.owned_start - bucket.plan.start, bucket.owned_stop - bucket.plan.start)
             home = homes[bucket.plan.start : bucket.plan.stop]
-            if sliced:
-                home, owned = mover.empty([owned.stop - owned.start], dtype), slice(None)
+            if self._cut:
+                home, owned = mover.empty([owned.stop - owned.start], self._dtype), slice(None)
             bucket.weights.append(HostHome(home, owned, axis=self._axis, mover=mover))
-        for layout in sliced_layouts(self._buckets) if sliced else layer_layouts(self._buckets):
-            full = torch.zeros(layout.numel, dtype=dtype, device=device)
-            weights = HostedWeights(full, layout.homes, self._tier, gathers=self._axis if sliced else None)
+        for layout in sliced_layouts(self._buckets) if self._cut else layer_layouts(self._buckets):
+            weights = HostedWeights(self._zeros(layout.numel), layout.homes, tier, self._axis if self._cut else None)
             for range_, begin in layout.places:
-                parameter = parameters[range_.entry.index]
-                empty = parameter.is_meta
-                move_parameter(parameter, full[begin : begin + range_.entry.numel])
-                if empty and fill is not None:
-                    fill(range_.entry.name, parameter)
-                self._of_parameter[id(parameter)] = weights
+                self._move(parameters, range_, weights.full[begin : begin + range_.entry.numel])
+                self._of_parameter[id(parameters[range_.entry.index])] = weights
             weights.store()
-            self._hosted.append(weights)
-
-    @property
-    def coming(self) -> Iterator[ComingWeights]:
-        return reversed(self._hosted)
+            self._gathered.append(weights)
 
     def gather(self, version: int = 0) -> None:
         for bucket in self._buckets:
             bucket.weights_of(version).updated(async_op=False)
-        for weights in self._hosted:
-            weights.outdated()
+        for weights in self._gathered:
+            weights.updated(async_op=False)
 
     def wait(self) -> None:
         """Returns when the host may write, too."""
         super().wait()
-        self._tier.mover.settle()
+        self._memory.mover.settle()
 
     def memory(self) -> int:
         """Bytes held now, on the device."""
-        return bytes_of(weights.full for weights in self._hosted)
+        return bytes_of(weights.full for weights in self._gathered)
 
 
 class HostedWeights(ComingWeights):
@@ -117,16 +100,6 @@ class HostedWeights(ComingWeights):
         """Writes what is on the device into its home, and lets go of it there."""
         self._tier.mover.to_host([(home, self.full.data[place]) for place, home in self._homes]).synchronize()
         self.free()
-
-    def outdated(self) -> None:
-        """Called when its home holds new values. From then on, a backward through the old ones is an error."""
-        torch.autograd.graph.increment_version(self.full)
-        pinned, self.pinned = self.pinned, False
-        self.free()
-        self.pinned = pinned
-        if pinned:
-            self.start_gather(async_op=False)
-            self.wait()
 
 
 class HostHome:

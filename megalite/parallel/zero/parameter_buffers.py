@@ -8,7 +8,6 @@ gradients            [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -67,17 +66,14 @@ class ParameterBuffers:
         ]
         held: list[Bucket] = self._make_buckets(entries, stage.tied)
         self.buckets, self.frozen = ([], held) if frozen else (held, [])
-        tier = self.rank_memory.tier
-        flat = FlatWeights if tier is None else partial(HostedFlatWeights, tier=tier)
-        self.weights: FlatWeights = flat(
+        self.weights = (HostedFlatWeights if self.on_host else FlatWeights)(
             held,
             [[parameter for _, parameter in version] for version in versions],
             shard_axis=axes.shard,
             options=options,
-            unsharder=self.rank_memory.unsharder,
+            memory=self.rank_memory,
             fill=stage.fill,
             dtype=self.dtype,
-            device=self.device,
         )
         self.gradients = GradientReducer(
             self.buckets,

@@ -68,6 +68,16 @@ class ComingWeights:
             self.full.untyped_storage().resize_(0)
             self.resident = False
 
+    def updated(self, *, async_op: bool) -> None:
+        """Called when the place that they come from holds new values. A backward through the old ones is an error."""
+        torch.autograd.graph.increment_version(self.full)
+        if self.released_after_use and not self.pinned:
+            self.free()
+        else:
+            self.start_gather(async_op=async_op)
+            if not async_op:
+                self.wait()
+
     def holds(self, x: Tensor) -> bool:
         """Whether x lies in the memory that `free` frees."""
         return self.released_after_use and x.untyped_storage()._cdata == self.full.untyped_storage()._cdata
@@ -94,16 +104,6 @@ class BucketWeights(ComingWeights):
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them
         # again.
         self._arriving = all_gather_into(self.full.data, self.shard, self.axis, async_op=async_op)
-
-    def updated(self, *, async_op: bool) -> None:
-        """Called when the slice holds new values. From then on, a backward through the old ones is an error."""
-        torch.autograd.graph.increment_version(self.full)
-        if self.released_after_use and not self.pinned:
-            self.free()
-        else:
-            self.start_gather(async_op=async_op)
-            if not async_op:
-                self.wait()
 
 
 Weights = Sequence[ComingWeights]
