@@ -2,15 +2,20 @@
 
 A model or tokenizer of Hugging Face's may name programs beside it (`auto_map`), which transformers runs once somebody
 says yes to a question on the terminal; a data set may be a program. This is the one door to whatever loads a folder or
-a name of theirs: it never says yes, and asks nobody.
+a name of theirs: it never says yes, and asks nobody. Pickles and chat templates, which are programs too, are opened by
+`FencedProgram` in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import weakref
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from typing import Any, cast
 
 from megalite.errors import ConfigError, DataError
 from megalite.extras import optional_package
@@ -19,6 +24,63 @@ from megalite.extras import optional_package
 PROGRAMS = "auto_map"
 #: Read whole, and parsed at some twenty times its size.
 MOST_JSON = 64 << 20
+
+
+class FencedProgram:
+    """A program of ours in a process of its own, which lives as long as this object; it answers requests with lines."""
+
+    def __init__(self, program: Path) -> None:
+        # -P: nothing beside that program is importable by accident
+        self.process = Popen([sys.executable, "-P", str(program)], stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        self.close = weakref.finalize(self, _close, self.process)
+
+    def send(self, request: bytes) -> None:
+        """Writes a request. Where the process has ended, its answer will be missing."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+        except OSError:
+            pass
+
+    def line(self, most: int = -1) -> bytes | None:
+        """The next line of its answer, `most` bytes at most; None where the process has ended or the line is longer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline(most)
+        return line if line.endswith(b"\n") else None
+
+    def fill(self, into: memoryview) -> bool:
+        """Reads the next bytes of its answer; False where the process has ended before."""
+        stdout = cast(BufferedReader, self.process.stdout)
+        while into:
+            count = stdout.readinto(into)
+            if not count:
+                return False
+            into = into[count:]
+        return True
+
+    def status(self) -> int:
+        """The exit status of the process, which is killed where it is still at work."""
+        return _status(self.process)
+
+
+def _status(process: Popen[bytes]) -> int:
+    try:
+        return process.wait(1)
+    except TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _close(process: Popen[bytes]) -> None:
+    """Ends the process: by itself, once no more requests come, or by a signal."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.close()
+    except OSError:
+        pass  # it has ended already
+    process.stdout.close()
+    _status(process)
 
 
 def read_limited(path: str | Path, flag: str, most: int) -> bytes:

@@ -50,7 +50,7 @@ TARGETS = {
     "expert_tensor_parallel": "target_expert_tensor_parallel_size",
     "implementation": "target_transformer_impl",
 }
-# Those of megalite.convert.megatron.
+# Those of megalite.convert.megatron_names.
 IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
 # Their names in torch.
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

@@ -1,40 +1,128 @@
-"""Adapters on their way out: merged into the model that they were trained beside, or as `peft` keeps them.
+"""LoRA adapters in checkpoints: the base model that they belong to, merging into it, and export to `peft`.
 
-A rule of a family names what a linear layer is there (`family.py`). An adapter of a whole layer that is several there
-(queries, keys and values of Llama) becomes as many with the same A; one of a part that is no layer there is refused.
+    meta "base"    {"path": directory of the base model, "digest": checksum of its content}, or {"seed": s}: its
+                   weights are random
+
+A rule of a family names the linear layers of the other side (`family.py`). An adapter of a layer that is several there
+(queries, keys and values of Llama) becomes several with the same A; an adapter of a part of a layer is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.checkpoint import CheckpointReader, resolve_checkpoint
-from megalite.comm import Axis
+from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, resolve_checkpoint
+from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
-from megalite.convert.base_model import BASE_META, BaseModel
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
+from megalite.convert.hf_files import CONFIG, HuggingFaceSource
 from megalite.convert.megalite_files import CheckpointSource
 from megalite.convert.registry import family_of
 from megalite.convert.source import ModelSource, Origin, staged
 from megalite.data import Tokenizer
-from megalite.errors import CheckpointError, ConfigError
+from megalite.errors import CheckpointError, ConfigError, MegaliteError
 from megalite.inventory import Adapter, adapters_of
 
 PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_META = "base"
+LONGEST_PATH = 4096  # characters; systems allow no more
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """path: a Hugging Face model or a checkpoint; None: the run began with the random weights of `seed`."""
+
+    path: Path | None
+    digest: str = ""
+    seed: int = 0
+
+    @classmethod
+    def at(cls, path: Path, world: Axis) -> BaseModel:
+        """The model that lies there now. Collective over `world`, whose ranks share the reading. Raises
+        CheckpointError, on all ranks."""
+        return cls(path.resolve(), _digest(path, world))
+
+    @classmethod
+    def of_meta(cls, meta: Mapping[str, Any], where: str) -> BaseModel:
+        """The base model that the meta of a checkpoint of adapters names. Raises CheckpointError."""
+        section = Meta(meta, where).section(BASE_META)
+        path, digest = section.raw.get("path"), section.raw.get("digest", "")
+        if not isinstance(path, str | None) or len(path or "") > LONGEST_PATH or not isinstance(digest, str):
+            raise section.wrong("path", "the place of a model")
+        return cls(None if path is None else Path(path), digest, section.integer("seed", 0))
+
+    def to_meta(self) -> dict[str, Any]:
+        return {"seed": self.seed} if self.path is None else {"path": str(self.path), "digest": self.digest}
+
+    def found(self, where: str, world: Axis, elsewhere: Path | None = None) -> BaseModel:
+        """The same model in its directory (`elsewhere`: in another), its content verified. Collective.
+
+        where: the checkpoint of the adapters, for messages. Raises CheckpointError, on all ranks.
+        """
+        path = elsewhere or self.path
+        if path is None:
+            raise CheckpointError(f"{where}: adapters of a model with random weights, which is stored nowhere")
+        if not os.path.isdir(path):
+            raise CheckpointError(
+                f"{where}: adapters of the model {path}, which is not there; bring it back, or name its place: --load "
+                "to train (beside --auto-resume), --base to convert"
+            )
+        if (now := _digest(path, world)) != self.digest:
+            raise CheckpointError(
+                f"{where}: adapters of another model than {path} (digest {self.digest}, there {now}); give that"
+            )
+        return replace(self, path=path)
+
+    def open(self) -> ModelSource:
+        """Its weights. Raises CheckpointError; ConfigError for a model that we do not have."""
+        assert self.path is not None
+        return HuggingFaceSource(self.path) if is_huggingface(self.path) else CheckpointSource(self.path)
+
+
+def _digest(path: Path, world: Axis) -> str:
+    """Checksum of a model's content: a checkpoint's COMMITTED proves all of it; of a Hugging Face model the ranks read
+    every byte of weights and configuration, each its share of the files."""
+    own: dict[str, str] = {}
+    problem = None
+    try:
+        if is_huggingface(path):
+            files = sorted([path / CONFIG, *path.glob("*.safetensors")])
+        else:
+            files = [resolve_checkpoint(path) / COMMITTED]
+        mine = files[world.rank :: world.size]
+        own = patiently(lambda: {file.name: _checksum(file) for file in mine}, world) or {}
+    except (MegaliteError, OSError) as error:
+        problem = str(error)
+    gathered = all_gather_json([own, problem], world)
+    problem = next((text for _, text in gathered if text is not None), None)
+    if problem is not None:
+        raise CheckpointError(problem)
+    lines = sorted(f"{name} {digest}" for found, _ in gathered for name, digest in found.items())
+    return xxhash.xxh3_64_hexdigest("\n".join(lines).encode())
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 class AdaptedSource:
-    """A model and the adapters of a checkpoint: `read` gives merged weights.
+    """A base model and the adapters of a checkpoint: `read` gives merged weights.
 
-    base: where the model lies now; None: where the checkpoint says. dtype: what weights are merged and given in; None:
-    merged in the wider of both, given in the model's. Raises CheckpointError.
+    base: directory of the base model; None: the one that the checkpoint names. dtype: in which weights are merged and
+    returned; None: merged in the wider of both, returned in the base model's. Raises CheckpointError.
     """
 
     def __init__(
@@ -46,23 +134,16 @@ class AdaptedSource:
         self.model, self._dtype = self.adapted.without_adapters, dtype
         self.base_model = BaseModel.of_meta(meta, where).found(where, Axis.single("world"), base)
         self._base = self.base_model.open()
-        self._tokenizer = CheckpointSource.tokenizer_of(self._reader)
+        self.origin: Origin = self._base.origin
+        self.tokenizer: Tokenizer = CheckpointSource.tokenizer_of(self._reader)
         for name in self._reader.manifest.tensors:
             rest = name.split(".", 2)[-1]
             known = adapters_of(self.adapted, rest.partition(".adapters.")[0])
             if name.startswith("layers.") and not any(rest in (adapter.a.name, adapter.b.name) for adapter in known):
                 raise CheckpointError(f"{where}: {name} is no adapter of its lora_targets; it is damaged")
 
-    @property
-    def origin(self) -> Origin:
-        return self._base.origin
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
     def adapters(self, layer: str) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
-        """Those of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
+        """The adapters of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
         _, index, linear = layer.split(".", 2)
         for adapter in adapters_of(self.adapted, linear):
             a, b = (self._stored(f"layers.{index}.{p.name}", p.shape) for p in (adapter.a, adapter.b))

@@ -1,13 +1,22 @@
-"""Typed reading of an untrusted config.json: what we cannot represent is refused by name."""
+"""Typed reading of an untrusted config.json: what we cannot represent is refused by name.
+
+RoPE is read and written for all families: transformers 5 has `rope_parameters`, 4.57 `rope_theta` and `rope_scaling`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from megalite.config import ModelConfig, RopeScaling
 from megalite.errors import ConfigError
 
 LARGEST = 2**40
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LENGTH = "original_max_position_embeddings"
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
+KINDS = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
 class Fields:
@@ -68,3 +77,65 @@ class Fields:
 
     def _missing(self, key: str) -> ConfigError:
         return ConfigError(f"{self.where}: {key} is missing")
+
+
+def name_there(names: Mapping[str, str], ours: str) -> str:
+    """The inverse of `choice`: the first name of `ours`; of what has none the first of all, which loses it."""
+    return next((theirs for theirs, name in names.items() if name == ours), next(iter(names)))
+
+
+def read_rotary(fields: Fields) -> dict[str, Any]:
+    """The rotary fields of ModelConfig. Raises ConfigError for a scaling that we do not have."""
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    scaling = new if new.raw else old
+    kind = scaling.choice("rope_type" if "rope_type" in scaling.raw else "type", KINDS, "default")
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": _base(new, fields)}
+    if kind == "linear":
+        found["rope_scaling"] = RopeScaling(rotary_seq_len_interpolation_factor=scaling.number("factor"))
+    if kind == "llama3":
+        for key, value in LLAMA3.items():
+            scaling.only(key, value)
+        found["rope_scaling"] = RopeScaling(
+            use_rope_scaling=True,
+            rope_scaling_factor=scaling.number("factor"),
+            rope_scaling_original_length=scaling.integer(LENGTH, 8192),
+        )
+    if kind == "yarn":
+        for name, usual in YARN.items():
+            scaling.only(name, usual)
+        factor = scaling.number("factor")
+        temperature = scaling.get("attention_factor")
+        if temperature is not None and abs(scaling.number("attention_factor") - 0.1 * math.log(factor) - 1.0) > 1e-6:
+            raise scaling.wrong("attention_factor", temperature, "not supported (only the paper's)")
+        found["rope_scaling"] = RopeScaling(
+            use_rope_scaling=True,
+            rope_scaling_type="yarn",
+            rope_scaling_factor=factor,
+            rope_scaling_original_length=scaling.integer(LENGTH),
+        )
+    return found
+
+
+def _base(new: Fields, fields: Fields) -> float:
+    """The first that is there, be it 0, which is refused."""
+    for where, key in ((new, "rope_theta"), (fields, "rope_theta"), (fields, "rotary_emb_base")):
+        if where.get(key) is not None:
+            return where.number(key)
+    return 10000.0
+
+
+def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
+    """The entries for both generations of transformers."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    ours = model.rope_scaling
+    if ours.use_rope_scaling:
+        length = {LENGTH: ours.rope_scaling_original_length}
+        more = LLAMA3 if ours.rope_scaling_type == "llama3" else {}
+        scaling = {"rope_type": ours.rope_scaling_type, "factor": ours.rope_scaling_factor, **more, **length}
+    elif ours.rotary_seq_len_interpolation_factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": {"rope_theta": model.rotary_base, **scaling},
+        "rope_scaling": scaling if len(scaling) > 1 else None,
+    }

@@ -10,8 +10,7 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.convert.family import GROUPED, STACKED, HuggingFaceFamily, LayerRule
-from megalite.convert.fields import Fields
-from megalite.convert.rotary import read_rotary, write_rotary
+from megalite.convert.fields import Fields, name_there, read_rotary, write_rotary
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu"}
 
@@ -77,7 +76,7 @@ def write_shape(model: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.query_groups,
         **({} if model.kv_channels is None else {"head_dim": model.kv_channels}),
-        "hidden_act": next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation), "silu"),
+        "hidden_act": name_there(ACTIVATIONS, model.activation),
         "max_position_embeddings": model.max_positions,
         "initializer_range": model.init_method_std,
         "rms_norm_eps": model.norm_epsilon,

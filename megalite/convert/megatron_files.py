@@ -20,11 +20,19 @@ from torch import Tensor
 
 from megalite.checkpoint import TRACKER, directory_name, read_small
 from megalite.config import ModelConfig
-from megalite.convert.megatron import IGNORED, megatron_names, plain_name, read_args, rule_of, untangle
-from megalite.convert.megatron_experts import ExpertName, ExpertParts
+from megalite.convert.hf_files import read_tokenizer
+from megalite.convert.megatron_args import read_args
+from megalite.convert.megatron_names import (
+    IGNORED,
+    ExpertName,
+    ExpertParts,
+    megatron_names,
+    plain_name,
+    rule_of,
+    untangle,
+)
 from megalite.convert.megatron_process import Listing, Unpickler
 from megalite.convert.source import Origin, stored_shapes
-from megalite.convert.tokenizer_files import read_tokenizer
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 

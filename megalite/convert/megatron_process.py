@@ -1,22 +1,19 @@
-"""The process that opens Megatron-LM's pickled files; this one only sees plain values and bytes of tensors."""
+"""Asks the process that opens Megatron-LM's pickles (`megatron_unpickle.py`) for plain values and bytes of tensors."""
 
 from __future__ import annotations
 
 import json
-import sys
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import flat_bytes, parse_json
 from megalite.errors import CheckpointError
+from megalite.strangers import FencedProgram
 
 PROGRAM = "megatron_unpickle.py"
 MAX_ANSWER_BYTES = 256 * 2**20
@@ -30,7 +27,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in a file: args (None where it has none), checkpoint_version, iteration, tensors of every virtual stage.
+    """Content of a file: args (None where it has none), checkpoint_version, iteration, tensors of every virtual stage.
 
     models: name -> (dtype, shape), names as they stand there.
     """
@@ -45,10 +42,7 @@ class Unpickler:
     """Asks the other process, which lives as long as this object. Every method raises CheckpointError."""
 
     def __init__(self) -> None:
-        # -P: nothing beside that program is importable by accident
-        program = [sys.executable, "-P", str(Path(__file__).with_name(PROGRAM))]
-        self._process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-        weakref.finalize(self, _end, self._process)
+        self.program = FencedProgram(Path(__file__).with_name(PROGRAM))
 
     def open(self, path: Path) -> Listing:
         """What a file holds; it stays open."""
@@ -72,25 +66,14 @@ class Unpickler:
             raise CheckpointError(f"{path}: {name}: dtype {dtype} ({', '.join(DTYPES)})")
         self._ask(path, {"open": str(path), "model": model, "name": name})
         values = torch.empty(shape, dtype=DTYPES[dtype])
-        into = flat_bytes(values)
-        stdout = cast(BufferedReader, self._process.stdout)
-        while into:
-            count = stdout.readinto(into)
-            if not count:
-                raise self._ended(path)
-            into = into[count:]
+        if not self.program.fill(flat_bytes(values)):
+            raise self._ended(path)
         return values
 
     def _ask(self, path: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-        pipe = self._process
-        assert pipe.stdin is not None and pipe.stdout is not None
-        try:
-            pipe.stdin.write(json.dumps(request).encode() + b"\n")
-            pipe.stdin.flush()
-        except OSError:
-            raise self._ended(path) from None
-        line = pipe.stdout.readline(MAX_ANSWER_BYTES)
-        if not line.endswith(b"\n"):
+        self.program.send(json.dumps(request).encode() + b"\n")
+        line = self.program.line(MAX_ANSWER_BYTES)
+        if line is None:
             raise self._ended(path)
         reply = parse_json(line, str(path))
         if not isinstance(reply, dict) or "error" in reply:
@@ -98,16 +81,4 @@ class Unpickler:
         return reply
 
     def _ended(self, path: Path) -> CheckpointError:
-        self._process.kill()
-        return CheckpointError(f"{path}: the process that opened it ended (status {self._process.wait()})")
-
-
-def _end(process: Popen[bytes]) -> None:
-    """It ends by itself once no more requests come."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.close()
-    except OSError:
-        pass  # it has ended already
-    process.stdout.close()
-    process.wait()
+        return CheckpointError(f"{path}: the process that opened it ended (status {self.program.status()})")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import TRACKER, fsync_directory
-from megalite.convert.megatron import COPY, check_cut, empty_entries, name_of, rule_of, write_args
-from megalite.convert.megatron_experts import is_expert, written_experts
+from megalite.convert.megatron_args import check_cut, write_args
 from megalite.convert.megatron_files import EMBEDDING, FILES, RELEASE, VERSION
+from megalite.convert.megatron_names import COPY, empty_entries, is_expert, name_of, rule_of, written_experts
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 
 # Dictionaries in dictionaries before megatron.core, whose own names have dots in them.

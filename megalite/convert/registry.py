@@ -20,8 +20,7 @@ from megalite.config import (
 from megalite.convert.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import Fields
-from megalite.convert.gpt2 import GPT2
-from megalite.convert.gpt_neox import GPT_NEOX
+from megalite.convert.gpt import GPT2, GPT_NEOX
 from megalite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megalite.errors import ConfigError
 

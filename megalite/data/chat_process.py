@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, cast
 
 from megalite.errors import DataError
+from megalite.strangers import FencedProgram
 
 PROGRAM = "chat_renderer.py"
 #: Conversations that travel together.
@@ -56,12 +54,9 @@ class ChatRenderer:
     def __init__(self, template: str, variables: Mapping[str, str], limits: TemplateLimits | None = None) -> None:
         self._limits = limits or TemplateLimits()
         self.owner = os.getpid()
-        # -P: nothing beside that program is importable by accident
-        program = [sys.executable, "-P", str(Path(__file__).with_name(PROGRAM))]
-        self._process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-        self._finalizer = weakref.finalize(self, _end, self._process)
+        self._program = FencedProgram(Path(__file__).with_name(PROGRAM))
         settings = {"template": template, "variables": dict(variables), "limits": vars(self._limits)}
-        self._send(json.dumps(settings).encode() + b"\n")
+        self._program.send(json.dumps(settings).encode() + b"\n")
         reply = self._receive()
         if "refused" in reply:
             raise DataError(str(reply["refused"]).replace("refuses it", "is none", 1))
@@ -74,7 +69,7 @@ class ChatRenderer:
         following = iter(talks)
         while batch := list(islice(following, BATCH)):
             lines = [_as_line(talk) for talk in batch]
-            self._send(b"".join([b"%d\n" % len(lines), *lines]))
+            self._program.send(b"".join([b"%d\n" % len(lines), *lines]))
             for _ in batch:
                 reply = self._receive()
                 if "refused" in reply:
@@ -84,20 +79,11 @@ class ChatRenderer:
 
     def close(self) -> None:
         """Ends the process."""
-        self._finalizer()
-
-    def _send(self, content: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(content)
-            self._process.stdin.flush()
-        except OSError:
-            pass  # it has ended; why is said where its answer is missing
+        self._program.close()
 
     def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.endswith(b"\n"):
+        line = self._program.line()
+        if line is None:
             raise self._ended()
         reply = cast("dict[str, Any]", json.loads(line))
         if "limit" in reply:
@@ -105,7 +91,7 @@ class ChatRenderer:
         return reply
 
     def _ended(self) -> DataError:
-        status = self._process.wait()
+        status = self._program.status()
         if status == -signal.SIGPROF:
             return _limit(f"more than {self._limits.seconds:g} seconds of processor time")
         return TemplateLimit(
@@ -122,17 +108,3 @@ def _as_line(talk: list[dict[str, Any]]) -> bytes:
         return json.dumps(talk).encode() + b"\n"
     except RecursionError:
         return b'[{"role": "too many levels"\n'  # refused there, in its turn
-
-
-def _end(process: Popen[bytes]) -> None:
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.close()
-    except OSError:
-        pass  # it has ended already
-    process.stdout.close()
-    try:
-        process.wait(1)
-    except Exception:  # it is at work; nobody reads that any more
-        process.kill()
-        process.wait()

@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,14 @@ from megalite.planner import peak_flops
 #: One line of metrics.jsonl: plain numbers, texts, and None where a number does not exist.
 Record = dict[str, Any]
 
-#: A record has the loads of at most so many experts; of larger models every nth block's.
+#: Numbers by name, some of them scalars on the device.
+Scalars = dict[str, Tensor | float | None]
+
+#: Most loads of experts in a record; of larger models it has every nth block.
 MOST_LOADS = 2048
+
+#: Fields of `ExpertStats` whose means over an interval are in its record.
+EXPERT_SCALARS = ("load_balancing_loss", "z_loss", "fullest_expert", "dropped_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,15 +146,10 @@ class IntervalStats:
         assert steps, "an interval without a step has no record"
         last = steps[-1]
         began = self._clock()
-        routed = [step.experts for step in steps if step.experts is not None]
-        loads = [vars(stats) for stats in routed]
-        names = [name for name in loads[0] if name not in ("expert_load", "layers")] if loads else []
-        values = [values[name] for name in names for values in loads]
-        of_steps = [*(step.lm_loss for step in steps), *(step.skipped for step in steps)]
-        read = _read([*values, *of_steps, last.grad_norm, last.loss_scale])
-        experts, (*told, norm, scale) = read[: len(values)], read[len(values) :]
-        losses, skips = told[: len(steps)], [bool(skipped) for skipped in told[len(steps) :]]
+        measured = _on_host([_scalars(step) for step in steps])
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
+        losses = [values["lm_loss"] for values in measured]
+        skips = [bool(values["skipped"]) for values in measured]
         taken = [loss for skipped, loss in zip(skips, losses, strict=True) if loss is not None and not skipped]
         record: Record = {
             "kind": "train",
@@ -157,17 +158,17 @@ class IntervalStats:
             "consumed_tokens": last.consumed_tokens,
             "global_batch_size": last.global_batch_size,
             **({"seq_length": last.seq_length} if len(self._flops_per_sample) > 1 else {}),
-            "lm_loss": math.fsum(taken) / len(taken) if taken else None,
-            "grad_norm": None if skips[-1] else norm,
+            "lm_loss": _mean(taken),
+            "grad_norm": None if skips[-1] else measured[-1]["grad_norm"],
             "learning_rate": last.learning_rate,
-            "loss_scale": scale,
+            "loss_scale": measured[-1]["loss_scale"],
             "skipped_iterations": sum(skips),
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
-        for name in names:
-            found, experts = experts[: len(loads)], experts[len(loads) :]
-            numbers = [number for number in found if number is not None]
-            record |= {name: math.fsum(numbers) / len(numbers)} if numbers else {}
+        for name in EXPERT_SCALARS:
+            numbers = [number for values in measured if (number := values.get(name)) is not None]
+            record |= {name: _mean(numbers)} if numbers else {}
+        routed = [step.experts for step in steps if step.experts is not None]
         return record | expert_loads(routed) | self._rates(steps, seconds)
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:
@@ -232,9 +233,19 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _read(values: Iterable[Tensor | float | None]) -> list[float | None]:
-    """Bring scalars to the host with a single wait for the device."""
-    values = list(values)
-    tensors = [value.detach().reshape(()).double() for value in values if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-    return [next(numbers) if isinstance(value, Tensor) else value for value in values]
+def _scalars(step: StepStats) -> Scalars:
+    """The numbers of a step that may live on the device."""
+    values: Scalars = {name: getattr(step, name) for name in ("lm_loss", "grad_norm", "loss_scale", "skipped")}
+    return values | {name: getattr(step.experts, name, None) for name in EXPERT_SCALARS}
+
+
+def _on_host(steps: Sequence[Scalars]) -> list[dict[str, float | None]]:
+    """Copies the scalars of all steps to the host with a single wait for the device."""
+    on_device = [value for values in steps for value in values.values() if isinstance(value, Tensor)]
+    stacked = torch.stack([value.detach().reshape(()).double() for value in on_device]).tolist() if on_device else []
+    numbers = iter(stacked)
+    return [{n: next(numbers) if isinstance(v, Tensor) else v for n, v in values.items()} for values in steps]
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return math.fsum(numbers) / len(numbers) if numbers else None

@@ -14,8 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from megalite import strangers
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
-from megalite.convert import hf_files, megatron_process
+from megalite.convert import hf_files
 from megalite.inference.loaded_model import load_for_inference
 from megalite.inventory.layers import parameter_shapes
 from pretrain_gpt import main as pretrain
@@ -120,7 +121,7 @@ def test_megatron_and_back(
 ) -> None:
     """All sides after one another: what comes out at the end is what went in."""
     if not full:
-        monkeypatch.setattr(megatron_process, "Popen", HereInstead)
+        monkeypatch.setattr(strangers, "Popen", HereInstead)
     write_checkpoint(tmp_path / "run", model=tiny_model_config(**changes))
     grid = "--target-tensor-model-parallel-size", "2", "--target-pipeline-model-parallel-size", "2"
     there, hf, back = tmp_path / "megatron", tmp_path / "hf", tmp_path / "back"

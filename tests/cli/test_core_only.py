@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megalite.comm.world import World
-from megalite.convert.megatron import IMPLEMENTATIONS
+from megalite.convert.megatron_names import IMPLEMENTATIONS
 from megalite.extras import EXTRA_OF
 from megalite.testing import run_single
 from tests.cli.core_only import hide_optional_packages

@@ -215,8 +215,8 @@ class HereInstead:
         with self.ends[0], self.ends[1]:
             megatron_unpickle.serve(*self.ends)
 
-    def wait(self) -> int:
-        self.thread.join()
+    def wait(self, timeout: float | None = None) -> int:
+        self.thread.join(timeout)
         return 0
 
 

@@ -16,7 +16,7 @@ from megalite.checkpoint import verify_checkpoint
 from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
-from megalite.convert.megatron import write_args
+from megalite.convert.megatron_args import write_args
 from megalite.convert.registry import family_of, read_model
 from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalite.config.model import ModelConfig
-from megalite.convert import HuggingFaceSource, family_of, write_checkpoint
+from megalite.convert import HuggingFaceSource, write_checkpoint
+from megalite.convert.registry import family_of
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
 from megalite.inventory.layers import parameter_shapes
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megalite import strangers
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,
     MegatronSource,
-    megatron_process,
     write_checkpoint,
     write_huggingface,
     write_megatron,
@@ -41,7 +41,7 @@ LLAMA = dict(
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_process, "Popen", HereInstead)
+    monkeypatch.setattr(strangers, "Popen", HereInstead)
 
 
 def peer(kind: str, **changes: Any) -> Any:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite import strangers
 from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
-from megalite.convert import CheckpointSource, MegatronSource, megatron_process, write_checkpoint, write_megatron
+from megalite.convert import CheckpointSource, MegatronSource, write_checkpoint, write_megatron
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError, ConfigError
 from tests.unit.convert.megatron_layout import HereInstead
@@ -45,7 +46,7 @@ CUTS = {
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_process, "Popen", HereInstead)
+    monkeypatch.setattr(strangers, "Popen", HereInstead)
 
 
 class Fixed:

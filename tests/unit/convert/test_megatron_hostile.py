@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite import strangers
 from megalite.config.model import ModelConfig
-from megalite.convert import MegatronSource, megatron_process, write_checkpoint, write_megatron
+from megalite.convert import MegatronSource, write_checkpoint, write_megatron
 from megalite.convert.megatron_process import Unpickler
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
 from tests.unit.convert.megatron_layout import HereInstead, megatron_enum
@@ -42,7 +43,7 @@ def directory(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_process, "Popen", HereInstead)
+    monkeypatch.setattr(strangers, "Popen", HereInstead)
 
 
 def refused(directory: Path, ckpt_step: int | None = None) -> str:
@@ -67,9 +68,9 @@ def test_the_little_gpt_is_whole(directory: Path) -> None:
 def test_the_process_that_opens_pickles_is_another_one(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatron_process, "Popen", subprocess.Popen)
+    monkeypatch.setattr(strangers, "Popen", subprocess.Popen)
     source = MegatronSource(directory)
-    process = source._unpickler._process
+    process = source._unpickler.program.process
     assert process.pid != os.getpid()
     expected = source.read("layers.0.mlp.fc1.weight")
     canary = tmp_path / "canary"

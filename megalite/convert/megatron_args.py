@@ -1,155 +1,29 @@
-"""Megatron-LM's model: where a logical tensor is in its files, how ranks share it, and its `args`.
-
-    mp_rank_01_000   rank 1 of tensor parallelism, stage 0: layers count from 0 in every stage and virtual stage
-
-Three names for everything: the models before megatron.core (`legacy`), megatron.core with torch's layers (`local`), and
-with Transformer Engine's, whose linear layers hold the norm before them (`transformer_engine`).
-"""
+"""Megatron-LM's `args`: the settings of a model there, read into a ModelConfig and written from one."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from megalite.config import ModelConfig, RopeScaling
+from megalite.config import Experts, ModelConfig, RopeScaling, pattern_text
+from megalite.convert.experts import MOST_EXPERTS
 from megalite.convert.fields import Fields
-from megalite.convert.megatron_cuts import COLUMNS, GATED_ROWS, ROWS, VOCABULARY, WHOLE, RankCut
-from megalite.convert.megatron_experts import check_expert_cut, extra_states, read_experts, write_experts
 from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError
 
-IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
-
-
-@dataclass(frozen=True)
-class MegatronRule:
-    """The logical layer `ours` under Megatron's names, each with what stands before `weight` or `bias`.
-
-    older: names of earlier releases, only read. `{i}` is the number of a block.
-    """
-
-    ours: str
-    legacy: str
-    local: str
-    transformer_engine: str = ""
-    cut: RankCut = WHOLE
-    older: tuple[str, ...] = ()
-
-    def written(self, implementation: str, sparse: bool) -> str:
-        """The name in files for `implementation`; empty where it has no such layer. sparse: the block has experts, so
-        the norm before them is in no linear layer."""
-        if implementation == "legacy":
-            return self.legacy
-        alone = implementation != "transformer_engine" or (sparse and self.ours.endswith(".mlp_norm"))
-        return self.local if alone else self.transformer_engine or self.local
-
-
-ENCODER, DECODER = "language_model.encoder.", "decoder."
-BLOCK, CORE = ENCODER + "layers.{i}.", DECODER + "layers.{i}."
-
-RULES = (
-    MegatronRule(
-        "embedding.word_embeddings", "language_model.embedding.word_embeddings.", "embedding.word_embeddings.",
-        cut=VOCABULARY,
-    ),
-    MegatronRule(
-        "embedding.position_embeddings", "language_model.embedding.position_embeddings.",
-        "embedding.position_embeddings.",
-    ),
-    MegatronRule(
-        "layers.{i}.input_norm", BLOCK + "input_norm.", CORE + "input_layernorm.",
-        CORE + "self_attention.linear_qkv.layer_norm_", older=(BLOCK + "input_layernorm.",),
-    ),
-    MegatronRule(
-        "layers.{i}.attention.qkv", BLOCK + "self_attention.query_key_value.", CORE + "self_attention.linear_qkv.",
-        cut=ROWS,
-    ),
-    MegatronRule("layers.{i}.attention.q_norm", "", CORE + "self_attention.q_layernorm."),
-    MegatronRule("layers.{i}.attention.k_norm", "", CORE + "self_attention.k_layernorm."),
-    MegatronRule(
-        "layers.{i}.attention.proj", BLOCK + "self_attention.dense.", CORE + "self_attention.linear_proj.", cut=COLUMNS
-    ),
-    MegatronRule(
-        "layers.{i}.mlp_norm", BLOCK + "post_attention_norm.", CORE + "pre_mlp_layernorm.",
-        CORE + "mlp.linear_fc1.layer_norm_", older=(BLOCK + "post_attention_layernorm.",),
-    ),
-    MegatronRule("layers.{i}.mlp.fc1", BLOCK + "mlp.dense_h_to_4h.", CORE + "mlp.linear_fc1.", cut=GATED_ROWS),
-    MegatronRule("layers.{i}.mlp.fc2", BLOCK + "mlp.dense_4h_to_h.", CORE + "mlp.linear_fc2.", cut=COLUMNS),
-    MegatronRule("layers.{i}.mlp.router", "", CORE + "mlp.router."),
-    MegatronRule("layers.{i}.mlp.shared_experts.fc1", "", CORE + "mlp.shared_experts.linear_fc1.", cut=GATED_ROWS),
-    MegatronRule("layers.{i}.mlp.shared_experts.fc2", "", CORE + "mlp.shared_experts.linear_fc2.", cut=COLUMNS),
-    MegatronRule(
-        "head.final_norm", ENCODER + "final_norm.", DECODER + "final_layernorm.", older=(ENCODER + "final_layernorm.",)
-    ),
-    MegatronRule(
-        "head.output", "language_model.output_layer.", "output_layer.",
-        cut=VOCABULARY, older=("word_embeddings_for_head.",),
-    ),
+TENSOR_PARALLEL = "--target-tensor-model-parallel-size"
+# Arguments whose names and values are those of ModelConfig and of Experts.
+SAME = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type", "rotary_percent",
+    "normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
+    "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by",
 )  # fmt: skip
-
-# Tied embeddings: the last of several stages holds a copy of the first one's.
-COPY = {"legacy": "word_embeddings_for_head.weight", "local": "output_layer.weight"}
-# Written with nothing in them, because Transformer Engine's layers miss them in a file.
-EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
-# Buffers that are computed anew.
-IGNORED = ("_extra_state", "inv_freq", "local_tokens_per_expert")
-
-
-def rule_of(ours: str) -> tuple[MegatronRule, str]:
-    """The rule of a logical tensor, and what `{i}` is in its name."""
-    index = ours.split(".")[1] if ours.startswith("layers.") else ""
-    layer = ours.rsplit(".", 1)[0]
-    template = f"layers.{{i}}.{layer.split('.', 2)[2]}" if index else layer
-    return next(rule for rule in RULES if rule.ours == template), index
-
-
-def name_of(ours: str, implementation: str, layer: int, *, sparse: bool) -> str:
-    """The name of a logical tensor in the file of its stage, where its block is number `layer`; sparse: has experts."""
-    rule, _ = rule_of(ours)
-    return rule.written(implementation, sparse).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
-
-
-def empty_entries(model: ModelConfig, layer: int, *, sparse: bool) -> list[str]:
-    """Names that Transformer Engine's layers look for, of the block that is number `layer` in a file."""
-    mlp = extra_states(model) if sparse else ("linear_fc1", "linear_fc2")
-    before = CORE.replace("{i}", str(layer))
-    return [f"{before}{name}._extra_state" for name in (*EXTRA_STATES, *(f"mlp.{each}" for each in mlp))]
-
-
-def megatron_names() -> Mapping[str, str]:
-    """Every name in a file -> its logical tensor's, both with `{i}`."""
-    table: dict[str, str] = {}
-    for rule in RULES:
-        for before in filter(None, (rule.legacy, rule.local, rule.transformer_engine, *rule.older)):
-            table |= {before + kind: f"{rule.ours}.{kind}" for kind in ("weight", "bias", "expert_bias")}
-    return table
-
-
-def plain_name(name: str) -> str:
-    """A name of the oldest releases as later ones write it."""
-    name = name.removeprefix("module.")
-    if name.startswith("language_model."):
-        name = re.sub(r"^language_model\.transformer\.", ENCODER, name).replace(".attention.", ".self_attention.")
-    return name
-
-
-def untangle(model: ModelConfig, qkv: Tensor, version: float) -> Tensor:
-    """Rows of q, k and v as files of version 2 and later have them: for every head q, k, v of its channels.
-
-    Version 0 holds all q, then all k, then all v of a rank; version 1 holds q, k, v of every channel side by side.
-    """
-    if version >= 2:
-        return qkv
-    rest, d = qkv.shape[1:], model.head_dim
-    if version == 0:
-        return qkv.reshape(3, -1, d, *rest).transpose(0, 1).reshape(-1, *rest)
-    return qkv.reshape(-1, d, 3, *rest).transpose(1, 2).reshape(-1, *rest)
-
-
+SAME_OF_EXPERTS = (
+    "num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+)  # fmt: skip
 # What changes the function of the weights in a way that we do not have -> the values that leave it as it is.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
@@ -169,6 +43,16 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_mup": (False,),
 }
 POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "none": "none"}
+# What changes the function of a sparse block in a way that we do not have -> the values that leave it as it is.
+REFUSED_WITH_EXPERTS: Mapping[str, tuple[Any, ...]] = {
+    "moe_expert_capacity_factor": (None,),  # there it drops tokens in evaluation too
+    "moe_shared_expert_gate": (False,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_latent_size": (None,),
+}
+BALANCING = {"aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "none": "none"}
+SCORES = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
 
 def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vocab_size: int | None) -> ModelConfig:
@@ -275,10 +159,14 @@ def _pattern(fields: Fields, key: str) -> str | None:
     value = fields.get(key)
     if value is None or (type(value) is int and value >= 0):
         return str(value) if value else None
+    return f"[{','.join(str(int(entry)) for entry in _flags_of_layers(fields, key, value))}]"
+
+
+def _flags_of_layers(fields: Fields, key: str, value: Any) -> list[int]:
     layers = fields.integer("num_layers")
     if not isinstance(value, list) or len(value) != layers or any(entry not in (0, 1) for entry in value):
         raise fields.wrong(key, value, f"is not a number, nor a list of {layers} of 0 and 1")
-    return f"[{','.join(str(int(entry)) for entry in value)}]"
+    return value
 
 
 def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
@@ -288,27 +176,20 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     fused = model.activation == "gelu-tanh" and model.add_bias_linear
     scaling = model.rope_scaling
     args: dict[str, Any] = {
-        "num_layers": model.num_layers,
+        **{name: getattr(model, name) for name in SAME},
         "encoder_num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_size,
-        "num_attention_heads": model.num_attention_heads,
         "group_query_attention": model.query_groups != model.num_attention_heads,
         "num_query_groups": model.query_groups,
         "kv_channels": model.head_dim,
-        "seq_length": model.seq_length,
         "max_position_embeddings": model.max_positions,
-        "position_embedding_type": model.position_embedding_type,
         "use_rotary_position_embeddings": rope,
         "add_position_embedding": True,
         "rotary_base": _whole(model.rotary_base),
-        "rotary_percent": model.rotary_percent,
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": _whole(scaling.rotary_seq_len_interpolation_factor) if rope else None,
         "use_rope_scaling": scaling.use_rope_scaling,
         "rope_scaling_factor": scaling.rope_scaling_factor,
-        "normalization": model.normalization,
-        "norm_epsilon": model.norm_epsilon,
         "apply_layernorm_1p": False,
         "apply_residual_connection_post_layernorm": False,
         "apply_query_key_layer_scaling": False,
@@ -316,18 +197,11 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         "squared_relu": model.activation == "squared-relu",
         "openai_gelu": legacy and model.activation == "gelu-tanh" and not fused,
         "bias_gelu_fusion": fused,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
         "qk_layernorm": model.qk_layernorm and not legacy,
         "window_size": None if model.window_size is None or legacy else [model.window_size - 1, 0],
         "window_attn_skip_freq": _each(model, model.has_window) if model.window_attn_skip_freq and not legacy else None,
         "no_rope_freq": _each(model, lambda i: not model.has_rope(i)) if model.no_rope_freq and not legacy else None,
-        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-        "hidden_dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
-        "init_method_std": model.init_method_std,
         "true_vocab_size": model.vocab_size,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         **write_experts(model, implementation),
     }
     rows = model.padded_vocab_size(1)
@@ -346,19 +220,103 @@ def _whole(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
+def read_experts(fields: Fields, legacy: bool) -> Experts:
+    """The entries of `args` about experts. Raises ConfigError for what we do not have."""
+    number = fields.get("num_experts")
+    if number is None or (type(number) is int and number == 0):
+        return Experts()
+    if legacy:
+        raise fields.wrong("num_experts", number, "not supported with the names before megatron.core")
+    if type(number) is not int or not 2 <= number <= MOST_EXPERTS:
+        raise fields.wrong("num_experts", number, f"not supported (2 to {MOST_EXPERTS})")
+    for key, allowed in REFUSED_WITH_EXPERTS.items():
+        fields.only(key, *allowed)
+
+    def whole(key: str) -> int | None:
+        return None if fields.get(key) is None else fields.integer(key)
+
+    def coefficient(key: str) -> float:
+        return fields.number(key) if fields.get(key, 0) != 0 else 0.0
+
+    biased = fields.flag("moe_router_enable_expert_bias", False)
+    scaling = fields.get("moe_router_topk_scaling_factor")
+    return Experts(
+        num_experts=number,
+        moe_router_topk=fields.integer("moe_router_topk", 2),
+        moe_ffn_hidden_size=whole("moe_ffn_hidden_size"),
+        moe_layer_freq=_frequency(fields),
+        moe_shared_expert_intermediate_size=whole("moe_shared_expert_intermediate_size"),
+        moe_router_load_balancing_type=fields.choice("moe_router_load_balancing_type", BALANCING, "aux_loss"),
+        moe_aux_loss_coeff=coefficient("moe_aux_loss_coeff"),
+        moe_z_loss_coeff=coefficient("moe_z_loss_coeff"),
+        moe_router_score_function=fields.choice("moe_router_score_function", SCORES, "softmax"),
+        moe_router_pre_softmax=fields.flag("moe_router_pre_softmax", False),
+        moe_router_num_groups=whole("moe_router_num_groups"),
+        moe_router_group_topk=whole("moe_router_group_topk"),
+        moe_router_topk_scaling_factor=None if scaling is None else fields.number("moe_router_topk_scaling_factor"),
+        moe_router_enable_expert_bias=biased,
+        moe_router_bias_update_rate=coefficient("moe_router_bias_update_rate") if biased else 1e-3,
+    )
+
+
+def _frequency(fields: Fields) -> str:
+    """A number, or a list of 0 and 1 for each layer."""
+    value = fields.get("moe_layer_freq", 1)
+    if type(value) is int and value > 0:
+        return str(value)
+    sparse = _flags_of_layers(fields, "moe_layer_freq", value)
+    if not any(sparse):
+        raise fields.wrong("moe_layer_freq", value, "leaves no layer with experts")
+    return pattern_text(map(bool, sparse))
+
+
+def write_experts(model: ModelConfig, implementation: str) -> dict[str, Any]:
+    """The entries of `args` about experts."""
+    given = model.experts
+    if given.num_experts is None:
+        return {"num_experts": None}
+    return {
+        **{name: getattr(given, name) for name in SAME_OF_EXPERTS},
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_layer_freq": [int(sparse) for sparse in model.sparse_layers],
+        "moe_shared_expert_gate": False,
+        "moe_z_loss_coeff": given.moe_z_loss_coeff or None,
+        "moe_expert_capacity_factor": None,
+        "moe_grouped_gemm": implementation == "transformer_engine",
+    }
+
+
 def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int, experts: int, within: int) -> None:
     """Raises ConfigError where Megatron-LM cannot cut this model so. experts, within: ranks that share the experts, and
     one expert."""
-    tensor, pipeline = "--target-tensor-model-parallel-size", "--target-pipeline-model-parallel-size"
     cuts = (
-        (tensor, tensor_parallel, model.num_attention_heads, "attention heads"),
-        (tensor, tensor_parallel, model.query_groups, "query groups"),
-        *([] if all(model.sparse_layers) else [(tensor, tensor_parallel, model.ffn_size, "MLP channels")]),
-        (pipeline, pipeline_parallel, model.num_layers, "layers"),
+        (TENSOR_PARALLEL, tensor_parallel, model.num_attention_heads, "attention heads"),
+        (TENSOR_PARALLEL, tensor_parallel, model.query_groups, "query groups"),
+        *([] if all(model.sparse_layers) else [(TENSOR_PARALLEL, tensor_parallel, model.ffn_size, "MLP channels")]),
+        ("--target-pipeline-model-parallel-size", pipeline_parallel, model.num_layers, "layers"),
     )
-    problems = check_expert_cut(model, tensor_parallel, experts, within)
+    problems = _expert_cut_problems(model, tensor_parallel, experts, within)
     for flag, parts, size, what in cuts:
         if parts < 1 or size % parts:
             problems.append(f"{flag}={parts}: does not divide {size} {what}")
     if problems:
         raise ConfigError(problems)
+
+
+def _expert_cut_problems(model: ModelConfig, tensor: int, experts: int, within: int) -> list[str]:
+    number, shared = model.experts.num_experts, model.experts.moe_shared_expert_intermediate_size
+    ep = f"--target-expert-model-parallel-size={experts}"
+    etp = f"--target-expert-tensor-parallel-size={within}"
+    if number is None:
+        wrong = [flag for flag, size, usual in ((ep, experts, 1), (etp, within, tensor)) if size != usual]
+        return [f"{flag}: the model has no experts; drop it" for flag in wrong]
+    problems = []
+    if experts < 1 or number % experts:
+        problems.append(f"{ep}: does not divide {number} experts")
+    if within not in (1, tensor):
+        problems.append(f"{etp}: neither 1 nor {TENSOR_PARALLEL}={tensor}")
+    elif model.expert_ffn_size % within:
+        problems.append(f"{etp}: does not divide {model.expert_ffn_size} channels of an expert")
+    if shared is not None and tensor > 0 and shared % tensor:
+        problems.append(f"{TENSOR_PARALLEL}={tensor}: does not divide {shared} channels of the shared expert")
+    return problems

@@ -1,0 +1,285 @@
+"""Megatron-LM's names and cuts: where a logical tensor is in its files, and how ranks share it.
+
+    mp_rank_01_000       rank 1 of tensor parallelism, stage 0: layers count from 0 in every (virtual) stage
+    mp_rank_01_000_002   the same, expert rank 2: of each block its third part of the experts
+
+Three names for everything: the models before megatron.core (`legacy`), megatron.core with torch's layers (`local`), and
+with Transformer Engine's, whose linear layers hold the norm before them (`transformer_engine`). Experts:
+
+    mlp.experts.local_experts.3.linear_fc1.weight   one after the other (`local`): as in a dense MLP
+    mlp.experts.linear_fc1.weight3                  Transformer Engine's grouped layers: the same, numbered behind
+    mlp.experts.weight1, weight2                    megatron.core's own grouped layers: all in one, each [in, out]
+
+The router is whole in every file, the shared expert is cut like a dense MLP: they are among `RULES`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig
+
+IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
+Location = TypeVar("Location")
+
+
+@dataclass(frozen=True)
+class RankCut:
+    """How tensor-parallel ranks share values; `to_ours` is the inverse of `to_theirs`."""
+
+    to_theirs: Callable[[ModelConfig, Tensor, int], Sequence[Tensor]]
+    to_ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
+
+
+def _padded_rows(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
+    padding = model.padded_vocab_size(ranks) - model.vocab_size
+    return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]).chunk(ranks)
+
+
+def _columns(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
+    return [values] * ranks if values.dim() == 1 else values.chunk(ranks, 1)
+
+
+def _gated_rows(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
+    """`[2, f, ...]` -> on every rank its gates above its values, `[2 f / ranks, ...]`."""
+    return [part.flatten(0, 1) for part in values.chunk(ranks, 1)] if model.gated else values.chunk(ranks)
+
+
+def _join_gated_rows(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.unflatten(0, (2, -1)) for part in parts], 1) if model.gated else torch.cat(list(parts))
+
+
+# The same values on every rank.
+WHOLE = RankCut(lambda model, t, ranks: [t] * ranks, lambda model, parts: parts[0])
+# Rows; queries, keys and values too, since their rows are grouped by key/value head on both sides.
+ROWS = RankCut(lambda model, t, ranks: t.chunk(ranks), lambda model, parts: torch.cat(list(parts)))
+# Rows of the vocabulary, padded with zeros until all ranks have the same number.
+VOCABULARY = RankCut(_padded_rows, lambda model, parts: torch.cat(list(parts))[: model.vocab_size])
+# Columns; the bias is whole.
+COLUMNS = RankCut(_columns, lambda model, parts: parts[0] if parts[0].dim() == 1 else torch.cat(list(parts), 1))
+GATED_ROWS = RankCut(_gated_rows, _join_gated_rows)
+
+
+@dataclass(frozen=True)
+class MegatronRule:
+    """The logical layer `ours` under Megatron's names, each with what stands before `weight` or `bias`.
+
+    older: names of earlier releases, only read. `{i}` is the number of a block.
+    """
+
+    ours: str
+    legacy: str
+    local: str
+    transformer_engine: str = ""
+    cut: RankCut = WHOLE
+    older: tuple[str, ...] = ()
+
+    def written(self, implementation: str, sparse: bool) -> str:
+        """The name in files for `implementation`; empty where it has no such layer. sparse: the block has experts, so
+        the norm before them is in no linear layer."""
+        if implementation == "legacy":
+            return self.legacy
+        alone = implementation != "transformer_engine" or (sparse and self.ours.endswith(".mlp_norm"))
+        return self.local if alone else self.transformer_engine or self.local
+
+
+ENCODER, DECODER = "language_model.encoder.", "decoder."
+BLOCK, CORE = ENCODER + "layers.{i}.", DECODER + "layers.{i}."
+
+RULES = (
+    MegatronRule(
+        "embedding.word_embeddings", "language_model.embedding.word_embeddings.", "embedding.word_embeddings.",
+        cut=VOCABULARY,
+    ),
+    MegatronRule(
+        "embedding.position_embeddings", "language_model.embedding.position_embeddings.",
+        "embedding.position_embeddings.",
+    ),
+    MegatronRule(
+        "layers.{i}.input_norm", BLOCK + "input_norm.", CORE + "input_layernorm.",
+        CORE + "self_attention.linear_qkv.layer_norm_", older=(BLOCK + "input_layernorm.",),
+    ),
+    MegatronRule(
+        "layers.{i}.attention.qkv", BLOCK + "self_attention.query_key_value.", CORE + "self_attention.linear_qkv.",
+        cut=ROWS,
+    ),
+    MegatronRule("layers.{i}.attention.q_norm", "", CORE + "self_attention.q_layernorm."),
+    MegatronRule("layers.{i}.attention.k_norm", "", CORE + "self_attention.k_layernorm."),
+    MegatronRule(
+        "layers.{i}.attention.proj", BLOCK + "self_attention.dense.", CORE + "self_attention.linear_proj.", cut=COLUMNS
+    ),
+    MegatronRule(
+        "layers.{i}.mlp_norm", BLOCK + "post_attention_norm.", CORE + "pre_mlp_layernorm.",
+        CORE + "mlp.linear_fc1.layer_norm_", older=(BLOCK + "post_attention_layernorm.",),
+    ),
+    MegatronRule("layers.{i}.mlp.fc1", BLOCK + "mlp.dense_h_to_4h.", CORE + "mlp.linear_fc1.", cut=GATED_ROWS),
+    MegatronRule("layers.{i}.mlp.fc2", BLOCK + "mlp.dense_4h_to_h.", CORE + "mlp.linear_fc2.", cut=COLUMNS),
+    MegatronRule("layers.{i}.mlp.router", "", CORE + "mlp.router."),
+    MegatronRule("layers.{i}.mlp.shared_experts.fc1", "", CORE + "mlp.shared_experts.linear_fc1.", cut=GATED_ROWS),
+    MegatronRule("layers.{i}.mlp.shared_experts.fc2", "", CORE + "mlp.shared_experts.linear_fc2.", cut=COLUMNS),
+    MegatronRule(
+        "head.final_norm", ENCODER + "final_norm.", DECODER + "final_layernorm.", older=(ENCODER + "final_layernorm.",)
+    ),
+    MegatronRule(
+        "head.output", "language_model.output_layer.", "output_layer.",
+        cut=VOCABULARY, older=("word_embeddings_for_head.",),
+    ),
+)  # fmt: skip
+
+# Tied embeddings: the last of several stages holds a copy of the first one's.
+COPY = {"legacy": "word_embeddings_for_head.weight", "local": "output_layer.weight"}
+# Written with nothing in them, because Transformer Engine's layers miss them in a file.
+EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
+# Buffers that are computed anew.
+IGNORED = ("_extra_state", "inv_freq", "local_tokens_per_expert")
+
+
+def rule_of(ours: str) -> tuple[MegatronRule, str]:
+    """The rule of a logical tensor, and what `{i}` is in its name."""
+    index = ours.split(".")[1] if ours.startswith("layers.") else ""
+    layer = ours.rsplit(".", 1)[0]
+    template = f"layers.{{i}}.{layer.split('.', 2)[2]}" if index else layer
+    return next(rule for rule in RULES if rule.ours == template), index
+
+
+def name_of(ours: str, implementation: str, layer: int, *, sparse: bool) -> str:
+    """The name of a logical tensor in the file of its stage, where its block is number `layer`; sparse: has experts."""
+    rule, _ = rule_of(ours)
+    return rule.written(implementation, sparse).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
+
+
+def empty_entries(model: ModelConfig, layer: int, *, sparse: bool) -> list[str]:
+    """Names that Transformer Engine's layers look for, of the block that is number `layer` in a file."""
+    mlp = extra_states(model) if sparse else ("linear_fc1", "linear_fc2")
+    before = CORE.replace("{i}", str(layer))
+    return [f"{before}{name}._extra_state" for name in (*EXTRA_STATES, *(f"mlp.{each}" for each in mlp))]
+
+
+def megatron_names() -> Mapping[str, str]:
+    """Every name in a file -> its logical tensor's, both with `{i}`."""
+    table: dict[str, str] = {}
+    for rule in RULES:
+        for before in filter(None, (rule.legacy, rule.local, rule.transformer_engine, *rule.older)):
+            table |= {before + kind: f"{rule.ours}.{kind}" for kind in ("weight", "bias", "expert_bias")}
+    return table
+
+
+def plain_name(name: str) -> str:
+    """A name of the oldest releases as later ones write it."""
+    name = name.removeprefix("module.")
+    if name.startswith("language_model."):
+        name = re.sub(r"^language_model\.transformer\.", ENCODER, name).replace(".attention.", ".self_attention.")
+    return name
+
+
+def untangle(model: ModelConfig, qkv: Tensor, version: float) -> Tensor:
+    """Rows of q, k and v as files of version 2 and later have them: for every head q, k, v of its channels.
+
+    Version 0 holds all q, then all k, then all v of a rank; version 1 holds q, k, v of every channel side by side.
+    """
+    if version >= 2:
+        return qkv
+    rest, d = qkv.shape[1:], model.head_dim
+    if version == 0:
+        return qkv.reshape(3, -1, d, *rest).transpose(0, 1).reshape(-1, *rest)
+    return qkv.reshape(-1, d, 3, *rest).transpose(1, 2).reshape(-1, *rest)
+
+
+EXPERT = re.compile(
+    r"decoder\.layers\.(?P<layer>\d{1,6})\.mlp\.experts\."
+    r"(?:local_experts\.(?P<alone>\d{1,4})\.linear_(?P<one>fc[12])\.(?P<kind>weight|bias)"
+    r"|linear_(?P<many>fc[12])\.(?P<form>weight|bias)(?P<number>\d{1,4})"
+    r"|weight(?P<all>[12]))",
+    re.ASCII,
+)
+WRITTEN = {
+    "local": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_{part}.{kind}",
+    "transformer_engine": "decoder.layers.{i}.mlp.experts.linear_{part}.{kind}{e}",
+}
+
+
+@dataclass(frozen=True)
+class ExpertName:
+    """What a name in a file is: logical layer (its number counts within the file), weight or bias, which expert of the
+    file (None: all in one)."""
+
+    layer: int
+    part: str
+    kind: str
+    number: int | None
+
+    @classmethod
+    def of(cls, name: str) -> ExpertName | None:
+        """None: no expert's."""
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            return None
+        layer = int(match["layer"])
+        if match["all"]:
+            return cls(layer, f"fc{match['all']}", "weight", None)
+        number = match["alone"] or match["number"]
+        return cls(layer, match["one"] or match["many"], match["kind"] or match["form"], int(number))
+
+
+@dataclass
+class ExpertParts(Generic[Location]):
+    """A logical tensor of experts in files: of each expert rank, expert by expert, its parts over tensor ranks.
+
+    whole: all experts of a rank in one tensor.
+    """
+
+    part: str
+    whole: bool
+    ranks: list[list[list[Location]]] = field(default_factory=list)
+
+    def join(self, model: ModelConfig, read: Callable[[Location], Tensor]) -> Tensor:
+        """The logical tensor, `[E, ...]`. Raises RuntimeError or IndexError where the parts do not fit."""
+        cut, found = cut_of(self.part), []
+        for experts in self.ranks:
+            for places in experts:
+                parts = [read(place) for place in places]
+                found.append(self._split(model, parts) if self.whole else cut.to_ours(model, parts)[None])
+        return torch.cat(found)
+
+    def _split(self, model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
+        """`weight1` `[h, n up]`, which is `[n, h, up]` in memory, or `weight2` `[n f, h]`."""
+        number, h = (model.experts.num_experts or 1) // len(self.ranks), model.hidden_size
+        if self.part == "fc1":
+            rows = [part.reshape(number, h, -1).mT for part in parts]
+            return torch.cat([r.unflatten(1, (2, -1)) for r in rows], 2) if model.gated else torch.cat(rows, 1)
+        return torch.cat([part.reshape(number, -1, h).mT for part in parts], 2)
+
+
+def cut_of(part: str) -> RankCut:
+    """How expert-tensor-parallel ranks share an expert's layer."""
+    return GATED_ROWS if part == "fc1" else COLUMNS
+
+
+def is_expert(ours: str) -> bool:
+    """Whether a logical tensor holds experts."""
+    return ".mlp.experts." in ours
+
+
+def written_experts(
+    model: ModelConfig, ours: str, values: Tensor, implementation: str, layer: int, expert: tuple[int, int],
+    tensor: tuple[int, int],
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Names and values in the file of an expert rank and an expert-tensor rank, each (number, how many)."""
+    part, kind = ours.rsplit(".", 2)[1:]
+    for number, one in enumerate(values.chunk(expert[1])[expert[0]]):
+        name = WRITTEN[implementation].format(i=layer, part=part, kind=kind, e=number)
+        yield name, cut_of(part).to_theirs(model, one, tensor[1])[tensor[0]]
+
+
+def extra_states(model: ModelConfig) -> tuple[str, ...]:
+    """Of a sparse block's layers in Transformer Engine's file, after `mlp.`."""
+    shared = model.experts.moe_shared_expert_intermediate_size is not None
+    return tuple(
+        f"{owner}.linear_{part}" for owner in ("experts", "shared_experts")[: 1 + shared] for part in ("fc1", "fc2")
+    )
