@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
-from megalite.checkpoint.discovery import directory_name, remove_interrupted, retain
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
-from megalite.checkpoint.loading import RankLoad, unused_names
-from megalite.checkpoint.run_dir import decide_start
+from megalite.checkpoint.loading import STATE_PREFIXES, RankLoad, unused_names, verify_checkpoint
+from megalite.checkpoint.run_dir import decide_start, directory_name, remove_interrupted, retain
 from megalite.checkpoint.saving import (
     Description,
     SaveJob,
@@ -28,7 +27,6 @@ from megalite.checkpoint.saving import (
     first_problem,
     make_plan,
 )
-from megalite.checkpoint.verify import STATE_PREFIXES, verify_checkpoint
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point

@@ -6,7 +6,7 @@ Values are written through the shards' views; the only buffer is one block.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from megalite.checkpoint.storage import ShardReader, flat_bytes, open_plain, rea
 from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.progress import OnProgress, no_progress
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ def _flat_range(stored: Box, shard: TensorShard, common: Box, dtype: torch.dtype
     first = (common.offset[0] - stored.offset[0]) * inner
     return first, first + common.numel, (stored.offset[0] - shard.offset[0]) * inner
 
+
+# Names of tensors that belong to a run rather than to the model: fine-tuning and generation do not ask for them.
+STATE_PREFIXES = ("optimizer/", "previous/")
 
 Reads = dict[str, list[tuple[StoredShard, list[LoadTarget]]]]
 Places = Mapping[str, Sequence[tuple[str, StoredShard]]]
@@ -230,7 +234,7 @@ class CheckpointReader:
         stored = self.manifest.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path}: holds no tensor {name}")
-        box = box or Box((0,) * len(stored.shape), stored.shape)
+        box = box or Box.whole(stored.shape)
         values = torch.empty(box.shape, dtype=stored.torch_dtype)
         shard = TensorShard(name, stored.shape, box.offset, values)
         reads = plan_reads(self.manifest, [shard], cast=False, where=str(self.path), places_of=self._places)
@@ -241,7 +245,7 @@ class CheckpointReader:
     def chunks(self, name: str, max_bytes: int) -> Iterator[Box]:
         """Cuts a tensor into boxes of whole rows of at most `max_bytes` (at least one row)."""
         stored = self.manifest.tensors[name]
-        whole = Box((0,) * len(stored.shape), stored.shape)
+        whole = Box.whole(stored.shape)
         if not stored.shape or not whole.numel:
             yield from [whole] if whole.numel else []
             return
@@ -263,3 +267,62 @@ def unused_names(manifest: Manifest, masks: Collection[str]) -> list[str]:
         used |= int(mask, 16)
     bits = f"{used:0{len(manifest.tensors)}b}"
     return [name for name, bit in zip(manifest.tensors, bits, strict=False) if bit == "0"]
+
+
+def verify_checkpoint(
+    path: Path | str,
+    *,
+    share: int = 0,
+    shares: int = 1,
+    with_state: bool = True,
+    contents: bool = True,
+    on_progress: OnProgress = no_progress,
+) -> list[str]:
+    """What is wrong with a checkpoint: one line a damaged file, empty if it is whole.
+
+    With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files. with_state: else
+    the weights alone. contents: else only whether the files are there, as long as they were, with their headers.
+    """
+    root = Path(path)
+    try:
+        manifest = read_manifest(root)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    names = sorted(manifest.files)[share::shares]
+    done, total = 0, sum(manifest.files[name].nbytes for name in names)
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(done, total, "")
+
+    for name in names:
+        try:
+            _verify_file(root, manifest, name, read, with_state=with_state, contents=contents)
+        except CheckpointError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{root / name}: cannot be read ({error.strerror})")
+    for name in manifest.extra_files if share == 0 else ():
+        try:
+            read_extra(root, manifest, name)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _verify_file(
+    root: Path, manifest: Manifest, name: str, on_read: Callable[[int], None], *, with_state: bool, contents: bool
+) -> None:
+    stored = manifest.files[name]
+    buffer = memoryview(bytearray(manifest.block_bytes))
+    with ShardReader(root / name, stored, manifest.block_bytes) as reader:
+        for shard in stored.shards if contents else ():
+            if not with_state and shard.tensor.startswith(STATE_PREFIXES):
+                continue
+            nbytes = shard.box.numel * manifest.tensors[shard.tensor].torch_dtype.itemsize
+            for index in range(len(shard.checksums)):
+                size = min(manifest.block_bytes, nbytes - index * manifest.block_bytes)
+                reader.read_block(shard, index, buffer[:size])
+                on_read(size)

@@ -28,6 +28,10 @@ class Box(NamedTuple):
     offset: Shape
     shape: Shape
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from megalite.checkpoint.discovery import directory_name, write_tracker
 from megalite.checkpoint.format import (
     BLOCK_BYTES,
     DTYPE_NAMES,
     ExtraFile,
     Manifest,
+    StoredFile,
     StoredTensor,
     check_file_name,
     file_from_json,
@@ -31,6 +33,7 @@ from megalite.checkpoint.format import (
     tiling_problem,
 )
 from megalite.checkpoint.reshard import Box, Duties, HeldRectangle, WriteDuty, share_out
+from megalite.checkpoint.run_dir import directory_name, write_tracker
 from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
 from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
@@ -162,6 +165,29 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
         if problem := problems[tiling]:
             raise CheckpointError(f"tensor {name}: {problem}: the shards given to save() are not the whole tensor")
     return SavePlan(tensors, duties)
+
+
+def write_whole(
+    staging: Path,
+    layers: Iterable[Mapping[str, Tensor]],
+    files: Mapping[str, bytes],
+    meta: Callable[[Mapping[str, StoredTensor]], Mapping[str, Any]],
+) -> None:
+    """Writes a checkpoint of iteration 0 from one process into a staging directory; it is not published.
+
+    layers: whole tensors by name, a file for each layer. files: name -> content. meta: from all tensors. Raises
+    OSError.
+    """
+    save_id = uuid.uuid4().hex[:12]
+    tensors: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredFile] = {}
+    for number, layer in enumerate(layers):
+        parts = [TensorPart(name, tuple(t.shape), Box.whole(t.shape), t) for name, t in layer.items()]
+        tensors |= {name: StoredTensor(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in layer.items()}
+        file_name = f"rank_{number:05d}.safetensors"
+        stored[file_name] = write_shard_file(staging / file_name, parts, save_id=save_id, block_bytes=BLOCK_BYTES)
+    extra = {name: ExtraFile(len(data), write_file(staging / name, data)) for name, data in files.items()}
+    write_proof(staging, Manifest(0, save_id, 1, tensors, stored, extra, meta(tensors)))
 
 
 def _expanded(runs: Sequence[Sequence[int]]) -> list[int]:

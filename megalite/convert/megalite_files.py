@@ -1,9 +1,9 @@
-"""Our side on disk: a committed checkpoint, read tensor by tensor and written layer by layer."""
+"""A checkpoint of megalite's own on disk: read tensor by tensor, written layer by layer."""
 
 from __future__ import annotations
 
 import tempfile
-import uuid
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -13,23 +13,14 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import (
-    BLOCK_BYTES,
-    DTYPE_NAMES,
-    Box,
     CheckpointReader,
-    ExtraFile,
-    Manifest,
-    StoredFile,
     StoredTensor,
-    TensorPart,
     check_tensors,
     copy_extras,
     directory_name,
     resolve_checkpoint,
-    write_file,
-    write_proof,
-    write_shard_file,
     write_tracker,
+    write_whole,
 )
 from megalite.config import ModelConfig, from_dict, to_dict
 from megalite.convert.registry import config_around
@@ -81,34 +72,29 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
 
     dtype: of the stored weights; None keeps each as it is. Raises CheckpointError.
     """
-    shapes = stored_shapes(source.model)
-    save_id, name = uuid.uuid4().hex[:12], directory_name(0)
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, StoredFile] = {}
+    name = directory_name(0)
+
+    def meta(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        stored = tensors["embedding.word_embeddings.weight"].torch_dtype
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(stored)
+        config = config_around(source.model, **({precision: True} if precision else {}))
+        found = {"config": to_dict(config), "converted_from": source.origin.to_meta()}
+        return {"iteration": 0, "consumed_samples": 0, **found}
+
     with staged(directory, name, model=source.model, dtype=dtype) as staging:
-        for number, (_, names) in enumerate(groupby(shapes, layer_of)):
-            parts = [_part(each, source.read(each), shapes[each], dtype) for each in names]
-            tensors |= {p.name: StoredTensor(DTYPE_NAMES[p.values.dtype], p.global_shape) for p in parts}
-            file_name = f"rank_{number:05d}.safetensors"
-            files[file_name] = write_shard_file(staging / file_name, parts, save_id=save_id, block_bytes=BLOCK_BYTES)
-        extra = {
-            each: ExtraFile(len(data), write_file(staging / each, data))
-            for each, data in tokenizer_files(source.tokenizer).items()
-        }
-        meta = _meta(source, tensors["embedding.word_embeddings.weight"].torch_dtype)
-        write_proof(staging, Manifest(0, save_id, 1, tensors, files, extra, meta))
+        write_whole(staging, _layers(source, dtype), tokenizer_files(source.tokenizer), meta)
     write_tracker(directory, 0)
     return directory / name
 
 
-def _part(name: str, values: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> TensorPart:
-    if tuple(values.shape) != shape:
-        raise CheckpointError(f"{name}: shape {list(values.shape)}, the model has {list(shape)}")
-    return TensorPart(name, shape, Box((0,) * len(shape), shape), converted(name, values, dtype))
-
-
-def _meta(source: ModelSource, dtype: torch.dtype) -> dict[str, Any]:
-    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(dtype)
-    config = config_around(source.model, **({precision: True} if precision else {}))
-    found = {"config": to_dict(config), "converted_from": source.origin.to_meta()}
-    return {"iteration": 0, "consumed_samples": 0, **found}
+def _layers(source: ModelSource, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+    """The stored tensors, layer by layer. Raises CheckpointError where one has not the shape that the model has."""
+    shapes = stored_shapes(source.model)
+    for _, names in groupby(shapes, layer_of):
+        layer: dict[str, Tensor] = {}
+        for name in names:
+            values = source.read(name)
+            if tuple(values.shape) != shapes[name]:
+                raise CheckpointError(f"{name}: shape {list(values.shape)}, the model has {list(shapes[name])}")
+            layer[name] = converted(name, values, dtype)
+        yield layer

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, RunLock, committed, latest, resolve_checkpoint
-from megalite.checkpoint.discovery import interrupted
+from megalite.checkpoint.run_dir import interrupted
 from megalite.checkpoint.lock import LockHolder
 from megalite.comm.collectives import barrier
 from megalite.comm.mesh import Axis, ParallelMesh

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.checkpoint.verify import verify_checkpoint
+from megalite.checkpoint import verify_checkpoint
 from megalite.data.gpt_index import BLOCK, build_sample_index
 from megalite.progress import ERASE, ProgressBar, amount, duration
 from tests.unit.inference.tiny_checkpoint import write_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_layouts import load_as_ranks, save_as_ranks
 
-from megalite.checkpoint.compatibility import check_model
+from megalite.checkpoint import check_model
 from megalite.comm.rectangles import TensorShard, shards_of_range
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
