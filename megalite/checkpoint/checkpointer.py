@@ -188,17 +188,17 @@ class Checkpointer:
         return save_id
 
     def _agree_on_plan(self, shards: Sequence[TensorShard]) -> SavePlan:
-        """Who writes what. The descriptions travel only when some rank's have changed since the last save."""
+        """Plans who writes what. The descriptions travel only when some rank's have changed since the last save."""
         problem, own = None, Description([], [])
         try:
             own = describe(shards)
         except CheckpointError as error:
             problem = str(error)
-        told = all_gather_json([problem, checksum(json.dumps(own.rows).encode()), own.replicas], self.world)
-        _raise_first([problem for problem, *_ in told])
-        heads = [(digest, replicas) for _, digest, replicas in told]
+        gathered = all_gather_json([problem, checksum(json.dumps(own.rows).encode()), own.replicas], self.world)
+        _raise_first([problem for problem, *_ in gathered])
+        heads = [(digest, replicas) for _, digest, replicas in gathered]
         if self._plan is None or self._plan[0] != heads:
-            digests = [digest for digest, _ in heads]  # of ranks that hold copies the first one tells of them
+            digests = [digest for digest, _ in heads]  # of ranks with equal shards only the first describes them
             speaks = digests.index(digests[self.world.rank]) == self.world.rank
             rows = all_gather_json(own.rows if speaks else None, self.world)
             kinds = {digest: rows[rank] for rank, digest in reversed(list(enumerate(digests)))}
@@ -258,25 +258,25 @@ class Checkpointer:
         """
         started = time.perf_counter()
         mine = RankLoad(Path(path), shards, cast=cast)
-        told = GatheredJson([mine.problem, mine.save_id, mine.mask], self.world)
+        gathering = GatheredJson([mine.problem, mine.save_id, mine.mask], self.world)
         # The message travels while the first rectangle is read; what it says is known before more is read.
         mine.read_first(rank=self.world.rank)
-        manifest = self._agree_on_load(mine, told.wait())
+        manifest = self._agree_on_load(mine, gathering.wait())
         patiently(mine.read_rest, self.world)
         self._together(mine.problem)
         seconds = time.perf_counter() - started
         logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, bytes_text(mine.nbytes), seconds)
         return dict(manifest.meta)
 
-    def _agree_on_load(self, mine: RankLoad, told: Sequence[tuple[str | None, str, str]]) -> Manifest:
+    def _agree_on_load(self, mine: RankLoad, plans: Sequence[tuple[str | None, str, str]]) -> Manifest:
         """Raises CheckpointError, on all ranks alike, where the ranks' plans do not add up to one load."""
-        _raise_first([problem for problem, _, _ in told])
+        _raise_first([problem for problem, _, _ in plans])
         assert mine.manifest is not None
-        if any(save_id != told[0][1] for _, save_id, _ in told):
+        if any(save_id != plans[0][1] for _, save_id, _ in plans):
             raise CheckpointError(
                 f"{mine.path}: the ranks see different checkpoints; is the directory shared by all hosts?"
             )
-        unused = unused_names(mine.manifest, [mask for _, _, mask in told])
+        unused = unused_names(mine.manifest, [mask for _, _, mask in plans])
         weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
         if weights:
             more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
@@ -288,7 +288,7 @@ class Checkpointer:
     # ---- agreement
 
     def _on_first(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns on rank 0 (JSON), on all ranks; all raise its CheckpointError."""
+        """Calls on rank 0 and returns its result (JSON) on all ranks; all raise its CheckpointError."""
         answer = problem = None
         if self.world.is_first:
             try:

@@ -104,7 +104,7 @@ class ExtraFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint holds. `meta` is the saver's JSON object (scalars, configuration, data position)."""
+    """Contents of a committed checkpoint. `meta` is the saver's JSON object (scalars, configuration, data position)."""
 
     step: int
     save_id: str
@@ -174,7 +174,7 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def file_to_json(stored: StoredFile) -> dict[str, Any]:
-    """The manifest's entry of one safetensors file (also what a rank tells the coordinator about the file it wrote)."""
+    """The manifest's entry of one safetensors file (also what a rank reports to rank 0 about the file it wrote)."""
     return {
         "bytes": stored.nbytes,
         "header_bytes": stored.header_bytes,
@@ -193,7 +193,7 @@ def file_to_json(stored: StoredFile) -> dict[str, Any]:
 
 
 def file_from_json(value: Any, name: str, tensors: Mapping[str, StoredTensor], block_bytes: int) -> StoredFile:
-    """The inverse of `file_to_json`, validated. Raises CheckpointError."""
+    """Reads and validates what `file_to_json` writes. Raises CheckpointError."""
     return _Reader("report").file(value, name, tensors, block_bytes)
 
 

@@ -24,7 +24,7 @@ from megalite.progress import OnProgress, no_progress
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """Where a piece of a stored rectangle goes: the wanted shard and the common box.
+    """Destination of a piece of a stored rectangle: the wanted shard and the common box.
 
     Where the piece is one contiguous range both in the file and in `shard.local`, `flat` is the range `first .. last`
     of the stored rectangle's elements, and `shift` is what must be added to come to the element in `shard.local`.
@@ -153,7 +153,7 @@ class _Piece:
 
 
 def _pieces(stored: Box, targets: Sequence[LoadTarget], first: int, last: int) -> list[_Piece]:
-    """What elements `first .. last` of a stored rectangle mean to the targets."""
+    """The parts of elements `first .. last` of a stored rectangle that go to the targets."""
     pieces = []
     for rectangle in range_to_rectangles(stored.shape, first, last):
         offset = tuple(a + b for a, b in zip(stored.offset, rectangle.offset, strict=True))
@@ -166,7 +166,7 @@ def _pieces(stored: Box, targets: Sequence[LoadTarget], first: int, last: int) -
 
 
 class RankLoad:
-    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks have told each other."""
+    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it."""
 
     def __init__(self, path: Path, shards: Sequence[TensorShard], *, cast: bool) -> None:
         self.path, self.nbytes = path, 0
@@ -174,7 +174,7 @@ class RankLoad:
         self.problem: str | None = None
         self.save_id, self.mask = "", "0"
         self._counts: Iterator[int] = iter(())
-        with self._kept():
+        with self._note_problem():
             manifest = read_manifest(path)
             reads = plan_reads(manifest, shards, cast=cast, where=str(path))
             self.save_id, self.mask = manifest.save_id, names_mask(manifest, {shard.name for shard in shards})
@@ -184,7 +184,7 @@ class RankLoad:
     def read_first(self, *, rank: int) -> None:
         """Reads the first rectangle; rank 0 verifies also what no rank reads."""
         if self.manifest is not None:
-            with self._kept():
+            with self._note_problem():
                 fault_point("load", rank=rank, step=self.manifest.step)
                 if rank == 0:
                     verify_unread(self.path, self.manifest)
@@ -193,11 +193,11 @@ class RankLoad:
     def read_rest(self) -> None:
         """Reads the others, unless something is wrong already."""
         if self.problem is None:
-            with self._kept():
+            with self._note_problem():
                 self.nbytes += sum(self._counts)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _note_problem(self) -> Iterator[None]:
         try:
             yield
         except CheckpointError as error:
@@ -255,7 +255,7 @@ class CheckpointReader:
 
 
 def names_mask(manifest: Manifest, names: Collection[str]) -> str:
-    """Which of the stored tensors are among `names`: a bit for each, in hex (short: every rank tells all others)."""
+    """Which of the stored tensors are among `names`: a bit for each, in hex (short: it is gathered from every rank)."""
     bits = "".join("1" if name in names else "0" for name in manifest.tensors)
     return f"{int(bits or '0', 2):x}"
 
@@ -278,7 +278,7 @@ def verify_checkpoint(
     contents: bool = True,
     on_progress: OnProgress = no_progress,
 ) -> list[str]:
-    """What is wrong with a checkpoint: one line a damaged file, empty if it is whole.
+    """Verifies a checkpoint: one line for each damaged file, empty if it is whole.
 
     With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files. with_state: else
     the weights alone. contents: else only whether the files are there, as long as they were, with their headers.

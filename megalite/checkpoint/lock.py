@@ -35,7 +35,7 @@ _ENDED = "ZXx"  # states of a process that is over
 
 @dataclass(frozen=True)
 class LockHolder:
-    """What a lock file says about its holder. processes: names the set of process numbers (a container has its own)."""
+    """The holder of a lock, from its file. processes: names the set of process numbers (a container has its own)."""
 
     token: str
     host: str
@@ -62,7 +62,7 @@ class LockHolder:
 
 
 def process_start(pid: int) -> str | None:
-    """Something that tells a process from a later one with the same number; None where there is no such process.
+    """Start time of a process, which distinguishes it from a later one of the same number; None where there is none.
 
     A zombie has ended, though its parent has not asked how: it is no process. Empty if the system does not say.
     """

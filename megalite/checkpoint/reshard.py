@@ -56,7 +56,7 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`."""
+        """The slices of this box in a tensor that holds `outer`."""
         return tuple(
             slice(start - base, start - base + extent)
             for start, extent, base in zip(self.offset, self.shape, outer.offset, strict=True)
@@ -100,8 +100,8 @@ def cover(wanted: Box, stored: Sequence[Box]) -> list[tuple[int, Box]]:
 
 
 class HeldRectangle(NamedTuple):
-    """That a rank holds `box` of tensor `name`: `itemsize` bytes an element, at `place` in the rank's list. replica:
-    which copy it is; of a kind of ranks the first that one of them holds."""
+    """A rank's rectangle: `box` of tensor `name`, `itemsize` bytes an element, at `place` in the rank's list. replica:
+    number of the copy; of a kind of ranks the lowest that one of them holds."""
 
     name: str
     box: Box
@@ -112,7 +112,7 @@ class HeldRectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class WriteDuty:
-    """That a rank writes `box`, a part of what it holds at `index`."""
+    """An order to a rank to write `box`, a part of what it holds at `index`."""
 
     index: int
     box: Box
@@ -123,7 +123,7 @@ _SPLIT_BYTES = 2**20
 
 
 class _Writers(NamedTuple):
-    """Who writes a box: the ranks that hold it by turns, row by row, or one of them (None: nobody)."""
+    """The writers of a box: all ranks that hold it, each its rows, or one of them (None: nobody)."""
 
     holders: Sequence[int]
     split: bool
@@ -131,7 +131,7 @@ class _Writers(NamedTuple):
 
 
 class Duties(Sequence[list[WriteDuty]]):
-    """What each rank writes, worked out for those that are asked for: `duties[rank]`."""
+    """The write duties of every rank, computed when they are asked for: `duties[rank]`."""
 
     def __init__(
         self, holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int], writers: Mapping[Held, _Writers]

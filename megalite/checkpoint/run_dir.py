@@ -64,12 +64,12 @@ def uncommitted(directory: Path | str) -> list[Path]:
 
 
 def _named(directory: Path | str) -> list[Path]:
-    """Everything that is named like a checkpoint, oldest first."""
+    """Lists everything that is named like a checkpoint, oldest first."""
     return sorted((path for path in listing(directory) if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def listing(directory: Path | str) -> list[Path]:
-    """What a directory holds, sorted; empty where there is none. Raises CheckpointError where it cannot be read."""
+    """Lists a directory, sorted; empty where there is none. Raises CheckpointError where it cannot be read."""
     try:
         return sorted(Path(directory).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -134,7 +134,7 @@ def is_huggingface(root: Path | str) -> bool:
 
 
 def _what_file(path: Path) -> str:
-    """What kind of file is given in place of a directory, as text."""
+    """Describes a file that is given in place of a directory."""
     try:
         with open(path, "rb") as file:
             head = file.read(9)
@@ -215,7 +215,7 @@ def write_tracker(directory: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class StartDecision:
-    """What a run begins with.
+    """The start of a run: from checkpoints, or fresh.
 
     candidates: checkpoints to load, best first; empty: a fresh start.
     reason: one line for the log.
@@ -302,7 +302,7 @@ def set_aside_newer(save: Path | str, step: int) -> list[Path]:
 
 
 def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
-    """What is in the way of the files that a run will write into its directory; None if nothing is."""
+    """Says which directory, link or device has the name of a file that a run will write; None if nothing has."""
     for name in (*files, COMPLETED, TRACKER):
         path = Path(save) / name
         if path.is_dir() and not path.is_symlink():

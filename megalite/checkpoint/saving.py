@@ -87,7 +87,7 @@ def first_problem(problems: Sequence[str | None]) -> str | None:
 
 
 class Description(NamedTuple):
-    """A rank's shards, as others are told of them. rows: name, dtype, whole shape, offset and shape of each, equal on
+    """Description of a rank's shards for the others. rows: name, dtype, whole shape, offset and shape of each, equal on
     ranks that hold copies; replicas: which copy it is, as [number, how many shards in a row]."""
 
     rows: list[list[Any]]
@@ -111,7 +111,7 @@ def describe(shards: Sequence[TensorShard]) -> Description:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Who writes what: duties[r] for rank r; all logical tensors."""
+    """All logical tensors, and what each rank writes of them: duties[r] for rank r."""
 
     tensors: Mapping[str, StoredTensor]
     duties: Duties
@@ -122,8 +122,8 @@ class SavePlan:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Within, no garbage is looked for: a plan of many ranks is some hundred thousand objects and no cycle."""
+def without_gc() -> Iterator[None]:
+    """Suspends garbage collection: a plan of many ranks is some hundred thousand objects and no cycle."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -133,7 +133,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@uncollected()
+@without_gc()
 def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     """The plan from all ranks' `describe`; the same on every rank. Ranks whose `rows` are one object are looked at
     once.
@@ -152,7 +152,7 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
         rows = descriptions[ranks[0]].rows
         copies = [_expanded(descriptions[rank].replicas) for rank in ranks]
         first = np.array(copies).min(0).tolist() if len(ranks) > 1 else copies[0]
-        holdings.append(_held(rows, first, ranks[0], tensors))
+        holdings.append(_rectangles(rows, first, ranks[0], tensors))
     duties = share_out(holdings, kinds)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for name, box in duties.written():
@@ -194,10 +194,10 @@ def _expanded(runs: Sequence[Sequence[int]]) -> list[int]:
     return [replica for replica, count in runs for _ in range(count)]
 
 
-def _held(
+def _rectangles(
     rows: Sequence[Sequence[Any]], replicas: Sequence[int], rank: int, tensors: dict[str, StoredTensor]
 ) -> list[HeldRectangle]:
-    """What a rank of this kind holds; its tensors are added to `tensors`."""
+    """The rectangles that a rank of this kind holds; its tensors are added to `tensors`."""
     sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
     mine = []
     for index, ((name, dtype, global_shape, offset, shape), replica) in enumerate(zip(rows, replicas, strict=True)):

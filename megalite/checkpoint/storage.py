@@ -277,7 +277,7 @@ def _reason(error: OSError) -> str:
 
 
 def _advice(error: OSError) -> str:
-    """What an error of the system says of the checkpoint: a file that may not be read can be as good as ever."""
+    """What to do about an error of the system: a file that this user may not read can be whole."""
     if isinstance(error, PermissionError):
         return "; the checkpoint may be whole, give this user the right to read it"
     return "; the checkpoint is damaged" if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO) else ""

@@ -23,7 +23,7 @@ from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
 from megalite.convert.fields import Fields
 from megalite.convert.llama import IGNORED, RULES, read_qwen3, read_shape, read_window, write_qwen3, write_shape
 
-# Of every expert gate and value: 2E tensors there, `[E, 2, f, h]` here.
+# Gate and value of every expert: 2E tensors there, `[E, 2, f, h]` here.
 STACKED_PAIRS = TensorForm(
     lambda model, t: list(t.flatten(0, 1).unbind()),
     lambda model, parts: torch.stack(list(parts)).unflatten(0, (-1, 2)),

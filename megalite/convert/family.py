@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is to us: its config.json, and a rule for every layer's tensors.
+"""A family of Hugging Face models: its config.json, and a rule for every layer's tensors.
 
 A rule names a logical layer, the layers that it is on the other side, and the form in which the values stand there; it
 holds for `.weight` and `.bias` alike. `{i}` is the number of a block, `{e}` of an expert. A rule counts where the model
@@ -21,7 +21,7 @@ from megalite.inventory import parameter_shapes
 
 @dataclass(frozen=True)
 class TensorForm:
-    """How values are rearranged; `to_theirs` and `to_ours` are inverse to each other."""
+    """A rearrangement of values; `to_theirs` and `to_ours` are inverse to each other."""
 
     to_theirs: Callable[[ModelConfig, Tensor], list[Tensor]]
     to_ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
@@ -71,7 +71,7 @@ class LayerRule:
     form: TensorForm = SAME
 
     def of(self, index: str, kind: str, experts: int) -> TensorPair:
-        """Of block `index`; a name with `{e}` stands for as many as there are experts, one expert after the other."""
+        """The pair of block `index`; a name with `{e}` stands for a tensor of each expert, in their order."""
         names = [f"{name}.{kind}".replace("{i}", index) for name in (self.ours, *self.theirs)]
         count = experts if any("{e}" in name for name in names) else 1
         theirs = [name.replace("{e}", str(e)) for e in range(count) for name in names[1:]]

@@ -56,7 +56,7 @@ class Fields:
         return value
 
     def choice(self, key: str, choices: Mapping[str, str], default: str) -> str:
-        """What `choices` makes of the value."""
+        """The value, translated by `choices`."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.wrong(key, value, f"not supported ({', '.join(choices)})")
@@ -80,7 +80,7 @@ class Fields:
 
 
 def name_there(names: Mapping[str, str], ours: str) -> str:
-    """The inverse of `choice`: the first name of `ours`; of what has none the first of all, which loses it."""
+    """The first of `names` for the value `ours`, as `choice` reads it; without one the first of all, which loses it."""
     return next((theirs for theirs, name in names.items() if name == ours), next(iter(names)))
 
 

@@ -39,7 +39,7 @@ IGNORED = (".rotary_emb.inv_freq",)
 
 
 def read_shape(fields: Fields, **more: Any) -> ModelConfig:
-    """What all these families share; `more` says what a family has beside it. Raises ConfigError."""
+    """The settings that all these families share, and `more` of one family. Raises ConfigError."""
     fields.only("pretraining_tp", 1)
     fields.only("partial_rotary_factor", 1, 1.0)
     heads, positions = fields.integer("num_attention_heads"), fields.integer("max_position_embeddings")
@@ -67,7 +67,7 @@ def read_shape(fields: Fields, **more: Any) -> ModelConfig:
 
 
 def write_shape(model: ModelConfig) -> dict[str, Any]:
-    """The inverse: the entries of config.json that all of them have."""
+    """The entries of config.json that all these families share."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,

@@ -57,7 +57,7 @@ class CheckpointSource:
 
     @staticmethod
     def tokenizer_of(reader: CheckpointReader) -> Tokenizer:
-        """That of an open checkpoint."""
+        """The tokenizer of an open checkpoint."""
         path, manifest = reader.path, reader.manifest
         with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
             copy_extras(path, manifest, Path(folder))

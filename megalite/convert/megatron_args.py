@@ -24,7 +24,7 @@ SAME_OF_EXPERTS = (
     "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate",
 )  # fmt: skip
-# What changes the function of the weights in a way that we do not have -> the values that leave it as it is.
+# Settings that change what the weights compute in a way that we do not have -> the values that do not.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "is_hybrid_model": (False,),
@@ -43,7 +43,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_mup": (False,),
 }
 POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "none": "none"}
-# What changes the function of a sparse block in a way that we do not have -> the values that leave it as it is.
+# The same settings of blocks with experts.
 REFUSED_WITH_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "moe_expert_capacity_factor": (None,),  # there it drops tokens in evaluation too
     "moe_shared_expert_gate": (False,),

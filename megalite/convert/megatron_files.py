@@ -44,7 +44,7 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "head.output.weight"
 
 @dataclass(frozen=True)
 class ShardLocation:
-    """Where one rank's part of a tensor stands."""
+    """The place of one rank's part of a tensor: file, virtual stage, name there, dtype and shape."""
 
     path: Path
     model: int
@@ -294,7 +294,7 @@ def _places(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[
 def _expert_places(
     sharing: list[list[Path]], listings: Mapping[Path, Listing], virtual: int, before: int
 ) -> dict[str, Places]:
-    """Those of a stage's experts, whose first layer is number `before`."""
+    """Logical name -> its parts, of the experts of a stage whose first layer is number `before`."""
     found: dict[str, Places] = {}
     for ranks in sharing:
         here: dict[str, dict[int | None, list[ShardLocation]]] = {}

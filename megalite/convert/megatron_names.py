@@ -31,7 +31,7 @@ Location = TypeVar("Location")
 
 @dataclass(frozen=True)
 class RankCut:
-    """How tensor-parallel ranks share values; `to_ours` is the inverse of `to_theirs`."""
+    """A cut of values over tensor-parallel ranks; `to_ours` is the inverse of `to_theirs`."""
 
     to_theirs: Callable[[ModelConfig, Tensor, int], Sequence[Tensor]]
     to_ours: Callable[[ModelConfig, Sequence[Tensor]], Tensor]
@@ -206,8 +206,8 @@ WRITTEN = {
 
 @dataclass(frozen=True)
 class ExpertName:
-    """What a name in a file is: logical layer (its number counts within the file), weight or bias, which expert of the
-    file (None: all in one)."""
+    """Name of an expert's tensor in a file: logical layer (numbered within the file), weight or bias, number of
+    the expert within the file (None: all in one)."""
 
     layer: int
     part: str
@@ -257,7 +257,7 @@ class ExpertParts(Generic[Location]):
 
 
 def cut_of(part: str) -> RankCut:
-    """How expert-tensor-parallel ranks share an expert's layer."""
+    """The cut of an expert's layer over expert-tensor-parallel ranks."""
     return GATED_ROWS if part == "fc1" else COLUMNS
 
 
@@ -278,7 +278,7 @@ def written_experts(
 
 
 def extra_states(model: ModelConfig) -> tuple[str, ...]:
-    """Of a sparse block's layers in Transformer Engine's file, after `mlp.`."""
+    """Layers of a block with experts in Transformer Engine's file, after `mlp.`."""
     shared = model.experts.moe_shared_expert_intermediate_size is not None
     return tuple(
         f"{owner}.linear_{part}" for owner in ("experts", "shared_experts")[: 1 + shared] for part in ("fc1", "fc2")

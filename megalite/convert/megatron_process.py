@@ -1,4 +1,4 @@
-"""Asks the process that opens Megatron-LM's pickles (`megatron_unpickle.py`) for plain values and bytes of tensors."""
+"""The parent's side of `megatron_unpickle.py`, which opens Megatron-LM's pickles: plain values and bytes of tensors."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Listing:
 
 
 class Unpickler:
-    """Asks the other process, which lives as long as this object. Every method raises CheckpointError."""
+    """A process that opens pickles, and lives as long as this object. Every method raises CheckpointError."""
 
     def __init__(self) -> None:
         self.program = FencedProgram(Path(__file__).with_name(PROGRAM))
 
     def open(self, path: Path) -> Listing:
-        """What a file holds; it stays open."""
+        """Lists the content of a file, which stays open."""
         reply = self._ask(path, {"open": str(path)})
         try:
             models = tuple(

@@ -26,7 +26,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-# What torch's unpickler needs not be told about; the rest of torch it judges by itself.
+# Packages that torch's unpickler judges by itself.
 KNOWN_TO_TORCH = ("torch", "collections", "_codecs")
 # Where the classes of a checkpoint come from; none of them is imported, a StandIn takes its place.
 PACKAGES = ("megatron", "apex", "fp16", "transformer_engine", "numpy", "signal", "pathlib", "types", "io", "_io")
@@ -54,7 +54,7 @@ class MegatronsOwn(StandIn):
 
 
 class Refused(Exception):
-    """What is wrong with a file, as text for its owner."""
+    """A file is refused; the text says why to its owner."""
 
 
 class OpenedFile:
@@ -83,7 +83,7 @@ class OpenedFile:
 
 
 def _stand_ins(path: str, archive: bool) -> Iterator[tuple[Any, str]]:
-    """What torch's unpickler is to be given for the names in a file. Raises Refused."""
+    """The objects that torch's unpickler gets for the names in a file. Raises Refused."""
     for name in set(_names(path, archive)):
         package = name.split(".")[0]
         if name == ARGUMENTS:

@@ -28,7 +28,7 @@ NESTED = (
     "word_embeddings_for_head.",
 )
 
-# What Megatron-LM's loader looks at besides the model.
+# Arguments that Megatron-LM's loader reads besides the model's.
 RUN_ARGS: Mapping[str, Any] = {
     "consumed_train_samples": 0,
     "skipped_train_samples": 0,
@@ -102,7 +102,7 @@ class _RankFile:
 
     @property
     def name(self) -> str:
-        """As Megatron-LM's `get_checkpoint_name` makes it."""
+        """Name of the directory, as by Megatron-LM's `get_checkpoint_name`."""
         parts = [f"_{number:03d}" for number, size in (self.stage, self.expert) if size > 1]
         return f"mp_rank_{self.tensor[0]:02d}{''.join(parts)}"
 
@@ -153,7 +153,7 @@ def _write_file(path: Path, stored: Mapping[str, Tensor | None], args: Mapping[s
     with path.open("wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # of a full disk it only tells that its own count is off
+        except RuntimeError as error:  # on a full disk its message is about a count of its own
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""What is converted: a model that gives its logical tensors one by one, wherever they come from."""
+"""Sources of a conversion: models that give their logical tensors one by one; and the directory that is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model was elsewhere: its `model_type` there, and the ids of its special tokens."""
+    """Facts of the converted model that we do not use: its `model_type` and the ids of its special tokens."""
 
     model_type: str | None = None
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Origin:
 
     @classmethod
     def from_meta(cls, raw: Any) -> Origin:
-        """The inverse; anything that is not what `to_meta` writes is dropped. Also reads a config.json."""
+        """Reads what `to_meta` writes, or a config.json; anything else in it is dropped."""
         if not isinstance(raw, Mapping):
             return cls()
         kind = raw.get("model_type")

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerView(Protocol):
-    """What a hook may read of the trainer.
+    """The trainer as hooks see it, read only.
 
     iteration, consumed_samples, consumed_tokens: totals after the last finished iteration.
     train_iters: total iterations of the training, also where its length was given in samples or tokens.
@@ -82,7 +82,7 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run, in the order in which they are called, and what the trainer tells them (see `Hook`).
+    """The hooks of a run, in the order in which they are called, and the trainer's events for them (see `Hook`).
 
     It adds what several of them need: steps become a record a log interval, the run a summary.
     clock: seconds, monotonic. flops_per_sample: as in `IntervalStats`.
@@ -113,13 +113,13 @@ class Hooks:
             clock=self._clock,
             flops_per_sample=self._flops_per_sample,
         )
-        self._tell("on_start", trainer)
+        self._call("on_start", trainer)
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
         """Closes the log interval at multiples of `--log-interval` and at the last iteration."""
         assert self._interval is not None, "on_start comes first"
         self._interval.add(stats)
-        self._tell("after_step", trainer, stats)
+        self._call("after_step", trainer, stats)
         last = stats.iteration >= trainer.train_iters
         if last or stats.iteration % trainer.config.logging.log_interval == 0:
             self.log(trainer)
@@ -130,22 +130,22 @@ class Hooks:
             return
         record = self._interval.record()
         self._useful_s += 1e-3 * record["iteration_time_ms"] * (record["iterations"] - record["skipped_iterations"])
-        self._tell("on_log", trainer, record)
+        self._call("on_log", trainer, record)
         self._last["train"] = record
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         """The summary will have the last record of each kind."""
-        self._tell("on_evaluation", trainer, record)
+        self._call("on_evaluation", trainer, record)
         self._last[record["kind"]] = record
 
     def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
-        """What the model has written."""
-        self._tell("on_samples", trainer, records)
+        """Passes on texts that the model has generated."""
+        self._call("on_samples", trainer, records)
 
     def on_save(self, trainer: TrainerView, *, iteration: int, path: str, seconds: float) -> None:
         """A checkpoint of `iteration` was written to `path`, for which training waited `seconds`."""
         record: Record = {"kind": "save", "iteration": iteration, "path": path, "save_time_ms": 1e3 * seconds}
-        self._tell("on_save", trainer, record)
+        self._call("on_save", trainer, record)
 
     def on_end(self, trainer: TrainerView, status: str) -> None:
         """`status`: `completed`, the value of an `ExitReason`, or `failed`.
@@ -154,9 +154,9 @@ class Hooks:
         """
         if status != "failed":
             self.log(trainer)
-        self._tell("on_end", trainer, self._summary(trainer, status))
+        self._call("on_end", trainer, self._summary(trainer, status))
 
-    def _tell(self, event: str, *arguments: object) -> None:
+    def _call(self, event: str, *arguments: object) -> None:
         for hook in list(self._hooks):
             try:
                 getattr(hook, event)(*arguments)
@@ -186,10 +186,10 @@ class Hooks:
 
 
 def guarded(hook: Hook, name: str) -> Hook:
-    """Lets the hook's first exception be logged as a warning and end the hook, never the training.
+    """Logs the hook's first exception as a warning and removes the hook; training continues.
 
-    For hooks that write on their own rank only: one that communicates must fail on all ranks or on none. name: of what
-    it writes, for the warning.
+    For hooks that write on their own rank only: one that communicates must fail on all ranks or on none. name: its name
+    in the warning.
     """
     hook.fails_alone_as = name
     return hook

@@ -171,7 +171,7 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _wrong(record: Any) -> str | None:
-    """What keeps a line from being one that a run has written."""
+    """Says why a line is not a record that a run has written; None: it is one."""
     if not isinstance(record, dict) or type(record.get("kind")) is not str:
         return "is no record"
     if type(record.get("iteration")) is not int:
@@ -203,7 +203,7 @@ class StragglerHook(Hook):
     """Names the rank that works much longer than the others.
 
     In a synchronous run all ranks take equally long, because they wait for the slowest; what differs is how much of
-    it is work. Once a log interval every rank tells the median of the seconds it worked in an iteration (of at least
+    it is work. Once a log interval the ranks gather the median of the seconds it worked in an iteration (of at least
     the last ten, so that a single hiccup is passed over). A rank is named if its work exceeds the median of the others
     `ratio` times, and by `least_s` seconds, at two log lines in a row: the record then gets `slowest_rank`,
     `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the largest of all ranks.

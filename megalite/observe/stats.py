@@ -1,4 +1,4 @@
-"""What one step measured, and what a log interval makes of it.
+"""Measurements of a step, and the record that a log interval makes of them.
 
     Trainer --StepStats--> IntervalStats --record (a dict, one line of metrics.jsonl)--> hooks
 
@@ -38,7 +38,7 @@ EXPERT_SCALARS = ("load_balancing_loss", "z_loss", "fullest_expert", "dropped_fr
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertStats:
-    """What routers did in one iteration: scalars that may live on the device, None where there is no such number.
+    """Measurements of routers in one iteration: scalars that may live on the device; None where there is none.
 
     load_balancing_loss, z_loss: mean over sparse blocks and micro-batches, without their coefficients; the former is 1
         for experts that are evenly loaded.
@@ -190,7 +190,7 @@ class IntervalStats:
 
 
 def expert_loads(routed: Sequence[ExpertStats]) -> Record:
-    """Of the routers' steps together: `expert_load`, block -> percent of the mean for each of its experts, and
+    """Loads of experts over all steps: `expert_load`, block -> percent of the mean for each of its experts, and
     `load_entropy` of the block whose loads are least even, 1 where all are (entropy over log E)."""
     tables = [stats.expert_load for stats in routed if stats.expert_load is not None]
     if not tables:
