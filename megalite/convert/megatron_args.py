@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalite.config import Experts, ModelConfig, RopeScaling, pattern_text
-from megalite.convert.experts import MOST_EXPERTS
 from megalite.convert.fields import Fields
+from megalite.convert.llama import MOST_EXPERTS
 from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError
 

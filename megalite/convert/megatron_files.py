@@ -24,12 +24,11 @@ from megalite.convert.hf_files import read_tokenizer
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_names import (
     IGNORED,
+    DenseParts,
     ExpertName,
     ExpertParts,
     megatron_names,
     plain_name,
-    rule_of,
-    untangle,
 )
 from megalite.convert.megatron_process import Listing, Unpickler
 from megalite.convert.source import Origin, stored_shapes
@@ -52,16 +51,7 @@ class ShardLocation:
     entry: tuple[str, tuple[int, ...]]
 
 
-Places = list[ShardLocation] | ExpertParts[ShardLocation]
-"""Of a logical tensor: over tensor-parallel ranks, or its experts."""
-
-
-def _first(places: Places) -> ShardLocation:
-    return places.ranks[0][0][0] if isinstance(places, ExpertParts) else places[0]
-
-
-def _meta(place: ShardLocation) -> Tensor:
-    return torch.empty(place.entry[1], device="meta")
+Parts = DenseParts[ShardLocation] | ExpertParts[ShardLocation]
 
 
 @dataclass(frozen=True)
@@ -105,13 +95,14 @@ class MegatronSource:
                     f"{first.iteration} and {first.version}: files of two checkpoints"
                 )
         self._version = first.version
-        self._places: dict[str, Places] = {}
-        for name, places in _places(grid, listings):
-            if name in self._places:
-                raise CheckpointError(f"{_first(places).path}: {_first(places).name[:80]} appears twice")
-            self._places[name] = places
-        embedding = self._places.get(EMBEDDING, [])
-        rows = sum(place.entry[1][0] for place in embedding if place.entry[1]) if isinstance(embedding, list) else 0
+        self._parts: dict[str, Parts] = {}
+        for name, parts in _parts(grid, listings):
+            if name in self._parts:
+                raise CheckpointError(f"{parts.first.path}: {parts.first.name[:80]} appears twice")
+            self._parts[name] = parts
+        embedding = self._parts.get(EMBEDDING)
+        cuts = embedding.ranks if isinstance(embedding, DenseParts) else []
+        rows = sum(place.entry[1][0] for place in cuts if place.entry[1])
         legacy = any(name.startswith("language_model.") for name in first.models[0])
         rows = max(1, rows)
         self.model: ModelConfig = read_args(first.args, where, legacy=legacy, rows=rows, vocab_size=true_vocab_size)
@@ -123,34 +114,27 @@ class MegatronSource:
         return read_tokenizer(self.directory.parent, self.model.vocab_size)
 
     def read(self, name: str) -> Tensor:
-        places = self._places[name]
-        if isinstance(places, ExpertParts):
-            return places.join(self.model, self._read)
-        parts = [self._read(place) for place in places]
-        if ".attention.qkv." in name:
-            parts = [untangle(self.model, part, self._version) for part in parts]
-        return rule_of(name)[0].cut.to_ours(self.model, parts)
+        def values(place: ShardLocation) -> Tensor:
+            return self._unpickler.read(place.path, place.model, place.name, place.entry)
 
-    def _read(self, place: ShardLocation) -> Tensor:
-        return self._unpickler.read(place.path, place.model, place.name, place.entry)
+        return self._parts[name].join(self.model, values, self._version)
 
     def _check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
         shapes = stored_shapes(self.model)
-        missing = sorted(shapes.keys() - self._places.keys())
+        missing = sorted(shapes.keys() - self._parts.keys())
         if missing:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
-        tied = OUTPUT in self._places and OUTPUT not in shapes
-        for name, places in self._places.items():
+        tied = OUTPUT in self._parts and OUTPUT not in shapes
+        for name, parts in self._parts.items():
             expected = shapes.get(name) or (shapes[EMBEDDING] if tied and name == OUTPUT else None)
-            one = _first(places)
+            one = parts.first
             if expected is None:
                 raise CheckpointError(f"{one.path}: a model of these args has no {one.name}")
             try:
-                if isinstance(places, ExpertParts):
-                    found = tuple(places.join(self.model, _meta).shape)
-                else:
-                    found = tuple(rule_of(name)[0].cut.to_ours(self.model, [_meta(place) for place in places]).shape)
+                # On the meta device this costs nothing and gives the shape that the parts make up.
+                like = parts.join(self.model, lambda at: torch.empty(at.entry[1], device="meta"), self._version)
+                found = tuple(like.shape)
             except (IndexError, RuntimeError):
                 found = ()
             if found != expected:
@@ -158,7 +142,7 @@ class MegatronSource:
                 raise CheckpointError(f"{one.path}: {one.name}: {what}")
         if tied and not torch.equal(self.read(EMBEDDING), self.read(OUTPUT)):
             raise CheckpointError(
-                f"{self.directory}: {_first(self._places[OUTPUT]).name} differs from the embedding, but args tie both"
+                f"{self.directory}: {self._parts[OUTPUT].first.name} differs from the embedding, but args tie both"
             )
 
 
@@ -266,7 +250,7 @@ def _check_sizes(said: Mapping[str, Any], there: tuple[int, int, int], where: st
     raise CheckpointError(f"{where}: say {sizes[0]} ranks ({' x '.join(kinds)}), {sizes[1]} are there")
 
 
-def _places(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[str, Places]]:
+def _parts(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[str, Parts]]:
     """Logical name -> its parts, layers counted through all stages."""
     known, before = megatron_names(), 0
     for virtual in range(max(len(listing.models) for listing in listings.values())):
@@ -284,18 +268,18 @@ def _places(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[
                     raise CheckpointError(f"{ranks[0]}: no supported model has {name[:80]}")
                 if index:
                     ours = ours.replace("{i}", str(before + int(index[1])))
-                yield ours, [_place(path, listings[path], virtual, name) for path in ranks]
+                yield ours, DenseParts(ours, [_place(path, listings[path], virtual, name) for path in ranks])
             if own != set(range(len(own))):
                 raise CheckpointError(f"{ranks[0]}: its layers are not numbered 0, 1, ...")
-            yield from _expert_places(sharing, listings, virtual, before).items()
+            yield from _expert_parts(sharing, listings, virtual, before).items()
             before += len(own)
 
 
-def _expert_places(
+def _expert_parts(
     sharing: list[list[Path]], listings: Mapping[Path, Listing], virtual: int, before: int
-) -> dict[str, Places]:
+) -> dict[str, ExpertParts[ShardLocation]]:
     """Logical name -> its parts, of the experts of a stage whose first layer is number `before`."""
-    found: dict[str, Places] = {}
+    found: dict[str, ExpertParts[ShardLocation]] = {}
     for ranks in sharing:
         here: dict[str, dict[int | None, list[ShardLocation]]] = {}
         for name in _names(listings[ranks[0]], virtual, ranks[0]):
@@ -311,7 +295,6 @@ def _expert_places(
             if not whole and set(experts) != set(range(len(experts))) or whole and len(experts) > 1:
                 raise CheckpointError(f"{ranks[0]}: the experts of {ours} are not numbered 0, 1, ...")
             parts = found.setdefault(ours, ExpertParts(ours.split(".")[4], whole))
-            assert isinstance(parts, ExpertParts)
             parts.ranks.append([experts[None]] if whole else [experts[number] for number in range(len(experts))])
     return found
 

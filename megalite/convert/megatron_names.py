@@ -227,6 +227,25 @@ class ExpertName:
         return cls(layer, match["one"] or match["many"], match["kind"] or match["form"], int(number))
 
 
+@dataclass(frozen=True)
+class DenseParts(Generic[Location]):
+    """A logical tensor in files: its parts, tensor rank by tensor rank."""
+
+    name: str
+    ranks: Sequence[Location]
+
+    @property
+    def first(self) -> Location:
+        return self.ranks[0]
+
+    def join(self, model: ModelConfig, read: Callable[[Location], Tensor], version: float) -> Tensor:
+        """The logical tensor. version: of the files. Raises RuntimeError or IndexError where the parts do not fit."""
+        parts = [read(place) for place in self.ranks]
+        if ".attention.qkv." in self.name:
+            parts = [untangle(model, part, version) for part in parts]
+        return rule_of(self.name)[0].cut.to_ours(model, parts)
+
+
 @dataclass
 class ExpertParts(Generic[Location]):
     """A logical tensor of experts in files: of each expert rank, expert by expert, its parts over tensor ranks.
@@ -238,7 +257,11 @@ class ExpertParts(Generic[Location]):
     whole: bool
     ranks: list[list[list[Location]]] = field(default_factory=list)
 
-    def join(self, model: ModelConfig, read: Callable[[Location], Tensor]) -> Tensor:
+    @property
+    def first(self) -> Location:
+        return self.ranks[0][0][0]
+
+    def join(self, model: ModelConfig, read: Callable[[Location], Tensor], version: float) -> Tensor:
         """The logical tensor, `[E, ...]`. Raises RuntimeError or IndexError where the parts do not fit."""
         cut, found = cut_of(self.part), []
         for experts in self.ranks:

@@ -17,11 +17,10 @@ from megalite.config import (
     effective,
     model_shape,
 )
-from megalite.convert.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import Fields
 from megalite.convert.gpt import GPT2, GPT_NEOX
-from megalite.convert.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
