@@ -50,5 +50,5 @@ from megalite.checkpoint.run_dir import (
     step_of,
     write_tracker,
 )
-from megalite.checkpoint.saving import bytes_text, check_space, first_problem, write_whole
+from megalite.checkpoint.saving import check_space, first_problem, write_whole
 from megalite.checkpoint.storage import copy_extras, flat_bytes, fsync_directory, read_extra, read_manifest, read_small

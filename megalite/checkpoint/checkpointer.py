@@ -21,7 +21,6 @@ from megalite.checkpoint.saving import (
     Description,
     SaveJob,
     SavePlan,
-    bytes_text,
     check_space,
     describe,
     first_problem,
@@ -30,7 +29,7 @@ from megalite.checkpoint.saving import (
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
-from megalite.progress import LINES, ProgressBar
+from megalite.progress import LINES, ProgressBar, amount
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +207,7 @@ class Checkpointer:
 
     def _after_commit(self, job: SaveJob, started: float) -> None:
         seconds = time.perf_counter() - started
-        logger.info("saved %s (%s in %.2f s)", job.final, bytes_text(job.plan.nbytes), seconds)
+        logger.info("saved %s (%s in %.2f s)", job.final, amount(job.plan.nbytes, "B"), seconds)
         retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
 
     # ---- loading
@@ -265,7 +264,7 @@ class Checkpointer:
         patiently(mine.read_rest, self.world)
         self._together(mine.problem)
         seconds = time.perf_counter() - started
-        logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, bytes_text(mine.nbytes), seconds)
+        logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, amount(mine.nbytes, "B"), seconds)
         return dict(manifest.meta)
 
     def _agree_on_load(self, mine: RankLoad, plans: Sequence[tuple[str | None, str, str]]) -> Manifest:

@@ -38,6 +38,7 @@ from megalite.checkpoint.storage import TensorPart, publish, write_file, write_p
 from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.progress import amount
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ SaveReport = dict[str, Any]
 def space_line(needed: int, directory: Path) -> str:
     """`a checkpoint needs ~2.3 GB, 1.1 GB free on /mnt/x`."""
     place = existing_parent(directory)
-    return f"a checkpoint needs ~{bytes_text(needed)}, {bytes_text(shutil.disk_usage(place).free)} free on {place}"
+    free = shutil.disk_usage(place).free
+    return f"a checkpoint needs ~{amount(needed, 'B')}, {amount(free, 'B')} free on {place}"
 
 
 def existing_parent(directory: Path) -> Path:
@@ -56,16 +58,6 @@ def existing_parent(directory: Path) -> Path:
     while not place.is_dir():
         place = place.parent
     return place
-
-
-def bytes_text(nbytes: int) -> str:
-    """`2.3 GB` (powers of ten, as disks are sold)."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def check_space(directory: Path | str, needed: int) -> None:

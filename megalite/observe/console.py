@@ -12,6 +12,7 @@ from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record
 
 #: Field names as Megatron-LM prints them, the record's key and the format; a key that is absent leaves the field out.
+#: The fields in % are shares in the record.
 _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("consumed samples", "consumed_samples", "12d"),
     ("elapsed time per iteration (ms)", "iteration_time_ms", ".1f"),
@@ -28,12 +29,12 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("z loss", "z_loss", ".6E"),
     ("fullest expert", "fullest_expert", ".2f"),
     ("load entropy", "load_entropy", ".3f"),
-    ("dropped (%)", "dropped_percent", ".2f"),
-    ("embedding cache hits (%)", "embedding_hit_percent", ".2f"),
+    ("dropped (%)", "dropped_fraction", ".2f"),
+    ("embedding cache hits (%)", "embedding_hit_rate", ".2f"),
     ("embedding bytes up", "embedding_bytes_up", ".3e"),
     ("embedding bytes down", "embedding_bytes_down", ".3e"),
     ("tokens per second", "tokens_per_second", ",.0f"),
-    ("MFU (%)", "mfu_percent", ".1f"),
+    ("MFU (%)", "mfu", ".1f"),
     ("sequence length", "seq_length", "d"),
 )
 
@@ -80,15 +81,10 @@ class ConsoleHook(Hook):
 
 def train_line(record: Record, train_iters: int, now: datetime) -> str:
     """The line of a `"train"` record, e.g. ` [2026-01-01 00:00:00.000000] iteration 1/ 10 | consumed samples: ...`."""
-    percent = None if record.get("mfu") is None else 100 * record["mfu"]
-    dropped = record.get("dropped_fraction")
-    values = record | {"mfu_percent": percent, "dropped_percent": None if dropped is None else 100 * dropped}
-    hits = record.get("embedding_hit_rate")
-    values["embedding_hit_percent"] = None if hits is None else 100 * hits
     parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record['iteration']:8d}/{train_iters:8d}"]
-    parts += [
-        f"{name}: {format(values[key], spec)}" for name, key, spec in _FIELDS if values.get(key) is not None
-    ]  # fmt: skip
+    for name, key, spec in _FIELDS:
+        if (value := record.get(key)) is not None:
+            parts.append(f"{name}: {format(100 * value if '(%)' in name else value, spec)}")
     return " | ".join(parts) + " |"
 
 

@@ -117,8 +117,9 @@ class JsonlHook(Hook):
     def _write(self, record: Record) -> None:
         if self._file is None:
             return
-        line = {**record, "time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
-        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        time = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps({**finite, "time": time}, allow_nan=False) + "\n")
         self._file.flush()
 
 
@@ -191,12 +192,6 @@ def _end_torn_line(path: Path) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-
-
-def _finite(record: Record) -> Record:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
-    }
 
 
 class StragglerHook(Hook):

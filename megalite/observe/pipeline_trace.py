@@ -41,7 +41,8 @@ class PipelineTracer:
     def __init__(self, path: str, executor: Executor, mesh: ParallelMesh, train_iters: int) -> None:
         self._path = Path(path)
         self._executor = executor
-        self._pipeline, self._prints = mesh["pp"], mesh.rank == 0
+        self._pipeline = mesh["pp"]
+        self._prints = mesh.rank == 0
         self._train_iters = train_iters
         self._zero = 0.0
         self._batches: list[BatchRange] = []
@@ -67,14 +68,13 @@ class PipelineTracer:
         if not self._prints:
             return
         spans = [
-            (rank, parse_action(text), start, end)
+            (rank, action, start, end)
             for rank, own in enumerate(everybody)
             for text, start, end in own
-            if parse_action(text).is_compute or parse_action(text).kind == "STEP"
+            if (action := parse_action(text)).is_compute or action.kind == "STEP"
         ]
-        measured = Timeline.measured(
-            spans, title=f"{program.name}, measured", batch_starts=[batch.start for batch in self._batches]
-        )
+        starts = [batch.start for batch in self._batches]
+        measured = Timeline.measured(spans, title=f"{program.name}, measured", batch_starts=starts)
         text = _render(self._path.suffix, measured, self._plan(program, measured))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

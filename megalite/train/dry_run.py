@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import RunLock, bytes_text, check_space, in_the_way, read_manifest, verify_checkpoint
+from megalite.checkpoint import RunLock, check_space, in_the_way, read_manifest, verify_checkpoint
 from megalite.comm import Axis, ContextAxes
 from megalite.config import Config, dump_yaml
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
@@ -18,7 +18,7 @@ from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import METRICS_FILE, SAMPLES_FILE
 from megalite.planner import checkpoint_bytes, format_table, within_budget
-from megalite.progress import ProgressBar
+from megalite.progress import ProgressBar, amount
 from megalite.schedule import Program, render_text, simulate
 from megalite.train.announcement import rows_of
 from megalite.train.build import parameter_dtype
@@ -121,7 +121,7 @@ def check_whole(path: Path, *, with_state: bool) -> list[str]:
     if problems:
         raise CheckpointError(problems[0])
     read = size <= LARGEST_CHECKPOINT
-    return [] if read else [f" not checked: the contents of {path} ({bytes_text(size)}), which are read at the start"]
+    return [] if read else [f" not checked: the contents of {path} ({amount(size, 'B')}), which are read at the start"]
 
 
 def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:

@@ -19,7 +19,6 @@ from megalite.checkpoint import (
     COMMITTED,
     Checkpointer,
     Manifest,
-    bytes_text,
     check_tensors,
     committed,
     first_problem,
@@ -33,6 +32,7 @@ from megalite.config import Config, ModelConfig, Offer, from_dict
 from megalite.convert import BASE_META, CONFIG, BaseModel, CheckpointSource, HuggingFaceSource
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
+from megalite.progress import amount
 
 logger = logging.getLogger(__name__)
 
@@ -171,4 +171,4 @@ def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world
     if agreed:
         raise CheckpointError(agreed)
     seconds = time.perf_counter() - started
-    logger.info("loaded %s (%s on this rank in %.2f s)", source.directory, bytes_text(nbytes), seconds)
+    logger.info("loaded %s (%s on this rank in %.2f s)", source.directory, amount(nbytes, "B"), seconds)

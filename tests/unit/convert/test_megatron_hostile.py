@@ -185,7 +185,7 @@ def test_flipped_bits_never_become_weights(directory: Path) -> None:
 
 def _weights(directory: Path) -> dict[str, torch.Tensor]:
     source = MegatronSource(directory)
-    return {name: source.read(name) for name in source._places}
+    return {name: source.read(name) for name in source._parts}
 
 
 def test_ranks_that_do_not_belong_together(directory: Path) -> None:
