@@ -108,30 +108,30 @@ def as_text(report: Json) -> str:
 
 
 def run_lines(run: Json) -> list[str]:
-    from megalite.checkpoint import bytes_text
+    from megalite.progress import amount
 
     lines = [f"run {run['path']}"]
     for row in run["checkpoints"]:
-        lines.append(f"  {row['name']:14} {row['error'] if 'error' in row else bytes_text(row['bytes'])}")
+        lines.append(f"  {row['name']:14} {row['error'] if 'error' in row else amount(row['bytes'], 'B')}")
     return lines + [f"  {name} (interrupted; swept when the run continues)" for name in run["interrupted"]]
 
 
 def checkpoint_lines(checkpoint: Json) -> list[str]:
-    from megalite.checkpoint import bytes_text
+    from megalite.progress import amount
 
     lines = [
         f"checkpoint {checkpoint['path']}",
-        f"  step {checkpoint['step']}, {bytes_text(checkpoint['bytes'])}, "
+        f"  step {checkpoint['step']}, {amount(checkpoint['bytes'], 'B')}, "
         f"saved by {checkpoint['saved_by_ranks']} rank(s), save id {checkpoint['save_id']}",
     ]
     for name, group in checkpoint["groups"].items():
         lines.append(
             f"  {name:28} {group['tensors']:5} tensors {group['elements']:>15,} elements "
-            f"{bytes_text(group['bytes']):>9} {', '.join(group['dtypes'])}"
+            f"{amount(group['bytes'], 'B'):>9} {', '.join(group['dtypes'])}"
         )
     for name, row in checkpoint["files"].items():
-        lines.append(f"  {name:28} {row['rectangles']:5} rectangles {bytes_text(row['bytes']):>9}")
-    lines += [f"  {name:28} {bytes_text(size):>9}" for name, size in checkpoint["extra_files"].items()]
+        lines.append(f"  {name:28} {row['rectangles']:5} rectangles {amount(row['bytes'], 'B'):>9}")
+    lines += [f"  {name:28} {amount(size, 'B'):>9}" for name, size in checkpoint["extra_files"].items()]
     for key, value in checkpoint["meta"].items():
         text = json.dumps(value)
         lines.append(f"  {key}: {text if len(text) <= 100 else text[:97] + '...'}")
