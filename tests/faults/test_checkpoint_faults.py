@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, RunLock, committed, latest, resolve_checkpoint
-from megalite.checkpoint.run_dir import interrupted
 from megalite.checkpoint.lock import LockHolder
+from megalite.checkpoint.run_dir import interrupted
 from megalite.comm.collectives import barrier
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.rectangles import TensorShard
