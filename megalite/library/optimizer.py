@@ -110,7 +110,9 @@ class ShardedOptimizer:
             program,
             families=["dense"],
             ties=pipeline.parts.ties,
-            options=BufferOptions(ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole),
+            options=BufferOptions(
+                ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole, mover=pipeline.parts.mover
+            ),
             make_optimizer=make_optimizer,
             delay=Delay(program.staleness[pipeline.mesh.coordinate("pp")]),
             states=[],

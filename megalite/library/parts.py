@@ -15,6 +15,7 @@ from megalite.library.cutting import Boundary, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
 from megalite.parallel.pipeline import Stage, stage_type
+from megalite.parallel.tiers import Mover
 from megalite.schedule import Program, StageKey, StagePlacement
 
 OPERATIONS, PARAMETERS = "operations", "parameters"
@@ -28,6 +29,7 @@ class Parts:
 
     cuts: the layers of each stage. found: what leaves each layer, its operations and parameters.
     names: of all their parameters. tied: names of those that several stages hold, and `tied_stages` these.
+    mover: copies between device and host.
     held: this rank's stages as they are made, in their first weight version. stages: in that order.
     Raises ConfigError.
     """
@@ -43,6 +45,7 @@ class Parts:
         sizes: Sequence[int] | None = None,
     ) -> None:
         self.layers, self.placement, self.device = list(layers), placement, device
+        self.mover = Mover(device)
         self._calls: Counter[int] = Counter()
         counting = count_calls(layers, self._calls)
         self.found = crossings(layers, example, device)
@@ -91,7 +94,7 @@ class Parts:
         self.held[key] = modules[0]
         first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
         spec, out_spec = modules[0].arrives.message, modules[0].leaves.message
-        make = stage_type(program, key, self.stages, self.device)
+        make = stage_type(program, key, self.stages, self.mover)
         self.stages.append(make(modules, queue, spec=spec, out_spec=out_spec, is_first=first, is_last=last))
         return self.stages[-1], modules
 

@@ -89,7 +89,8 @@ def build_model(
     """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s.
     plan: None: what flags say."""
     plan = given_plan(config) if plan is None else plan
-    placement, families, mover = program.placement, _families(config), Mover(device)
+    placement, families = program.placement, _families(config)
+    mover = foreign.parts.mover if foreign else Mover(device)
     rows = _rows(config, mesh, program, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
     options = BufferOptions(

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from megalite.errors import ConfigError
 
-FLAG = "--optimizer-offload-path"
-
 
 class StateFile:
     """Memory for tensors in a file on the disk of `folder`, with space reserved: a write can never find it full.
@@ -37,12 +35,13 @@ class StateFile:
         self.nbytes = 0
         self._regions: dict[int, mmap.mmap] = {}
         if not Path(folder).is_dir():
-            raise ConfigError(f"{FLAG}={folder}: no such folder; make it first")
+            raise ConfigError(f"`optimizer_offload_path`={folder}: no such folder; make it first")
         try:
             file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (closed with this object)
         except OSError as error:
             raise ConfigError(
-                f"{FLAG}={folder}: no file can be written there ({error.strerror}); give another folder"
+                f"`optimizer_offload_path`={folder}: no file can be written there ({error.strerror}); give another "
+                "folder"
             ) from error
         self.descriptor = file.fileno()
         self.close = weakref.finalize(self, file.close)
@@ -59,7 +58,7 @@ class StateFile:
         except OSError as error:
             free = os.statvfs(self.folder)
             raise ConfigError(
-                f"{FLAG}={self.folder}: no room for {size / 1e6:,.1f} MB more of masters and moments "
+                f"`optimizer_offload_path`={self.folder}: no room for {size / 1e6:,.1f} MB more of masters and moments "
                 f"({error.strerror}): this rank's file has {self.nbytes / 1e6:,.1f} MB, "
                 f"{free.f_bavail * free.f_frsize / 1e6:,.1f} MB are free; give a folder on a larger disk"
             ) from error

@@ -85,10 +85,10 @@ def test_a_folder_that_cannot_hold_it_is_refused_in_one_line(tmp_path: Path) -> 
     argv = [*TINY, *TWO_LAYERS, "--offload", f"path={missing}"]
     with pytest.raises(ConfigError) as caught:
         parse(argv)
-    assert caught.value.problems == [f"--optimizer-offload-path={missing}: no such folder; make it first"]
+    assert caught.value.problems == [f"--offload path={missing}: no such folder; make it first"]
     with mock.patch.object(os, "access", lambda path, mode: False), pytest.raises(ConfigError) as caught:
         parse([*TINY, *TWO_LAYERS, *in_file(tmp_path)])
-    assert caught.value.problems == [f"--optimizer-offload-path={tmp_path}: cannot be written to; give another folder"]
+    assert caught.value.problems == [f"--offload path={tmp_path}: cannot be written to; give another folder"]
     with (
         mock.patch.object(state_file.tempfile, "TemporaryFile", full_disk),
         pytest.raises(ConfigError, match=r"no file can be written there \(No space left on device\); give"),
