@@ -20,6 +20,7 @@ from test_run_ends import command, records, saved
 from megalite.comm.world import World
 from megalite.config import Config
 from megalite.config.cli import parse
+from megalite.generation import Generator
 from megalite.launch import EndAtOnce
 from megalite.launch.launcher import LaunchEnvironment, launch
 from megalite.launch.signals import ear, ends_at_once
@@ -139,7 +140,8 @@ def test_a_rank_that_waits_in_a_library_hears() -> None:
 
 
 def whole_run(world: World, argv: list[str], at: str = "") -> int:
-    """A training. at: where rank 1 gets SIGTERM: at the second batch of an evaluation, or after the loop."""
+    """A training. at: where rank 1 gets SIGTERM: at the second batch of an evaluation, among samples, or after the
+    loop."""
     if world.rank == 1 and at == "evaluation":
         losses, calls = Validator._losses, iter(range(1000))
 
@@ -149,6 +151,14 @@ def whole_run(world: World, argv: list[str], at: str = "") -> int:
             return losses(self, microbatches)
 
         Validator._losses = evaluated  # type: ignore[method-assign]
+    if world.rank == 1 and at == "samples":
+        episode = Generator._episode
+
+        def episode_with_a_signal(self: Generator, *arguments: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            episode(self, *arguments)
+
+        Generator._episode = episode_with_a_signal  # type: ignore[method-assign]
     if at == "after":
         train = Trainer.train
 
@@ -179,6 +189,17 @@ def test_the_last_evaluation_is_cut_short_and_made_up_for(tmp_path: Path) -> Non
     assert saved(tmp_path) == ["iter_0000002"] and not (tmp_path / "COMPLETED").exists()
     assert run_ranks(whole_run, 2, argv) == [0, 0]
     assert (tmp_path / "COMPLETED").exists() and len(records(tmp_path, "valid")) == 1
+
+
+@pytest.mark.landing
+def test_samples_end_before_a_signal_is_obeyed(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("3 5 7\n")
+    samples = ("--sample-interval", "2", "--sample-prompts", str(tmp_path / "prompts.txt"), "--sample-tokens", "4")
+    argv = command(tmp_path / "run", *samples, "--pipeline-model-parallel-size", "2")
+    assert run_ranks(whole_run, 2, argv, "samples") == [0, 0]
+    assert records(tmp_path / "run", "summary")[-1]["status"] == "exit_signal"
+    assert len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) == 1
+    assert saved(tmp_path / "run") == ["iter_0000003"]
 
 
 def test_a_second_signal_does_not_tear_a_save_in_the_background(tmp_path: Path) -> None:
